@@ -1,0 +1,35 @@
+"""Every difference between the supported releases of torch (2.11 to 2.15) and Triton (3.6 to 3.9), in one place.
+
+Each function names the release that needs it. Nothing else in the package asks for a version.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch._opaque_base import OpaqueBaseMeta
+
+__all__ = ["OpaqueMeta", "register_value_class", "torch_version"]
+
+T = TypeVar("T", bound=type)
+
+# torch 2.11 accepts an opaque class only with this metaclass; later releases do not mind it.
+OpaqueMeta = OpaqueBaseMeta
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the running torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def register_value_class(cls: T) -> T:
+    """Registers a frozen class as a value that graphs carry as a constant and that guards compare by equality."""
+    from torch._library import opaque_object
+
+    if hasattr(opaque_object, "register_custom_class"):  # torch 2.15 renamed it
+        opaque_object.register_custom_class(cls, typ="constant")
+    else:
+        opaque_object.register_opaque_type(cls, typ="value")
+    return cls

@@ -1,0 +1,32 @@
+"""The package's exceptions, one class an error, the message's form on the class."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
+
+
+class TeError(Exception):
+    """Base of every error raised by te_dynamo."""
+
+
+class InvalidOptionError(TeError, ValueError):
+    """An option, recipe or mode that does not exist or has a value of the wrong kind."""
+
+    @classmethod
+    def unknown(cls, what: str, name: object, known: Iterable[str]) -> InvalidOptionError:
+        """Names the unknown thing and the nearest valid ones."""
+        known = sorted(known)
+        near = difflib.get_close_matches(str(name), known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {', '.join(map(repr, known))}"
+        return cls(f"te_dynamo: unknown {what} {name!r}; {hint}")
+
+
+class QuantizationError(TeError, ValueError):
+    """A tensor that a quantizer cannot hold, or a buffer that was never allocated."""
+
+
+class LoweringError(TeError, RuntimeError):
+    """A te operation that reached lowering and has no kernel: never a silent fallback."""

@@ -1,0 +1,103 @@
+"""The options of `torch.compile(model, backend="te", options=...)`: ours checked, Inductor's passed through."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from te_dynamo import recipe as recipes
+from te_dynamo.errors import InvalidOptionError
+from te_dynamo.recipe import Recipe
+
+__all__ = ["Options"]
+
+_CODEGENS = ("inductor", "eager")
+_OWN = ("recipe", "rules", "codegen", "fusions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user asked for.
+
+    recipe:   the recipe of every linear that no rule names; None leaves the model in its own precision.
+    rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's module path
+              decides its recipe.
+    codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
+    fusions:  False keeps every te operation by itself, for debugging.
+    inductor: options passed on to Inductor, a mode's included.
+    """
+
+    recipe: Recipe | None
+    rules: tuple[tuple[str, Recipe | None], ...] = ()
+    codegen: str = "inductor"
+    fusions: bool = True
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+        """Checks and splits a user's options. Raises InvalidOptionError naming the wrong one and the nearest valid."""
+        options = dict(options or {})
+        inductor = _inductor_options(options, mode)
+        codegen = options.get("codegen", "inductor")
+        if codegen not in _CODEGENS:
+            raise InvalidOptionError.unknown("codegen", codegen, _CODEGENS)
+        fusions = options.get("fusions", True)
+        if not isinstance(fusions, bool):
+            raise InvalidOptionError(f"te_dynamo: option 'fusions' takes True or False, got {fusions!r}")
+        return cls(
+            recipe=_recipe(options.get("recipe", "float8_current_scaling")),
+            rules=_rules(options.get("rules", ())),
+            codegen=codegen,
+            fusions=fusions,
+            inductor=tuple(sorted(inductor.items())),
+        )
+
+    def recipe_for(self, module_path: str) -> tuple[Recipe | None, str]:
+        """(recipe, why) of the linear at `module_path`; why is the reason when the recipe is None, else ""."""
+        for pattern, chosen in self.rules:
+            if re.search(pattern, module_path):
+                return chosen, "" if chosen is not None else f"rule {pattern!r} leaves it in the model's precision"
+        return self.recipe, "" if self.recipe is not None else "recipe is None"
+
+
+def _recipe(value: Any) -> Recipe | None:
+    if value is None or isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        return recipes.by_name(value)
+    raise InvalidOptionError(
+        f"te_dynamo: a recipe is a name ({', '.join(recipes.names())}), a te_dynamo.recipe object or None, got {value!r}"
+    )
+
+
+def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    checked = []
+    for index, rule in enumerate(value):
+        if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
+            raise InvalidOptionError(f"te_dynamo: rules[{index}] must be (regular expression, recipe or None), got {rule!r}")
+        try:
+            re.compile(rule[0])
+        except re.error as error:
+            raise InvalidOptionError(f"te_dynamo: rules[{index}]: {rule[0]!r} is not a regular expression: {error}") from None
+        checked.append((rule[0], _recipe(rule[1])))
+    return tuple(checked)
+
+
+def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
+    """Inductor's share: the mode's expansion, then every option that is Inductor's own."""
+    import torch._inductor as inductor
+
+    modes = inductor.list_mode_options()
+    if mode is not None and mode != "default" and mode not in modes:
+        raise InvalidOptionError.unknown("mode", mode, [*modes, "default"])
+    result: dict[str, Any] = dict(modes.get(mode or "default", {}))
+    known = {name.replace("-", "_"): name for name in inductor.list_options()}
+    for name, value in options.items():
+        if name in _OWN:
+            continue
+        if name.replace("-", "_") not in known:
+            raise InvalidOptionError.unknown("option", name, [*_OWN, *known])
+        result[name.replace("-", "_")] = value
+    return result

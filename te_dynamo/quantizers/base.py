@@ -1,0 +1,83 @@
+"""What every quantizer promises: a value that says how a tensor is held in low precision.
+
+A quantizer is configuration only. Equal configuration is an equal object, so that a graph can carry it as a constant and
+a guard can compare it; there is no tensor, module or process group in it (source of the rule: design section 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import torch
+
+from te_dynamo._compat import OpaqueMeta, register_value_class
+from te_dynamo.errors import QuantizationError
+
+__all__ = ["Quantizer"]
+
+_VALUE_TYPES = (bool, int, float, str, enum.Enum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer(metaclass=OpaqueMeta):
+    """Base of the quantizers.
+
+    rowwise:    hold the data in the tensor's own order, read by the GEMMs that contract the last dimension.
+    columnwise: hold what the GEMMs that contract the leading dimension read.
+
+    Raises TypeError for a field that is not an int, bool, float, str or enum, and QuantizationError when neither
+    usage is on.
+    """
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, _VALUE_TYPES):
+                raise TypeError(
+                    f"{type(self).__name__}.{field.name}: expected int, bool, float, str or enum, got {type(value).__name__}; "
+                    "a quantizer is a value and must compare equal by its configuration"
+                )
+        if not (self.rowwise or self.columnwise):
+            raise QuantizationError(f"{type(self).__name__}: neither rowwise nor columnwise usage is on")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_value_class(cls)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """The constructor call, for graph code: part of torch's contract for value classes."""
+        name = type(self).__name__
+        fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"{name}({fields})", {name: type(self)}
+
+    def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
+        """The same quantizer with other usages; None keeps what is set."""
+        return dataclasses.replace(
+            self,
+            rowwise=self.rowwise if rowwise is None else rowwise,
+            columnwise=self.columnwise if columnwise is None else columnwise,
+        )
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raises QuantizationError for a shape this format cannot hold."""
+        if len(shape) < 1:
+            raise QuantizationError(f"{type(self).__name__}: a tensor of rank 0 cannot be quantized")
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Buffer name -> (shape, dtype) for the usages that are on, in the order in which `te.quantize` returns them."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One short word for graphs and tables: "e4m3[row+column]"."""
+        raise NotImplementedError
+
+    def _usage_text(self) -> str:
+        return "+".join(name for name, on in (("row", self.rowwise), ("column", self.columnwise)) if on)
+
+
+register_value_class(Quantizer)

@@ -1,0 +1,45 @@
+"""What happened to a model, as records: the matcher, the fuser and lowering write them, `explain` reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["MatchRecord", "Report"]
+
+
+@dataclasses.dataclass
+class MatchRecord:
+    """One matched, or deliberately left, piece of the user's model.
+
+    kind:    "linear", "rms_norm", "layer_norm", "gelu", "silu", "relu" or "swiglu".
+    module:  path of the module that holds it ("layers.0.mlp.down_proj"), "" where the graph gives none.
+    source:  the user's line, "file.py:17", "" where unknown.
+    matched: whether it became a te operation.
+    reason:  why it was left in the user's precision; "" when matched.
+    recipe:  name of the recipe that applies, "" when left.
+    shape:   for a linear (M, N, K) with M the product of the leading dimensions, as printed (a symbol where dynamic).
+    flops:   2*M*N*K for a linear (size hints where dynamic), else 0.
+    dtype:   the user's precision, "bf16".
+    """
+
+    kind: str
+    module: str = ""
+    source: str = ""
+    matched: bool = True
+    reason: str = ""
+    recipe: str = ""
+    shape: tuple[str, ...] = ()
+    flops: int = 0
+    dtype: str = ""
+
+
+@dataclasses.dataclass
+class Report:
+    """All records of one compiled graph."""
+
+    matches: list[MatchRecord] = dataclasses.field(default_factory=list)
+    fusions: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
+    """(phase, name of the fusion, times applied)"""
+    lowered: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    """(phase, te op, what runs it: a kernel's name or "reference")"""
+    notes: list[str] = dataclasses.field(default_factory=list)
