@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
@@ -55,6 +56,15 @@ class Float8CurrentScalingQuantizer(Quantizer):
             buffers["transpose"] = ((columns, padded), self.dtype)
         buffers["scale_inv"] = ((1,), torch.float32)
         return buffers
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (self.columnwise if columnwise else self.rowwise):
+            wanted = "columnwise" if columnwise else "rowwise"
+            raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
+        return buffers[int(self.rowwise) if columnwise else 0], buffers[-1]
 
     def describe(self) -> str:
         pow2 = ", pow2" if self.power_of_two_scale else ""
