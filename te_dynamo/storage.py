@@ -30,7 +30,13 @@ class QuantizedTensorStorage:
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer):
+    def __init__(
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+    ):
         expected = list(quantizer._describe_buffers(tuple(shape)))
         missing = [name for name in expected if buffers.get(name) is None]
         if missing:
@@ -65,7 +71,9 @@ class QuantizedTensorStorage:
         return list(self.buffers()), self.quantizer.create_metadata(self.shape, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], *_: Any) -> QuantizedTensorStorage:
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], *_: Any
+    ) -> QuantizedTensorStorage:
         return QuantizedTensorStorage.from_metadata(inner, metadata)
 
     def dequantize(self) -> torch.Tensor:
@@ -92,4 +100,3 @@ class Float8TensorStorage(QuantizedTensorStorage):
             assert self.transpose is not None
             values = self.transpose[:, : math.prod(self.shape[:-1])].t().to(torch.float32)
         return (values * self.scale_inv).to(self.dtype).reshape(self.shape)
-

@@ -19,12 +19,16 @@ import torch
 from te_dynamo.errors import TeError
 from te_dynamo.kernels.availability import kernels_available
 
-__all__ = ["KERNELS", "NAMESPACE", "expand_in_compiler", "is_te", "te_op"]
+__all__ = ["KERNELS", "NAMESPACE", "REFERENCE_ONLY", "expand_in_compiler", "is_te", "te_op"]
 
 NAMESPACE = "te"
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """What lowering traces in place of each operation: its launcher, with the operation's own arguments."""
+
+
+REFERENCE_ONLY: set[torch._ops.OpOverload] = set()
+"""Operations without a kernel of their own: aten operations that Inductor compiles wherever they run."""
 
 
 def is_te(target: object) -> bool:
@@ -60,6 +64,8 @@ def te_op(
         )
         overload = definition._opoverload
         KERNELS[overload] = kernel or reference
+        if kernel is None:
+            REFERENCE_ONLY.add(overload)
         return overload
 
     return decorate
