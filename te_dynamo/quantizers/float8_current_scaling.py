@@ -48,12 +48,13 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.check_shape(shape)
         columns = shape[-1]
         rows = math.prod(shape[:-1])
+        dtype = FP8_DTYPES[self.fp8_format]  # not self.dtype: Dynamo, tracing this, cannot look a property up on a value
         buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.rowwise:
-            buffers["data"] = ((rows, columns), self.dtype)
+            buffers["data"] = ((rows, columns), dtype)
         if self.columnwise:
             padded = (rows + TRANSPOSE_ALIGNMENT - 1) // TRANSPOSE_ALIGNMENT * TRANSPOSE_ALIGNMENT
-            buffers["transpose"] = ((columns, padded), self.dtype)
+            buffers["transpose"] = ((columns, padded), dtype)
         buffers["scale_inv"] = ((1,), torch.float32)
         return buffers
 
