@@ -36,6 +36,13 @@ Fusion = Callable[[Graph], int]
 
 _MOST_ROUNDS = 1000
 
+_KINDS = {
+    "joint": ("joint",),
+    "forward": ("forward",),
+    "inference": ("forward",),
+    "backward": ("forward", "backward"),  # a checkpointed forward is recomputed inside the backward graph
+}
+
 _registered: dict[str, list[Fusion]] = {"joint": [], "forward": [], "backward": []}
 
 
@@ -87,9 +94,9 @@ def fusion_key() -> str:
 
 def fuse(graph: Graph, phase: str) -> list[tuple[str, int]]:
     """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired."""
-    kind = "forward" if phase == "inference" else phase
     fired = []
-    for fusion in (*shipped.SHIPPED[kind], *_registered[kind]):
+    kinds = _KINDS[phase]
+    for fusion in (*(f for kind in kinds for f in shipped.SHIPPED[kind]), *(f for k in kinds for f in _registered[k])):
         times = _run(fusion, graph)
         if times:
             fired.append((_name(fusion), times))

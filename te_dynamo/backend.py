@@ -28,6 +28,7 @@ from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import fuse
 from te_dynamo.passes.match import match
+from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.report import Report
 
 __all__ = ["te"]
@@ -76,6 +77,7 @@ class _Compilation:
         if phase == "inference":  # has no joint graph before it
             merge_common_subexpressions(graph)
         self._fuse(graph, phase)
+        drop_unread_usages(graph)
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:
