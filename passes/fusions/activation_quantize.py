@@ -11,7 +11,8 @@ from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_o
 from te_dynamo.passes.graph import call_like, calls, getitem_after
 from torch.fx import Graph
 
-from te_dynamo.ops.activation import activation, activation_quantize, swiglu, swiglu_quantize
+from te_dynamo.ops.activation import activation, activation_quantize
+from te_dynamo.ops.swiglu import swiglu, swiglu_quantize
 
 __all__ = ["fuse_activation_quantize"]
 

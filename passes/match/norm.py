@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-
 from te_dynamo.passes.match.mutation import refuses
 from te_dynamo.passes.match.readers import why_not_read_by_linear
 from te_dynamo.passes.match.values import (
@@ -26,6 +24,8 @@ from te_dynamo.passes.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
+from torch import fx
+
 from te_dynamo.report import MatchRecord
 
 __all__ = ["Norm", "left_norm", "match_norm", "replace_norm"]
@@ -108,7 +108,9 @@ def _reason(norm: Norm) -> str:
     if x.dtype not in FLOATS:
         return f"its input is {dtype_name(x.dtype)}; te.{norm.kind} takes bf16, fp16 and fp32"
     if out.dtype != x.dtype:
-        return f"its output is {dtype_name(out.dtype)} and its input {dtype_name(x.dtype)}; te.{norm.kind} keeps the dtype"
+        return (
+            f"its output is {dtype_name(out.dtype)} and its input {dtype_name(x.dtype)}; te.{norm.kind} keeps the dtype"
+        )
     if not isinstance(x.shape[-1], int):
         return f"its last dimension is dynamic ({x.shape[-1]})"
     for weight in norm.weights:

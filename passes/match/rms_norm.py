@@ -19,10 +19,10 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
-
 from te_dynamo.passes.match.norm import Norm, left_norm, replace_norm
 from te_dynamo.passes.match.values import calls, dtype_name, sole_user, tensor_of
+from torch import fx
+
 from te_dynamo.report import MatchRecord
 
 __all__ = ["match_written_rms_norm"]
@@ -54,9 +54,7 @@ def match_written_rms_norm(node: fx.Node) -> MatchRecord | None:
         return None
     f, x = root.f, _before_cast(root.f)
     if tensor_of(f).dtype != torch.float32:
-        return left_norm(
-            "rms_norm", product, f"it computes in {dtype_name(tensor_of(f).dtype)}, te.rms_norm in fp32"
-        )
+        return left_norm("rms_norm", product, f"it computes in {dtype_name(tensor_of(f).dtype)}, te.rms_norm in fp32")
     for inner in root.nodes:
         if len(inner.users) != 1:
             return left_norm("rms_norm", product, f"its intermediate value {inner} is used elsewhere too")
@@ -64,9 +62,7 @@ def match_written_rms_norm(node: fx.Node) -> MatchRecord | None:
     if tensor_of(chain[-1]).dtype == torch.float32:
         x, cast_first = f, False  # all in fp32, so there is no cast to come before the weight
     first_to_last = sorted({*root.nodes, *chain, *([f] if f is not x else [])})
-    return replace_norm(
-        Norm("rms_norm", x, (weight,), (root.eps, cast_first, zero_centered), tuple(first_to_last))
-    )
+    return replace_norm(Norm("rms_norm", x, (weight,), (root.eps, cast_first, zero_centered), tuple(first_to_last)))
 
 
 def _read_root(node: fx.Node) -> _Root | None:
@@ -178,12 +174,7 @@ def _is_cast(node: Any) -> bool:
     if not calls(node, set(), _CASTS):
         return False
     before, after = tensor_of(node.args[0]), tensor_of(node)
-    return (
-        before is not None
-        and after is not None
-        and before.device == after.device
-        and before.layout == after.layout
-    )
+    return before is not None and after is not None and before.device == after.device and before.layout == after.layout
 
 
 def _operands(node: fx.Node) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Activations: `te.gelu`, `te.silu`, `te.relu`, `te.swiglu`, their gradients, and each of them with a quantized result.
+"""Activations: `te.gelu`, `te.silu`, `te.relu`, their gradients, and each of them with a quantized result.
 
 The user's function at Torch IR (te.gelu) becomes `te.activation(x, kind)` in the dialect, one operation with one kernel
 for every kind. All arithmetic is in fp32 with one rounding to x's dtype.
@@ -22,10 +22,6 @@ __all__ = [
     "gelu",
     "relu",
     "silu",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_backward_quantize",
-    "swiglu_quantize",
 ]
 
 
@@ -50,12 +46,6 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """dy * kind'(x)."""
     return _like(x)
-
-
-@te_op(reference=kernels.swiglu_backward_reference, kernel=kernels.swiglu_backward)
-def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup) of silu(gate) * up."""
-    return _like(gate), _like(up)
 
 
 # The user's functions, with their gradients.
@@ -120,25 +110,6 @@ for _overload, _expansion in ((gelu, _gelu), (silu, _silu), (relu, _relu)):
     expand_in_compiler(_overload, _expansion)
 
 
-def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _swiglu_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
-
-
-@te_op(
-    reference=kernels.swiglu_reference,
-    kernel=kernels.swiglu,
-    setup_context=_swiglu_setup,
-    backward=_swiglu_backward,
-)
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, equal shapes and dtypes."""
-    return _like(gate)
-
-
 # With the result quantized: what fusion makes.
 
 
@@ -156,24 +127,6 @@ def _activation_quantize(implementation: Any) -> Any:
 def activation_quantize(x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool) -> list[torch.Tensor]:
     """[y if keep_output, *buffers]: y = te.activation(x, kind), buffers = te.quantize(y)."""
     return ([_like(x)] if keep_output else []) + quantized_fake(x, quantizer)
-
-
-def _swiglu_quantize(implementation: Any) -> Any:
-    def run(gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool) -> list[torch.Tensor]:
-        return implementation(gate, up, *kernel_arguments(quantizer), keep_output)
-
-    return run
-
-
-@te_op(
-    reference=_swiglu_quantize(kernels.swiglu_quantize_reference),
-    kernel=_swiglu_quantize(kernels.swiglu_quantize),
-)
-def swiglu_quantize(
-    gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
-) -> list[torch.Tensor]:
-    """[y if keep_output, *buffers]: y = te.swiglu(gate, up), buffers = te.quantize(y)."""
-    return ([_like(gate)] if keep_output else []) + quantized_fake(gate, quantizer)
 
 
 def _activation_backward_quantize(implementation: Any) -> Any:
@@ -196,24 +149,3 @@ def activation_backward_quantize(
     kept = [_like(x)] if keep_output else []
     sums = [_column_sums(x)] if bias_grad else []
     return kept + sums + quantized_fake(x, quantizer)
-
-
-def _swiglu_backward_quantize(implementation: Any) -> Any:
-    def run(
-        dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
-    ) -> list[torch.Tensor]:
-        return implementation(dy, gate, up, *kernel_arguments(quantizer), keep_output)
-
-    return run
-
-
-@te_op(
-    reference=_swiglu_backward_quantize(kernels.swiglu_backward_quantize_reference),
-    kernel=_swiglu_backward_quantize(kernels.swiglu_backward_quantize),
-)
-def swiglu_backward_quantize(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
-) -> list[torch.Tensor]:
-    """[dgate, dup if keep_output, *te.quantize(dgate), *te.quantize(dup)], both with the same quantizer."""
-    kept = [_like(gate), _like(up)] if keep_output else []
-    return kept + quantized_fake(gate, quantizer) + quantized_fake(up, quantizer)
