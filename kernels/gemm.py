@@ -2,14 +2,15 @@
 
     C[M, N] = round((A[M, K] @ B[N, K]^T) * (a_scale_inv * b_scale_inv) + bias[N])
 
-A and B are float8_e4m3fn or float8_e5m2, both contiguous, so that the contracted dimension lies in memory order: what
-Hopper's tensor cores read. Every step after the product is one fp32 operation with its own rounding, so a GEMM with bias
-equals an fp32 GEMM, an fp32 addition and a rounding, bit for bit.
+A and B are float8_e4m3fn or float8_e5m2, both contiguous, so that the contracted dimension lies in memory
+order: what Hopper's tensor cores read. Every step after the product is one fp32 operation with its own
+rounding, so a GEMM with bias equals an fp32 GEMM, an fp32 addition and a rounding, bit for bit.
 
-Fast accumulation keeps the whole sum in the tensor core's accumulator, which holds fewer bits than fp32 when the operands
-are FP8; slow accumulation adds what the tensor core makes of every 128 products to an fp32 sum.
+Fast accumulation keeps the whole sum in the tensor core's accumulator, which holds fewer bits than fp32 when
+the operands are FP8; slow accumulation adds what the tensor core makes of every 128 products to an fp32 sum.
 
-The kernel is persistent: each program takes tiles in turn, and loads of its next tile overlap the end of the last.
+The kernel is persistent: each program takes tiles in turn, and loads of its next tile overlap the end of the
+last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def gemm_reference(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """The same in plain PyTorch, its products and sums in fp32 whatever `fast_accum` says; runs on any device."""
+    """The same in plain PyTorch on any device, products and sums in fp32 whatever `fast_accum` says."""
     check_operands(a, b, bias, out_dtype)
     value = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
     if bias is not None:
@@ -104,7 +105,7 @@ def gemm_with_tile(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`gemm` with a tile of the caller's choice, which also says whether accumulation is fast; checks nothing."""
+    """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing."""
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     split = tile.split_k > 1
@@ -166,10 +167,7 @@ def gemm_kernel(
     HALF_N: tl.constexpr = BLOCK_N // 2
     a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
     b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [HALF_N if HALVES else BLOCK_N, BLOCK_K])
-    if DESCRIPTOR_STORE:
-        c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BLOCK_M, HALF_N])
-    else:
-        c_desc = None
+    c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BLOCK_M, HALF_N]) if DESCRIPTOR_STORE else None
     tl.assume(K > 0)
     blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -239,13 +237,13 @@ def _accumulate_halves(
     HALF_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Slow accumulation, one half of the tile after the other: the terms of one half are all that lives beside the sum."""
+    """Slow accumulation, one half of the tile after the other: terms of one half are all beside the sum."""
     left = tl.zeros((BLOCK_M, HALF_N), tl.float32)
     right = tl.zeros((BLOCK_M, HALF_N), tl.float32)
     for block in range(blocks):
         k = first_k + block * BLOCK_K
-        # Triton puts a barrier before the first use of what was loaded last; in this order it falls before both
-        # products, and one warp group can add while the other multiplies.
+        # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
+        # both products, and one warp group can add while the other multiplies.
         y_right = b_desc.load([column + HALF_N, k])
         y_left = b_desc.load([column, k])
         x = a_desc.load([row, k])

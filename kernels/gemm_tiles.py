@@ -1,9 +1,9 @@
-"""Which tile the FP8 GEMM runs for a shape: a table of candidates and a cost model over it, no search at run time.
+"""Which tile the FP8 GEMM runs for a shape: a table of candidates and a cost model, no search at run time.
 
-    cost = waves * (k blocks * time of one block + time of one tile's ends) + (split K: the pass that adds the parts up)
+    cost = waves * (k blocks * time of a block + time of a tile's ends) + (split K: the pass that adds the parts)
 
-A wave is one tile on every place that the GPU has (multiprocessors * `ctas_per_sm`). `tflops` is each candidate's
-measured speed on an H200 when it has endlessly many tiles; `python benchmarks/gemm.py --sweep` prints what to write there.
+A wave is one tile on every place that the GPU has (multiprocessors * `ctas_per_sm`). `tflops` is a candidate's
+speed on an H200 when it has endlessly many tiles; `python benchmarks/gemm.py --sweep` measures all of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _BARRIER_BYTES = 1024
 class Tile:
     """One way to run the GEMM.
 
-    fast:        for fast accumulation, or for slow: a block_k of 128 then says how often the sum moves to fp32.
-    halves:      slow accumulation in two products of half the width, so that only half a tile of fp32 terms lives beside
-                 the sum: without it 128x256 does not fit in the registers.
-    split_k:     parts of K computed by different programs into fp32 and added up, in order, by a second kernel.
+    fast:        for fast accumulation, or for slow: block_k is then how many products go between two fp32 additions.
+    tflops:      speed of the main loop on a full H200.
+    halves:      slow accumulation in two products of half the width, so that only half a tile of terms lives
+                 beside the sum: 128x256 does not fit in the registers otherwise.
+    split_k:     parts of K computed by different programs into fp32 and added, in order, by a second kernel.
     ctas_per_sm: programs that fit on one multiprocessor together.
-    tflops:      measured speed of the main loop on a full H200.
+    group_m:     rows of tiles that are walked together, column by column, so that both operands stay in the L2.
     """
 
     block_m: int
@@ -47,7 +48,7 @@ class Tile:
 
     @property
     def narrow(self) -> bool:
-        """Whether a thread's share of the tile is small enough for a masked store's addresses to fit beside it."""
+        """Whether a thread's share of the tile leaves registers for the addresses of a masked store."""
         return self.block_m * self.block_n <= 64 * 32 * self.num_warps
 
     def fits(self, out_bytes: int) -> bool:
@@ -109,8 +110,8 @@ def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> fl
 def choose_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> Tile:
     """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T.
 
-    It looks at neither the dtype of C nor the bias: a GEMM keeps its order of summation, and so its bits, when a fusion
-    gives it either. So a candidate must fit with the widest C.
+    It looks at neither the dtype of C nor the bias: a GEMM keeps its order of summation, and so its bits, when
+    a fusion gives it either. So a candidate must fit with the widest C.
     """
     candidates = [tile for tile in TILES if tile.fast == fast_accum and tile.fits(out_bytes=4)]
     if not stores_by_descriptor(n):
@@ -119,5 +120,5 @@ def choose_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int =
 
 
 def stores_by_descriptor(n: int) -> bool:
-    """Whether rows of n elements of C are whole 16 bytes, as the tensor copy engine wants; else stores are masked."""
+    """Whether rows of n elements of C are whole 16 bytes, as tensor copies need; else stores are masked."""
     return n % 8 == 0

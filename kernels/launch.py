@@ -21,11 +21,11 @@ def launch(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """kernel[grid](*args, **kwargs), run now or, under `make_fx`, recorded for Inductor to launch from its own code.
+    """kernel[grid](*args, **kwargs), run now or, under `make_fx`, recorded for Inductor's code to launch.
 
-    Give every argument of the kernel explicitly (torch takes every tensor for mutated when one is left to its default),
-    name none of them `out` (the pattern matcher refuses it), and make tensor descriptors inside the kernel. `num_warps`
-    and `num_stages` may stand among the keyword arguments.
+    Give every argument of the kernel explicitly (torch takes every tensor for mutated when one is left to its
+    default), name none of them `out` (the pattern matcher refuses it), and make tensor descriptors inside the
+    kernel. `num_warps` and `num_stages` may stand among the keyword arguments.
     """
     triton.set_allocator(_scratch)
     torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
@@ -37,16 +37,16 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
-    """The number that a size has while compiling, without a guard on it; `fallback` for a size known only at run time."""
+    """The number a size has while compiling, without a guard; `fallback` for one known only at run time."""
     if isinstance(size, torch.SymInt):
         hint = size.node.hint if size.node.has_hint() else fallback
         return int(hint)
     return size
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiprocessor_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; an H200's where there is no GPU to ask, so that graphs can be built anywhere."""
+    """Multiprocessors of a CUDA device; an H200's where no GPU can be asked, so that graphs build anywhere."""
     if not torch.cuda.is_available():
         return _H200_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

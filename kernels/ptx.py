@@ -1,4 +1,4 @@
-"""Compiles a Triton kernel to PTX and machine code on a machine without a GPU, and reads what ptxas says of it.
+"""Compiles a Triton kernel to PTX and machine code without a GPU, and reads what ptxas says of it.
 
     report = compile_for(
         gemm_kernel,
@@ -10,7 +10,7 @@
     )
     assert "wgmma.mma_async" in report.ptx and report.spills == 0 and not report.warnings
 
-The PTX and the ptxas run are those of Triton itself, options included, so the report holds for what a GPU would load.
+The PTX and the ptxas run are those of Triton itself, options included: the report holds for what a GPU loads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PtxReport:
     registers: registers a thread.
     spills:    bytes of spill stores and spill loads a thread; 0 is the only good number.
     shared:    bytes of shared memory a program.
-    warnings:  ptxas's performance warnings, "C7515 Potential Performance Loss: ..." (serialized wgmma) for one.
+    warnings:  ptxas's warnings of group C7xxx, for one "C7515) Potential Performance Loss: ..." (serialized wgmma).
     log:       the whole of ptxas's report.
     """
 
@@ -61,10 +61,10 @@ def compile_for(
 ) -> PtxReport:
     """Compiles `kernel` (a `triton.jit` function) for a CUDA capability; needs no GPU and no driver.
 
-    args:       type of each run-time argument as Triton writes it: "*fp8e4nv", "*fp8e5", "*bf16", "*fp32", "i32", "fp32".
+    args:       type of each run-time argument as Triton writes it: "*fp8e4nv", "*fp8e5", "*bf16", "i32", "fp32".
     constexprs: value of each `tl.constexpr` argument.
-    aligned:    names of the arguments that Triton may take for multiples of 16, as a launch finds out for itself; this
-                changes the code. None: every pointer, no integer.
+    aligned:    names of the arguments that Triton may take for multiples of 16, as a launch finds out for
+                itself; this changes the code. None: every pointer, no integer.
     capability: 90 (sm_90a), 100 (sm_100a), ...
     options:    compile options: num_warps, num_stages, maxnreg, ...
 
