@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
-
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
 from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
+from triton.language.extra import libdevice
 
 __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
@@ -70,26 +69,18 @@ def gemm_reference(
     return value.to(out_dtype)
 
 
-def check_operands(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> None:
+def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
     """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
     if a.dtype not in _FP8 or b.dtype not in _FP8:
-        raise ValueError(
-            f"te gemm: operands must be float8_e4m3fn or float8_e5m2, got {a.dtype} and {b.dtype}"
-        )
+        raise ValueError(f"te gemm: operands must be float8_e4m3fn or float8_e5m2, got {a.dtype} and {b.dtype}")
     if a.dtype == b.dtype == torch.float8_e5m2:
         raise ValueError("te gemm: e5m2 x e5m2 is not supported; hold one operand in e4m3")
     if out_dtype not in _OUT:
         raise ValueError(f"te gemm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"te gemm: expected a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
+        raise ValueError(f"te gemm: expected a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}")
     if not (a.is_contiguous() and b.is_contiguous()):
-        raise ValueError(
-            "te gemm: both operands must be contiguous; use the columnwise buffer for a transposed one"
-        )
+        raise ValueError("te gemm: both operands must be contiguous; use the columnwise buffer for a transposed one")
     if isinstance(a.shape[1], int) and a.shape[1] % 16:
         raise ValueError(f"te gemm: K must be a multiple of 16, got {a.shape[1]}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
@@ -184,13 +175,9 @@ def gemm_kernel(
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first_k = part * blocks * BLOCK_K
         if HALVES:
-            left, right = _accumulate_halves(
-                a_desc, b_desc, row, column, first_k, blocks, BLOCK_M, HALF_N, BLOCK_K
-            )
+            left, right = _accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, BLOCK_M, HALF_N, BLOCK_K)
         else:
-            left, right = _accumulate(
-                a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K
-            )
+            left, right = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
         if SPLIT_K == 1:
             left = _scale_and_shift(left, scale, bias, column, N, HAS_BIAS)
             right = _scale_and_shift(right, scale, bias, column + HALF_N, N, HAS_BIAS)
@@ -291,7 +278,7 @@ def gemm_reduce_kernel(
     inside = offsets < SIZE
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT_K):
-        total += tl.load(parts + part * SIZE.to(tl.int64) + offsets, mask=inside, other=0.0)
+        total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)
     value = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
     if HAS_BIAS:
         value += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)

@@ -26,7 +26,7 @@ class Tile:
     """One way to run the GEMM.
 
     fast:        for fast accumulation, or for slow: block_k is then how many products go between two fp32 additions.
-    tflops:      speed of the main loop on a full H200.
+    tflops:      speed of the main loop on a full H200, an estimate until a sweep has been read into it.
     halves:      slow accumulation in two products of half the width, so that only half a tile of terms lives
                  beside the sum: 128x256 does not fit in the registers otherwise.
     split_k:     parts of K computed by different programs into fp32 and added, in order, by a second kernel.
@@ -67,6 +67,7 @@ class Tile:
             f"s{self.num_stages}",
         ]
         parts += ["halves"] if self.halves else []
+        parts += [f"{self.ctas_per_sm}/sm"] if self.ctas_per_sm > 1 else []
         parts += [f"k/{self.split_k}"] if self.split_k > 1 else []
         return " ".join(parts)
 
@@ -76,20 +77,29 @@ def _with_splits(tile: Tile, *splits: int) -> list[Tile]:
 
 
 TILES: tuple[Tile, ...] = (
+    # Large products.
     Tile(128, 256, 128, 8, 3, fast=True, tflops=1390),
     Tile(128, 256, 128, 8, 4, fast=True, tflops=1385),
     Tile(256, 128, 128, 8, 3, fast=True, tflops=1360),
+    # Too few tiles of that size to fill the GPU.
     *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1150), 2, 4),
+    Tile(128, 128, 128, 8, 6, fast=True, tflops=1150),
     Tile(128, 128, 128, 4, 3, fast=True, tflops=1100, ctas_per_sm=2),
+    # Decoding: a few rows of A, all the time goes into reading B.
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
     *_with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
+    *_with_splits(Tile(64, 64, 256, 4, 3, fast=True, tflops=520, ctas_per_sm=2), 2, 4),
+    Tile(64, 32, 256, 4, 4, fast=True, tflops=300, ctas_per_sm=2),
+    # The same three groups for slow accumulation.
     Tile(128, 256, 128, 8, 3, fast=False, tflops=1220, halves=True),
     Tile(128, 256, 128, 8, 4, fast=False, tflops=1215, halves=True),
     Tile(64, 256, 128, 4, 2, fast=False, tflops=900, halves=True, ctas_per_sm=2),
     *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=980), 2, 4),
+    Tile(128, 128, 128, 8, 6, fast=False, tflops=980),
     Tile(128, 128, 128, 8, 4, fast=False, tflops=970, halves=True),
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=750), 2, 4),
     *_with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
+    *_with_splits(Tile(64, 64, 128, 4, 5, fast=False, tflops=500, ctas_per_sm=2), 2, 4),
 )
 
 
@@ -100,9 +110,7 @@ def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> fl
     blocks = -(-k // (tile.block_k * tile.split_k))
     flops = 2 * tile.block_m * tile.block_n * tile.block_k
     block_us = flops * _REFERENCE_SMS * tile.ctas_per_sm / (tile.tflops * 1e6)
-    reduce_us = (
-        0.0 if tile.split_k == 1 else _REDUCE_US + (tile.split_k + 1) * m * n * 4 / _REDUCE_BYTES_PER_US
-    )
+    reduce_us = 0.0 if tile.split_k == 1 else _REDUCE_US + (tile.split_k + 1) * m * n * 4 / _REDUCE_BYTES_PER_US
     return waves * (blocks * block_us + _TILE_ENDS_US) + reduce_us
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 __all__ = ["launch", "multiprocessor_count", "size_hint"]
 
@@ -28,7 +29,9 @@ def launch(
     kernel. `num_warps` and `num_stages` may stand among the keyword arguments.
     """
     triton.set_allocator(_scratch)
-    torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
+    # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
+    recorded = _get_current_dispatch_mode() is not None
+    (torch.library.wrap_triton(kernel) if recorded else kernel)[grid](*args, **kwargs)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

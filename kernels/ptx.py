@@ -99,9 +99,7 @@ def _check_names(
             f"unknown {sorted(given - wanted)}, given twice {sorted(set(args) & set(constexprs))}"
         )
     if unknown := set(aligned or ()) - set(args):
-        raise ValueError(
-            f"compile_for: aligned names no run-time argument of {kernel.__name__}: {sorted(unknown)}"
-        )
+        raise ValueError(f"compile_for: aligned names no run-time argument of {kernel.__name__}: {sorted(unknown)}")
 
 
 def _report(ptx: str, shared: int, log: str) -> PtxReport:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
@@ -73,10 +74,11 @@ def _inline(graph: Graph, node: Node) -> None:
         results = launches(*args, **kwargs)
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
+    values = [n.meta["val"] for n in inputs]
+    trace = make_fx(dispatch_functionalize(implementation), select_decomp_table(), tracing_mode="real")
     try:
-        traced = make_fx(dispatch_functionalize(implementation), select_decomp_table(), tracing_mode="real")(
-            *(n.meta["val"] for n in inputs)
-        )
+        with detect_fake_mode(values):
+            traced = trace(*values)
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{_where(node)}: {error}") from error
     results = _copy_into(graph, traced, node, inputs)
