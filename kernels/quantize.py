@@ -175,7 +175,7 @@ def quantize(
 
 
 def amax_tile(columns: int, inputs: int = 1) -> Tile:
-    """Tile of an amax launch that reads `inputs` tensors: long rows, four 16-byte bf16 loads a thread or so."""
+    """Tile of an amax launch that reads `inputs` tensors: long rows, four 16-byte loads a thread or so."""
     elements = 8192 if inputs == 1 else 4096
     block_k = min(max(triton.next_power_of_2(columns), 16), 1024)
     return elements // block_k, block_k, 8
@@ -191,4 +191,4 @@ def cast_tile(rows: Size, columns: int, columnwise: bool, inputs: int = 1) -> Ti
         return amax_tile(columns, inputs)
     if size_hint(rows) * columns < 4 * 132 * 128 * 128:
         return 64, 64, 4
-    return {1: (128, 128, 8), 2: (128, 64, 8)}.get(inputs, (64, 64, 8))
+    return (128, 64, 8) if inputs <= 2 else (64, 64, 8)
