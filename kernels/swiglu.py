@@ -290,7 +290,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         (tile_count(sizes["M"], sizes["K"], block_m, block_k),),
         gate=gate,
         up=up,
-        partials=y,
+        partials=gate,
         y=y,
         data=gate,
         transpose=gate,

@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -53,7 +54,7 @@ def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "
 
 def assert_no_spills(compiled, tmp_path) -> None:
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null"]
+    command = [get_ptxas(TARGET.arch).path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null"]
     report = subprocess.run(
         [*command, str(tmp_path / "kernel.ptx")], capture_output=True, text=True, check=True
     ).stderr
