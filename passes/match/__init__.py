@@ -1,0 +1,42 @@
+"""Stage 1: finds linears, norms and activations in the user's graph and puts te operations in their place.
+
+The graph is Dynamo's Torch IR: the calls of torch functions and tensor methods that the model made, in its
+order, with fake tensors under `meta["example_value"]`. That is as close to the user's words as a graph comes,
+so a match here does not depend on how a torch release decomposes anything, and one te operation can own
+forward, backward and what is saved.
+
+    bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
+    linear.py       F.linear                                        always tried, always recorded
+    norm.py         F.layer_norm, F.rms_norm                     )
+    rms_norm.py     RMSNorm written out in the model             )  only next to a matched linear
+    activation.py   gelu, silu, relu, silu(a) * b                )
+    readers.py      what "next to a matched linear" means
+    mutation.py     why several nodes must not become one: in-place writes and mode changes in between
+    where.py        module path and source line of a node
+    values.py       what a node calls, which tensor it gives, how a te node replaces it
+
+Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason);
+nothing that looks like a linear is ever passed over without a record. An unsupported shape, dtype or device
+is a reason, not an error.
+
+To add a pattern: write a function of that form for the node at which the pattern is easiest to recognise,
+read the other nodes from there by hand (`calls`, `arguments`, `sole_user`), ask `left_as_plain` and
+`refuses`, put the te node in with `emit` and take the user's nodes out with `erase_unused`; then name the
+function in `_AFTER_LINEARS` of bodies.py.
+"""
+
+from __future__ import annotations
+
+from te_dynamo.passes.match.bodies import Matcher
+from torch import fx
+
+from te_dynamo.options import Options
+from te_dynamo.report import Report
+
+__all__ = ["match"]
+
+
+def match(gm: fx.GraphModule, options: Options, report: Report) -> None:
+    """Rewrites Dynamo's graph `gm` in place and appends a MatchRecord to `report.matches` for every linear
+    and for every norm and activation that was matched or left."""
+    report.matches.extend(Matcher(options).match(gm))

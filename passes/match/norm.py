@@ -1,0 +1,133 @@
+"""F.layer_norm and F.rms_norm -> te.layer_norm, te.rms_norm. (RMSNorm written out in a model: rms_norm.py.)
+
+y = layer_norm(x, (N,), weight, bias, eps)        ->      y = torch.ops.te.layer_norm.default(x, weight, bias, eps)[0]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from te_dynamo.passes.match.mutation import refuses
+from te_dynamo.passes.match.readers import why_not_read_by_linear
+from te_dynamo.passes.match.values import (
+    FLOATS,
+    arguments,
+    calls,
+    dtype_name,
+    emit,
+    emit_getitem,
+    erase_unused,
+    left_as_plain,
+    tensor_of,
+)
+from te_dynamo.passes.match.where import module_path, source_line
+from torch import fx
+
+from te_dynamo.report import MatchRecord
+
+__all__ = ["Norm", "left_norm", "match_norm", "replace_norm"]
+
+_LAYER_NORM = {F.layer_norm, torch.layer_norm}
+_RMS_NORM = {F.rms_norm, torch.rms_norm}
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A recognised norm over the last dimension: `last` gives what the te operation of that `kind` will give.
+
+    nodes:   the user's nodes, from the first to `last`.
+    weights: weight for rms_norm, (weight, bias) for layer_norm; [N] each, or None.
+    options: what follows them in the operation's schema.
+    """
+
+    kind: str
+    x: fx.Node
+    weights: tuple[fx.Node | None, ...]
+    options: tuple[Any, ...]
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+def match_norm(node: fx.Node) -> MatchRecord | None:
+    """Replaces a call of layer_norm or rms_norm by its te operation where that pays; None when `node` is
+    neither."""
+    if calls(node, _LAYER_NORM):
+        kind = "layer_norm"
+        given = arguments(node, "input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+    elif calls(node, _RMS_NORM):
+        kind = "rms_norm"
+        given = arguments(node, "input", "normalized_shape", "weight", "eps")
+    else:
+        return None
+    x = (given or {}).get("input")
+    if given is None or tensor_of(x) is None:
+        return left_norm(kind, node, "its arguments are not those of torch's own function")
+    if len(given["normalized_shape"]) != 1:
+        return left_norm(
+            kind, node, f"it normalizes {len(given['normalized_shape'])} dimensions; te.{kind} takes the last"
+        )
+    if kind == "layer_norm":
+        norm = Norm(kind, x, (given.get("weight"), given.get("bias")), (given.get("eps", 1e-5),), (node,))
+    else:
+        eps = given.get("eps")
+        # None is the epsilon of the precision the mean is computed in, whatever torch's documentation says of
+        # x's own
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        norm = Norm(kind, x, (given.get("weight"),), (eps, False, False), (node,))
+    return replace_norm(norm)
+
+
+def replace_norm(norm: Norm) -> MatchRecord:
+    """Puts the te operation in the norm's place, or leaves it; either way its record."""
+    last = norm.last
+    reason = (
+        left_as_plain(norm.x, last, *norm.weights)
+        or _reason(norm)
+        or why_not_read_by_linear(last)
+        or refuses(norm.nodes[0], last, [n for n in (norm.x, *norm.weights) if n is not None])
+    )
+    if reason:
+        return left_norm(norm.kind, last, reason)
+    graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
+    with graph.inserting_before(last):
+        new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, *norm.options), last), 0)
+    record = _record(norm.kind, last)
+    last.replace_all_uses_with(new)
+    erase_unused(graph, norm.nodes)
+    return record
+
+
+def _reason(norm: Norm) -> str:
+    x, out = tensor_of(norm.x), tensor_of(norm.last)
+    if x.dtype not in FLOATS:
+        return f"its input is {dtype_name(x.dtype)}; te.{norm.kind} takes bf16, fp16 and fp32"
+    if out.dtype != x.dtype:
+        return (
+            f"its output is {dtype_name(out.dtype)} and its input {dtype_name(x.dtype)}; te.{norm.kind} keeps the dtype"
+        )
+    if not isinstance(x.shape[-1], int):
+        return f"its last dimension is dynamic ({x.shape[-1]})"
+    for weight in norm.weights:
+        if weight is not None and tuple(tensor_of(weight).shape) != (x.shape[-1],):
+            return f"its weight or bias has shape {list(tensor_of(weight).shape)}; expected [{x.shape[-1]}]"
+        if weight is not None and tensor_of(weight).dtype not in FLOATS:
+            return f"its weight or bias is {dtype_name(tensor_of(weight).dtype)}"
+    if not isinstance(norm.options[0], (int, float)):
+        return "its eps is not a Python number"
+    return ""
+
+
+def left_norm(kind: str, node: fx.Node, reason: str) -> MatchRecord:
+    return dataclasses.replace(_record(kind, node), matched=False, reason=reason)
+
+
+def _record(kind: str, node: fx.Node) -> MatchRecord:
+    value = tensor_of(node)
+    dtype = "" if value is None else dtype_name(value.dtype)
+    return MatchRecord(kind, module_path(node), source_line(node), dtype=dtype)

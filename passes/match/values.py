@@ -1,0 +1,125 @@
+"""What the matcher asks a node: which call it is, what tensor it gives, and how a te node is put in its
+place."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "FLOATS",
+    "arguments",
+    "calls",
+    "dtype_name",
+    "emit",
+    "emit_getitem",
+    "emit_method",
+    "erase_unused",
+    "left_as_plain",
+    "sole_user",
+    "tensor_of",
+]
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""The precisions a te operation computes for."""
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bf16", "fp16", "fp32", "fp64"; any other dtype as torch spells it, without "torch."."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The (fake) tensor Dynamo recorded for a node; None for anything that is not a node giving one
+    tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def calls(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:
+    """Whether a node calls one of these functions or tensor methods."""
+    if not isinstance(node, fx.Node):
+        return False
+    return (node.op == "call_function" and node.target in functions) or (
+        node.op == "call_method" and node.target in methods
+    )
+
+
+def arguments(node: fx.Node, *names: str) -> dict[str, Any] | None:
+    """A call's arguments by name, however they were passed; None when it has arguments that `names` does not
+    list."""
+    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+        return None
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def sole_user(node: fx.Node) -> fx.Node | None:
+    """The only node that reads `node`; None when there are none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def left_as_plain(*nodes: fx.Node | None) -> str:
+    """Why a te operation cannot take these operands whatever their shape, "" when it can (None operands are
+    absent)."""
+    for node in nodes:
+        if node is None:
+            continue
+        value = tensor_of(node)
+        if value is None:
+            return f"the graph does not say what tensor {node} is"
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return "inside a torch.func transform"
+        if value.is_nested:
+            return "an operand is a nested tensor"
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+        if not plain or is_traceable_wrapper_subclass(value):
+            return f"an operand is a {type(value).__name__}, not a plain tensor"
+        if value.layout != torch.strided:
+            return f"an operand has the layout {value.layout}, not strided"
+        if value.device.type not in ("cuda", "cpu"):
+            return f"on the device {value.device.type!r}; te_dynamo runs on cuda and cpu"
+    return ""
+
+
+def emit(graph: fx.Graph, op: Callable[..., Any], args: Sequence[Any], like: fx.Node) -> fx.Node:
+    """A call of `op` at the graph's insert point, standing for the user's node `like`: same source line,
+    module and grad mode; its example value is what `op` gives for the arguments' example values."""
+    return _with_meta(graph.call_function(op, tuple(args)), like, op)
+
+
+def emit_method(graph: fx.Graph, method: str, args: Sequence[Any], like: fx.Node) -> fx.Node:
+    """The same for a tensor method."""
+    return _with_meta(graph.call_method(method, tuple(args)), like, lambda self, *rest: getattr(self, method)(*rest))
+
+
+def emit_getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    """`node[index]`, of a node that `emit` made."""
+    return _with_meta(graph.call_function(operator.getitem, (node, index)), node, operator.getitem)
+
+
+def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Removes the nodes of a finished match that nothing reads any more. Never a graph-wide elimination: at
+    Torch IR that would take in-place methods, whose results nobody reads, for dead."""
+    for node in sorted(nodes, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _with_meta(new: fx.Node, like: fx.Node, run: Callable[..., Any]) -> fx.Node:
+    new.meta = {**like.meta}
+    values = [a.meta["example_value"] if isinstance(a, fx.Node) else a for a in new.args]
+    fake_modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
+    replaced = tensor_of(like)
+    grad = replaced is None or replaced.requires_grad
+    with fake_modes[0] if fake_modes else contextlib.nullcontext(), torch.set_grad_enabled(grad):
+        new.meta["example_value"] = run(*values)
+    return new
