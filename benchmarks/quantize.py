@@ -113,9 +113,7 @@ def measure(rows: int, columns: int, copy: float, only: str, sweeping: bool) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tiles of the second launch")
     parser.add_argument("--only", default="", help="run only the functions whose name holds this")
     arguments = parser.parse_args()

@@ -398,9 +398,7 @@ def _quantize(
         BLOCK_K=block_k,
         num_warps=warps,
     )
-    block_m, block_k, warps = tile or cast_tile(
-        rows, columns, columnwise, inputs=2
-    )  # 1 would take 170 registers
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, inputs=2)  # 1 would take 170 registers
     y = torch.empty_like(x) if keep_output else x
     bias_partials = x
     if bias_grad:

@@ -146,9 +146,7 @@ def _squares(values, mean, start, K, LAYER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_statistics(
-    row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _row_statistics(row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """(mean, rstd) of a row whose first BLOCK values are `first` (fp32); mean is 0 unless LAYER."""
     count = K * 1.0
     mean = 0.0
@@ -322,9 +320,7 @@ def norm_cast_kernel(
     # Past the last row y is bias, but the transpose's padding is zero.
     result = tl.where((rows < M)[:, None], result, 0.0)
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    store_quantized_tile(
-        result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-    )
+    store_quantized_tile(result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

@@ -36,9 +36,7 @@ Tile = tuple[int, int, int]
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def scale_reference(
-    amax: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float
-) -> torch.Tensor:
+def scale_reference(amax: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> torch.Tensor:
     """The scale rule of kernels/fp8.py for fp32 amax [1]; an infinite quotient becomes the largest fp32."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = torch.full_like(amax, torch.finfo(fp8_dtype).max) / amax
@@ -64,9 +62,7 @@ def quantize_reference(
     scale = scale_reference(amax.abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
     fmax = torch.finfo(fp8_dtype).max
     value = (x.reshape(rows, columns).to(torch.float32) * scale).clamp_(-fmax, fmax)
-    value.masked_fill_(
-        value.isnan(), torch.nan
-    )  # one NaN, as the hardware casts it: a CPU would keep its sign
+    value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     data = value.to(fp8_dtype)
     buffers = [data] if rowwise else []
     if columnwise:
@@ -112,9 +108,7 @@ def quantize_cast_kernel(
     row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
     value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    store_quantized_tile(
-        value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-    )
+    store_quantized_tile(value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------

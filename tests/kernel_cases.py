@@ -16,9 +16,7 @@ gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def make_input(
-    kind: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu", seed: int = 0
-) -> torch.Tensor:
+def make_input(kind: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> torch.Tensor:
     """A tensor of that kind; "inf" and "nan" hold one such element among normal ones."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     flat = x.view(-1)
@@ -45,9 +43,7 @@ def assert_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Te
         assert different == 0, f"tensor {index}: {different} of {a.numel()} elements differ"
 
 
-def assert_within_rounding(
-    actual: torch.Tensor, exact: torch.Tensor, ulps: float = 1.0, atol: float = 1e-30
-) -> None:
+def assert_within_rounding(actual: torch.Tensor, exact: torch.Tensor, ulps: float = 1.0, atol: float = 1e-30) -> None:
     """|actual - exact| is at most that many units in the last place of actual's dtype (32 times for fp32)."""
     relative = torch.finfo(actual.dtype).eps * ulps * (32 if actual.dtype == torch.float32 else 1)
     excess = (actual.double() - exact).abs() - relative * exact.abs() - max(atol, _smallest(actual.dtype))

@@ -75,9 +75,7 @@ def test_backward_reference_is_autograd(kind):
     x = make_input("normal", (16, 40), torch.float32).requires_grad_()
     dy = make_input("normal", (16, 40), torch.float32, seed=1)
     expected = torch.autograd.grad(functional(x), x, dy)[0]
-    torch.testing.assert_close(
-        act.activation_backward_reference(dy, x.detach(), kind), expected, rtol=0, atol=0
-    )
+    torch.testing.assert_close(act.activation_backward_reference(dy, x.detach(), kind), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,9 +187,7 @@ def test_fused_swiglu_equals_swiglu_then_quantize(shape, dtype, strided):
     y, (dgate, dup) = glu.swiglu(gate, up), glu.swiglu_backward(dy, gate, up)
     assert_within_rounding(y, exact(gate.double(), "silu") * up.double())
     assert_within_rounding(dup, dy.double() * exact(gate.double(), "silu"))
-    assert_within_rounding(
-        dgate, dy.double() * up.double() * exact_backward(gate.double(), "silu"), atol=1e-5
-    )
+    assert_within_rounding(dgate, dy.double() * up.double() * exact_backward(gate.double(), "silu"), atol=1e-5)
     for options in OPTIONS:
         fused = glu.swiglu_quantize(gate, up, *options, True)
         assert_same_bits(fused, [y, *quantize(y, *options)])

@@ -55,9 +55,7 @@ def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "
 def assert_no_spills(compiled, tmp_path) -> None:
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
     command = [get_ptxas(TARGET.arch).path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null"]
-    report = subprocess.run(
-        [*command, str(tmp_path / "kernel.ptx")], capture_output=True, text=True, check=True
-    ).stderr
+    report = subprocess.run([*command, str(tmp_path / "kernel.ptx")], capture_output=True, text=True, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill", report)
     assert spills and set(spills) == {"0"}, report
 

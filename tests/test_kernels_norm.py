@@ -50,9 +50,7 @@ def test_reference_is_torch_rms_norm(dtype):
     assert_within_rounding(y, exact_rms_norm(x, weight, 1e-5))
     assert rstd.shape == (21,) and rstd.dtype == torch.float32
     torch.testing.assert_close(rstd, torch.rsqrt(x.float().square().mean(-1) + 1e-5).reshape(-1))
-    assert_within_rounding(
-        norm.rms_norm_reference(x, None, 1e-5, False, False)[0], exact_rms_norm(x, None, 1e-5)
-    )
+    assert_within_rounding(norm.rms_norm_reference(x, None, 1e-5, False, False)[0], exact_rms_norm(x, None, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,9 +187,7 @@ def test_kernels_write_every_element(shape):
 @needs_cuda
 def test_a_nan_row_reaches_only_its_own_row_and_the_scale():
     x = make_input("nan", (64, 256), torch.bfloat16, "cuda")
-    y, rstd, data, scale_inv = norm.rms_norm_quantize(
-        x, None, 1e-5, False, False, E4M3, True, False, False, 0.0, True
-    )
+    y, rstd, data, scale_inv = norm.rms_norm_quantize(x, None, 1e-5, False, False, E4M3, True, False, False, 0.0, True)
     bad = x.isnan().any(-1)
     assert torch.equal(y.isnan().any(-1), bad) and torch.equal(rstd.isnan(), bad)
     assert torch.equal(data.float().isnan().all(-1), bad) and scale_inv.item() == 1
