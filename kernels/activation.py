@@ -271,9 +271,9 @@ def activation_write_kernel(
     if KEEP_OUTPUT:
         store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
     if BIAS_GRAD:
-        columns = column + tl.arange(0, BLOCK_K)
-        sums = tl.sum(result.to(tl.float32), axis=0)
-        tl.store(bias_partials + (row // BLOCK_M).to(tl.int64) * K + columns, sums, mask=columns < K)
+        halves = tl.reshape(result.to(tl.float32), (2, BLOCK_M // 2, BLOCK_K))
+        partial_row = row // BLOCK_M * 2
+        store_tile(bias_partials, tl.sum(halves, axis=1), partial_row, column, partial_row + 2, K, 2, BLOCK_K)
     if ROWWISE or COLUMNWISE:
         scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
         store_quantized_tile(
@@ -398,15 +398,13 @@ def _quantize(
         BLOCK_K=block_k,
         num_warps=warps,
     )
-    block_m, block_k, warps = tile or cast_tile(
-        rows, columns, columnwise, inputs=2
-    )  # 1 would take 170 registers
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, inputs=2)  # 1 would take 170 registers
     y = torch.empty_like(x) if keep_output else x
     bias_partials = x
     if bias_grad:
-        bias_partials = torch.empty(
-            (triton.cdiv(rows, block_m), columns), dtype=torch.float32, device=x.device
-        )
+        # Two rows a row of tiles: with one, tracing would guard on whether the tensor has a single one.
+        partial_rows = 2 * triton.cdiv(rows, block_m)
+        bias_partials = torch.empty((partial_rows, columns), dtype=torch.float32, device=x.device)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
     launch(
         activation_write_kernel,

@@ -32,9 +32,7 @@ Size = Any  # int or torch.SymInt
 @triton.jit
 def mul_rn(a, b):
     """a * b in fp32, rounded: unlike `a * b`, no compiler may contract it with a following addition."""
-    return tl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -168,9 +166,7 @@ def store_quantized_tile(
         # Computed here, not passed: the compiler then sees a multiple of 16 and stores whole vectors.
         padded = (M + 15) // 16 * 16
         mask = tile_mask(column, row, K, padded, BLOCK_K, BLOCK_M)
-        tl.store(
-            transpose + tile_offsets(column, row, padded, BLOCK_K, BLOCK_M), tl.trans(quantized), mask=mask
-        )
+        tl.store(transpose + tile_offsets(column, row, padded, BLOCK_K, BLOCK_M), tl.trans(quantized), mask=mask)
 
 
 # --- host ---------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
     rms_norm    y = x * rstd * w             rstd = 1 / sqrt(mean(x^2) + eps)
     layer_norm  y = (x - mean) * rstd * w + b      rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 
-w is weight, or 1 + weight when `zero_centered` (Gemma); with `cast_before_weight` (Hugging Face's Llama) x
-* rstd is rounded to x's dtype before w. Arithmetic is fp32 with one rounding at the end; rstd and mean are
-fp32 [rows].
+w is weight, or 1 + weight when `zero_centered` (Gemma); with `cast_before_weight` (Hugging Face's Llama) the
+product x * rstd is rounded to x's dtype before w. Arithmetic is fp32 with one rounding at the end; rstd and
+mean are fp32 [rows].
 
 The fused form reads x twice and writes no bf16: launch 1 finds each row's statistics and the amax of the
 rounded y, launch 2 makes y again from the statistics and casts it. `norm_rows_kernel` is launch 1 and the
@@ -146,9 +146,7 @@ def _squares(values, mean, start, K, LAYER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_statistics(
-    row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _row_statistics(row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """(mean, rstd) of a row whose first BLOCK values are `first` (fp32); mean is 0 unless LAYER."""
     count = K * 1.0
     mean = 0.0
@@ -232,9 +230,9 @@ def norm_rows_kernel(
     following = _load_columns(row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
     for row in range(tl.program_id(0), M, programs):
         first = following
-        row_start = x + row.to(tl.int64) * K
+        row_start = x + tl.cast(row, tl.int64) * K
         following = _load_columns(
-            row_start + programs.to(tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
+            row_start + tl.cast(programs, tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
         )
         row_mean, row_rstd = _row_statistics(row_start, first, K, eps, LAYER, ONE_BLOCK, BLOCK)
         tl.store(rstd + row, row_rstd)
@@ -262,7 +260,7 @@ def norm_rows_kernel(
             if QUANTIZE:
                 bits = tl.maximum(bits, tl.where(columns < K, abs_bits(result), 0))
             else:
-                tl.store(y + row.to(tl.int64) * K + columns, result, mask=columns < K)
+                tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:
         store_partial_amax(partials, bits)
 
@@ -299,12 +297,13 @@ def norm_cast_kernel(
     """One tile of y, made again from the rows' statistics, to every output that is asked for."""
     row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
     values = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
-    row_mean = tl.load(mean + rows, mask=rows < M, other=0.0) if LAYER else 0.0
+    # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
+    rows = row + tl.arange(0, BLOCK_M)
+    row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
     result = _normalize(
         values,
         row_mean,
-        tl.load(rstd + rows, mask=rows < M, other=0.0),
+        tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None],
         weight,
         bias,
         column + tl.arange(0, BLOCK_K)[None, :],
@@ -319,11 +318,9 @@ def norm_cast_kernel(
     if KEEP_OUTPUT:
         store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
     # Past the last row y is bias, but the transpose's padding is zero.
-    result = tl.where(rows < M, result, 0.0)
+    result = tl.where((rows < M)[:, None], result, 0.0)
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    store_quantized_tile(
-        result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-    )
+    store_quantized_tile(result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -419,7 +416,7 @@ def _norm(
 def _rows(
     x: torch.Tensor, eps: float, norm: dict[str, Any], y: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(mean, rstd, partials) of the row launch; it writes y where that is given and partial amaxes where not."""
+    """(mean, rstd, partials) of the row launch: it writes y if that is given, partial amaxes if not."""
     rows, columns = rows_and_columns(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm["LAYER"] else x

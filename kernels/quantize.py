@@ -36,9 +36,7 @@ Tile = tuple[int, int, int]
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def scale_reference(
-    amax: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float
-) -> torch.Tensor:
+def scale_reference(amax: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> torch.Tensor:
     """The scale rule of kernels/fp8.py for fp32 amax [1]; an infinite quotient becomes the largest fp32."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = torch.full_like(amax, torch.finfo(fp8_dtype).max) / amax
@@ -64,9 +62,7 @@ def quantize_reference(
     scale = scale_reference(amax.abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
     fmax = torch.finfo(fp8_dtype).max
     value = (x.reshape(rows, columns).to(torch.float32) * scale).clamp_(-fmax, fmax)
-    value.masked_fill_(
-        value.isnan(), torch.nan
-    )  # one NaN, as the hardware casts it: a CPU would keep its sign
+    value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     data = value.to(fp8_dtype)
     buffers = [data] if rowwise else []
     if columnwise:
@@ -112,9 +108,7 @@ def quantize_cast_kernel(
     row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
     value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    store_quantized_tile(
-        value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-    )
+    store_quantized_tile(value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------
@@ -175,7 +169,7 @@ def quantize(
 
 
 def amax_tile(columns: int, inputs: int = 1) -> Tile:
-    """Tile of an amax launch that reads `inputs` tensors: long rows, four 16-byte bf16 loads a thread or so."""
+    """Tile of an amax launch that reads `inputs` tensors: long rows, four 16-byte loads a thread or so."""
     elements = 8192 if inputs == 1 else 4096
     block_k = min(max(triton.next_power_of_2(columns), 16), 1024)
     return elements // block_k, block_k, 8
@@ -191,4 +185,4 @@ def cast_tile(rows: Size, columns: int, columnwise: bool, inputs: int = 1) -> Ti
         return amax_tile(columns, inputs)
     if size_hint(rows) * columns < 4 * 132 * 128 * 128:
         return 64, 64, 4
-    return {1: (128, 128, 8), 2: (128, 64, 8)}.get(inputs, (64, 64, 8))
+    return (128, 64, 8) if inputs <= 2 else (64, 64, 8)

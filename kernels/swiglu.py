@@ -104,9 +104,7 @@ def swiglu_backward_quantize_reference(
 
 
 @triton.jit
-def _forward_tile(
-    gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Tile of swiglu(gate, up), rounded to gate's dtype; zero outside [M, K]."""
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
@@ -114,9 +112,7 @@ def _forward_tile(
 
 
 @triton.jit
-def swiglu_amax_kernel(
-    gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
     bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
@@ -197,9 +193,7 @@ def swiglu_backward_amax_kernel(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        dgate, dup = _backward_tiles(
-            dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K
-        )
+        dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
         gate_bits = tl.maximum(gate_bits, abs_bits(dgate))
         up_bits = tl.maximum(up_bits, abs_bits(dup))
     store_partial_amax(gate_partials, gate_bits)
@@ -290,7 +284,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         (tile_count(sizes["M"], sizes["K"], block_m, block_k),),
         gate=gate,
         up=up,
-        partials=y,
+        partials=gate,
         y=y,
         data=gate,
         transpose=gate,
@@ -354,16 +348,12 @@ def swiglu_quantize(
     return [*([y] if keep_output else []), *buffers.as_list()]
 
 
-def swiglu_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(dgate, dup), contiguous, in gate's shape and dtype."""
     dy, sizes = dy.contiguous(), _sizes(gate, up)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     block_m, block_k, warps = amax_tile(sizes["K"], inputs=3)
-    unused = {
-        f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")
-    }
+    unused = {f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")}
     launch(
         swiglu_backward_write_kernel,
         (tile_count(sizes["M"], sizes["K"], block_m, block_k),),
@@ -401,8 +391,7 @@ def swiglu_backward_quantize(
     dy, sizes = dy.contiguous(), _sizes(gate, up)
     rows, columns = sizes["M"], sizes["K"]
     partials = {
-        f"{grad}_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
-        for grad in ("gate", "up")
+        f"{grad}_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device) for grad in ("gate", "up")
     }
     block_m, block_k, warps = amax_tile(columns, inputs=3)
     launch(

@@ -1,0 +1,239 @@
+"""The quantizing kernels, compiled for sm_90 and traced for Inductor without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+import triton
+from te_dynamo.kernels import activation, norm, quantize, swiglu
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+E4M3 = torch.float8_e4m3fn
+OPTIONS = (E4M3, True, True, False, 0.0)
+POINTERS = {f"{name}partials" for name in ("", "bias_", "gate_", "up_")} | {"mean", "rstd"}
+POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
+FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
+SIZES = {"M", "K", "gate_stride", "up_stride"}
+
+
+# --- compilation --------------------------------------------------------------------------------------------
+
+
+def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16"):
+    """The kernel for sm_90, pointers and sizes multiples of 16; constants are its compile-time arguments."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = (
+            "fp32" if name == "eps"
+            else "i32" if name in SIZES
+            else "*fp32" if name in POINTERS
+            else "*fp8e4nv" if name in FP8
+            else f"*{weight if name in ('weight', 'bias') else dtype}"
+        )  # fmt: skip
+        if name != "eps":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=TARGET, options={"num_warps": warps})
+
+
+def assert_no_spills(compiled, tmp_path) -> None:
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = [get_ptxas(TARGET.arch).path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null"]
+    report = subprocess.run([*command, str(tmp_path / "kernel.ptx")], capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert spills and set(spills) == {"0"}, report
+
+
+CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
+BOTH = {**CAST, "ROWWISE": True, "COLUMNWISE": True}
+
+
+def tiled(tile: quantize.Tile, **constants: Any) -> tuple[dict[str, Any], int]:
+    return {**constants, "BLOCK_M": tile[0], "BLOCK_K": tile[1]}, tile[2]
+
+
+def amax_cases():
+    yield quantize.quantize_amax_kernel, *tiled(quantize.amax_tile(4096))
+    for kind in activation.KINDS:
+        for backward in (False, True):
+            tile = quantize.amax_tile(4096, 1 + backward)
+            yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
+    yield swiglu.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096, 2))
+    yield swiglu.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096, 3))
+
+
+def cast_cases(rows: int, columnwise: bool = True):
+    partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
+    one, two, three = (quantize.cast_tile(rows, 4096, columnwise, inputs) for inputs in (1, 2, 3))
+    yield quantize.quantize_cast_kernel, *tiled(one, **partials)
+    for kind in activation.KINDS:
+        for backward in (False, True):
+            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": backward}
+            yield activation.activation_write_kernel, *tiled(two if backward else one, **flags, **partials)
+    yield swiglu.swiglu_write_kernel, *tiled(two, KEEP_OUTPUT=True, **partials)
+    yield swiglu.swiglu_backward_write_kernel, *tiled(three, KEEP_OUTPUT=True, **partials)
+    for layer in (False, True):
+        flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
+        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": norm.ROW_PROGRAMS}
+        yield norm.norm_cast_kernel, *tiled(one, **flags)
+
+
+def name_of(value: Any) -> str | None:
+    if hasattr(value, "fn"):
+        return value.fn.__name__.removesuffix("_kernel")
+    if isinstance(value, dict):
+        flags = [
+            value.get("KIND", ""),
+            "backward" if value.get("BACKWARD") else "",
+            "layer" if value.get("LAYER") else "",
+        ]
+        return "-".join(filter(None, flags))
+    return None
+
+
+@pytest.mark.parametrize("kernel, constants, warps", list(amax_cases()), ids=name_of)
+def test_amax_kernel_has_wide_loads_and_no_spills(kernel, constants, warps, tmp_path):
+    compiled = compile_kernel(kernel, constants, warps)
+    assert set(re.findall(r"ld\.global\S*?\.(v4|v2|b16|b32|b64)\b", compiled.asm["ptx"])) == {"v4"}
+    assert_no_spills(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("kernel, constants, warps", list(cast_cases(8192)), ids=name_of)
+def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, warps, tmp_path):
+    compiled = compile_kernel(kernel, constants, warps)
+    ptx = compiled.asm["ptx"]
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+    assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx
+    assert_no_spills(compiled, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
+def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
+    for kernel, constants, warps in cast_cases(rows, columnwise):
+        assert_no_spills(compile_kernel(kernel, constants, warps, dtype, "fp32"), tmp_path)
+
+
+def reduction_layouts(compiled) -> list[str]:
+    """The layouts that reductions read, in order: with the shape, they fix the order of the additions."""
+    ir = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(#\w+) = (#ttg\.blocked<.*)", ir))
+    return [layouts[name] for name in re.findall(r"\}\) : \(tensor<\d+x\w+, (#\w+)>\) -> f32", ir)]
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("columns", [300, 4096, 16384, 32768])
+def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
+    block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2)
+    flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
+    flags |= {"ZERO_CENTERED": False, "ONE_BLOCK": columns <= block, "BLOCK": block}
+    layouts = []
+    for fused in (False, True):
+        compiled = compile_kernel(norm.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
+        layouts.append(reduction_layouts(compiled))
+        assert "fma.rn.f32" not in compiled.asm["ptx"] or layer  # no square contracted into its sum
+        assert_no_spills(compiled, tmp_path)
+    assert layouts[0] == layouts[1] and len(layouts[0]) == 1 + layer
+
+
+# --- tracing ------------------------------------------------------------------------------------------------
+
+
+class Sm90Driver:
+    """What tracing asks of the GPU's driver: only its name."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+LAUNCHERS = {
+    "quantize": (
+        lambda x: quantize.quantize(x, *OPTIONS),
+        [(8, 128)],
+        [["partials"], ["data", "transpose", "scale_inv"]],
+    ),
+    "quantize_rowwise": (
+        lambda x: quantize.quantize(x, E4M3, True, False, False, 0.0),
+        [(8, 128)],
+        [["partials"], ["data", "scale_inv"]],
+    ),
+    "rms_norm": (
+        lambda x, w: norm.rms_norm(x, w, 1e-5, True, False),
+        [(8, 128), (128,)],
+        [["y", "rstd"]],
+    ),
+    "layer_norm_quantize": (
+        lambda x, w, b: norm.layer_norm_quantize(x, w, b, 1e-5, *OPTIONS, True),
+        [(8, 128), (128,), (128,)],
+        [["mean", "rstd", "partials"], ["y", "data", "transpose", "scale_inv"]],
+    ),
+    "activation": (lambda x: activation.activation(x, "gelu"), [(8, 128)], [["y"]]),
+    "activation_backward_quantize": (
+        lambda dy, x: activation.activation_backward_quantize(dy, x, "gelu", *OPTIONS, False, True),
+        [(8, 128), (8, 128)],
+        [["partials"], ["bias_partials", "data", "transpose", "scale_inv"]],
+    ),
+    "swiglu_quantize": (
+        lambda both: swiglu.swiglu_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), *OPTIONS, False),
+        [(2, 4, 128)],
+        [["partials"], ["data", "transpose", "scale_inv"]],
+    ),
+    "swiglu_backward_quantize": (
+        lambda dy, gate, up: swiglu.swiglu_backward_quantize(dy, gate, up, *OPTIONS, True),
+        [(8, 128)] * 3,
+        [
+            ["gate_partials", "up_partials"],
+            [
+                "dgate",
+                "dup",
+                "gate_data",
+                "gate_transpose",
+                "gate_scale_inv",
+                "up_data",
+                "up_transpose",
+                "up_scale_inv",
+            ],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launcher_traces_with_exact_mutations_and_no_guards(name, dynamic):
+    function, shapes, expected = LAUNCHERS[name]
+    environment = ShapeEnv()
+    symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
+    rows = environment.create_symintnode(symbol, hint=8) if dynamic else 8
+    previous = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Sm90Driver())
+    try:
+        with FakeTensorMode(shape_env=environment):
+            shapes = [(rows, *shape[1:]) if len(shape) > 1 else shape for shape in shapes]
+            inputs = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+            graph = make_fx(dispatch_functionalize(function), tracing_mode="real")(*inputs)
+    finally:
+        triton.runtime.driver._active = previous
+    launches = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+    mutated = [sorted(node.kwargs["tensors_to_clone"]) for node in launches]
+    assert mutated == [sorted(names) for names in expected]
+    assert not environment.guards

@@ -1,0 +1,164 @@
+"""Current scaling: the reference against an independent formulation, the kernel against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    DTYPES,
+    FP8_DTYPES,
+    INPUT_KINDS,
+    assert_same_bits,
+    gpu,
+    make_input,
+    needs_cuda,
+    run_poisoned,
+)
+from te_dynamo.kernels.quantize import quantize, quantize_reference
+
+SHAPES = ((1, 32), (128, 128), (303, 300), (256, 272))
+FORMATS = {torch.float8_e4m3fn: (3, 7, 448.0, 0x7F), torch.float8_e5m2: (2, 15, 57344.0, 0x7F)}
+
+
+def values_of(fp8_dtype: torch.dtype) -> np.ndarray:
+    """The finite non-negative values of the format in the order of their codes, from its bit fields."""
+    mantissa_bits, bias, fmax, _ = FORMATS[fp8_dtype]
+    codes = np.arange(128)
+    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / 2.0**mantissa_bits
+    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    return values[values <= fmax]
+
+
+def expected_buffers(x, fp8_dtype, rowwise, columnwise, power_of_two, eps):
+    """Buffers by numpy: float32 scale, then the nearest code by search, ties to the even one."""
+    _, _, fmax, nan_code = FORMATS[fp8_dtype]
+    matrix = x.float().reshape(-1, x.shape[-1]).numpy()
+    with np.errstate(all="ignore"):
+        amax = np.float32(np.abs(matrix).max())
+        amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
+        scale = np.float32(1)
+        if amax != 0 and np.isfinite(amax):
+            scale = min(np.float32(fmax) / amax, np.finfo(np.float32).max)
+        if power_of_two:
+            scale = np.ldexp(np.float32(0.5), np.frexp(scale)[1])
+        scaled = (matrix * scale).astype(np.float64)
+    values = values_of(fp8_dtype)
+    magnitude = np.minimum(np.nan_to_num(np.abs(scaled), posinf=fmax), fmax)
+    upper = np.clip(np.searchsorted(values, magnitude), 1, len(values) - 1)
+    middle = (values[upper - 1] + values[upper]) / 2
+    up = (magnitude > middle) | ((magnitude == middle) & (upper % 2 == 0))
+    codes = np.where(up, upper, upper - 1) | np.where(np.signbit(scaled), 0x80, 0)
+    codes = np.where(np.isnan(scaled), nan_code, codes).astype(np.uint8)
+    padded = np.zeros((codes.shape[1], -(-codes.shape[0] // 16) * 16), np.uint8)
+    padded[:, : codes.shape[0]] = codes.T
+    buffers = [codes] if rowwise else []
+    buffers += [padded] if columnwise else []
+    return [
+        *(torch.from_numpy(b).view(fp8_dtype) for b in buffers),
+        torch.tensor([np.float32(1) / np.float32(scale)]),
+    ]
+
+
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_equals_an_independent_formulation(shape, kind):
+    for dtype in DTYPES:
+        x = make_input(kind, shape, dtype)
+        for fp8_dtype in FP8_DTYPES:
+            for rowwise, columnwise, power_of_two, eps in (
+                (True, True, False, 0.0),
+                (False, True, True, 0.0),
+            ):
+                options = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
+                assert_same_bits(quantize_reference(x, *options), expected_buffers(x, *options))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    exponent=st.integers(-120, 110),
+    eps=st.sampled_from([0.0, 1e-3, 1e30]),
+    fp8_dtype=st.sampled_from(FP8_DTYPES),
+    power_of_two=st.booleans(),
+)
+def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, eps, fp8_dtype, power_of_two):
+    x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent))
+    options = (fp8_dtype, True, True, power_of_two, eps)
+    assert_same_bits(quantize_reference(x, *options), expected_buffers(x, *options))
+
+
+def test_leading_dimensions_are_read_as_rows():
+    x = make_input("normal", (2, 3, 5, 32), torch.bfloat16)
+    options = (torch.float8_e4m3fn, True, True, False, 0.0)
+    assert_same_bits(quantize_reference(x, *options), quantize_reference(x.reshape(30, 32), *options))
+    assert_same_bits(quantize_reference(x[0, 0, 0], *options), quantize_reference(x[0, 0, :1], *options))
+
+
+def test_given_amax_replaces_the_measured_one():
+    x = make_input("normal", (32, 32), torch.bfloat16)
+    options = (torch.float8_e4m3fn, True, False, False, 0.0)
+    amax = x.abs().max().float().reshape(1)
+    assert_same_bits(quantize_reference(x, *options, amax=amax), quantize_reference(x, *options))
+    data, scale_inv = quantize_reference(x, *options, amax=amax / 4)
+    assert torch.equal(scale_inv, 1.0 / (torch.tensor([448.0]) / (amax / 4)))
+    assert data.float().abs().max() == 448  # what the given amax does not cover saturates
+
+
+@pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)
+def test_error_is_at_most_half_a_step(fp8_dtype):
+    x = make_input("normal", (64, 64), torch.float32).double()
+    data, scale_inv = quantize_reference(x.float(), fp8_dtype, True, False, False, 0.0)
+    info = torch.finfo(fp8_dtype)
+    bound = x.abs() * info.eps / 2 + info.smallest_normal * info.eps / 2 * scale_inv.double()
+    assert ((data.double() * scale_inv.double() - x).abs() <= bound * (1 + 1e-6)).all()
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES, (2000, 2000), (17, 4096), (4096, 30), (1, 1), (33, 1)])
+def test_kernel_equals_reference(shape, kind):
+    for dtype in DTYPES:
+        x = make_input(kind, shape, dtype, "cuda")
+        for fp8_dtype in FP8_DTYPES:
+            for rowwise, columnwise, power_of_two, eps in (
+                (True, True, False, 0.0),
+                (True, False, True, 0.0),
+                (False, True, False, 1e-3),
+            ):
+                options = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
+                assert_same_bits(quantize(x, *options), quantize_reference(x.cpu(), *options))
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("rowwise, columnwise", [(True, True), (True, False), (False, True)])
+def test_kernel_equals_reference_at_full_size_and_writes_everything(rowwise, columnwise):
+    x = make_input("normal", (8192, 4096), torch.bfloat16, "cuda")
+    options = (torch.float8_e4m3fn, rowwise, columnwise, False, 0.0)
+    assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))
+
+
+@gpu
+@needs_cuda
+def test_kernel_takes_a_given_amax_and_any_rank():
+    x = make_input("normal", (3, 7, 5, 48), torch.bfloat16, "cuda")
+    for amax in (0.0, 0.3, float("inf"), float("nan")):
+        amax = torch.tensor([amax], device="cuda")
+        for fp8_dtype in FP8_DTYPES:
+            options = (fp8_dtype, True, True, False, 0.0, amax)
+            assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))  # noqa: B023
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("shape", [(303, 300), (2000, 2000)])
+def test_kernel_writes_every_element_of_ragged_shapes(shape):
+    x = make_input("normal", shape, torch.float16, "cuda")
+    options = (torch.float8_e5m2, True, True, False, 0.0)
+    assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))
