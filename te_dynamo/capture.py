@@ -46,8 +46,7 @@ STAGES = (
 )
 """In the order in which a graph passes them."""
 
-# Not a ContextVar: autograd compiles a CUDA model's backward graph on a thread of its own, which inherits no
-# context.
+# Not a ContextVar: autograd compiles a CUDA model's backward graph on a thread that inherits no context.
 _captures: list[Captured] = []
 _lock = threading.RLock()
 _numbers = itertools.count()
@@ -152,11 +151,9 @@ def capture() -> Iterator[Captured]:
     """Records the graphs of everything that backend "te" compiles while the context is open, on any thread.
 
     torch's compile caches are off inside, because on a warm start no pass runs; they are restored on exit,
-    also after an
-    exception. Contexts nest: each records what is compiled while it is open. A function that is already
-        compiled does
-    not compile again inside: create the compiled model inside, or call torch._dynamo.reset() first
-    (te_dynamo.explain compiles afresh by itself).
+    also after an exception. Contexts nest: each records what is compiled while it is open. A function that is
+    compiled already does not compile again inside: create the compiled model inside, or call
+    torch._dynamo.reset() first (te_dynamo.explain compiles afresh by itself).
     """
     captured = Captured()
     with _caches_off():

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -53,7 +54,7 @@ class Diagnosis:
     def __str__(self) -> str:
         text = io.StringIO()
         self.render(Console(file=text, width=140, color_system=None))
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def render(self, console: Console) -> None:
         """Prints the tables, then the problems or "no problem found"."""
@@ -99,9 +100,7 @@ def _find_backend(found: Diagnosis) -> None:
     entries = [entry for entry in entry_points(group="torch_dynamo_backends") if entry.name == "te"]
     if not entries:
         found.versions.append(('backend="te"', "not registered"))
-        found.problems.append(
-            'the entry point of backend="te" is not installed; run `pip install te-dynamo` or `pip install -e .`'
-        )
+        found.problems.append('the entry point of backend="te" is not installed; run `pip install te-dynamo`')
         return
     try:
         entries[0].load()
@@ -159,7 +158,7 @@ def _installed(package: str) -> str:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=MARKDOWN)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

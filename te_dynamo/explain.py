@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class Explanation:
     def __str__(self) -> str:
         text = io.StringIO()
         self._render(Console(file=text, width=160, color_system=None))
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def _fusions(self) -> Counter[tuple[str, str]]:
         counts: Counter[tuple[str, str]] = Counter()
@@ -108,7 +109,7 @@ class Explanation:
         return Counter(row for report in self.reports for row in report.lowered)
 
     def _render(self, console: Console) -> None:
-        console.print(self.headline, markup=False, highlight=False)
+        console.print(f"{self.headline}\n", markup=False, highlight=False)
         tables = (
             (
                 "linears",
@@ -152,9 +153,8 @@ def explain(
 ) -> Explanation:
     """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
 
-    model:   a module, a function, or the result of torch.compile: then what it wraps is compiled, with its
-             own options and mode where none are given here (a compiled function does not keep its; give
-             them).
+    model:         a module, a function, or the result of torch.compile: then what it wraps is compiled, with
+                   a module's own options and mode where none are given (a compiled function does not keep its).
     options, mode: as for torch.compile.
 
     Runs forward and, where an output requires grad, backward. Left as they were: parameters, `.grad`,
@@ -265,7 +265,7 @@ def _other_row(match: MatchRecord) -> tuple[str, ...]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=MARKDOWN)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

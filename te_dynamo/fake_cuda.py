@@ -1,7 +1,6 @@
 """Compiling for CUDA on a machine without one: what the graph snapshots of the tests are taken with.
 
-Fake tensors carry device "cuda" through every build of torch, but training graphs need four more things
-there:
+Fake tensors carry device "cuda" through every build of torch, but training graphs need four things more:
 
 - autograd asks a CUDA device guard for streams while it builds a graph. CUDA builds without a device get a
   no-op guard from torch itself; for CPU-only builds the CPU's, which does nothing either, is put in its
@@ -9,8 +8,7 @@ there:
 - the C++ engine asks for a CUDA context before it runs a backward pass, so AOTAutograd's call of
   `torch.autograd.grad` is answered by a walk over the same autograd nodes in Python (`grad`).
 - donated buffers are off: AOTAutograd refuses them when the engine is not what calls its backward.
-- Inductor stops after its last graph pass, before it asks the device for its properties, and the graph runs
-as it is.
+- Inductor stops after its last graph pass, before it asks for the device's properties, and what it has runs.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ def capture_on_fake_cuda(
     """The graphs that `torch.compile(make_model(), backend=backend, **compile_kwargs)` makes on CUDA,
     without a GPU.
 
-    make_model:  builds the model, dtype included, on the CPU or on "meta"; it is moved to fake CUDA tensors
-        here.
+    make_model:  builds the model, dtype included, on the CPU or on "meta"; moved to fake CUDA tensors here.
     make_inputs: called with "cuda", returns the positional arguments; use torch.empty or torch.randn.
     backward:    also run backward from every output that requires grad, to every parameter and input that
                  does; False runs under torch.no_grad().
 
-    No kernel runs and no value is computed. Not for several threads at once: torch.autograd.grad is replaced
-        meanwhile.
+    No kernel runs and no value is computed. On a CPU-only build of torch, aten ops whose CUDA kernel only the
+    CUDA build has (silu_backward, _fused_rms_norm) show up decomposed; te operations are the same everywhere.
+    Not for several threads at once: torch.autograd.grad is replaced meanwhile.
     """
     model = make_model()
     with capture() as graphs, fake_cuda():
@@ -156,7 +154,7 @@ def _call(
     node: Node, grads: dict[int, Tensor], needed: set[Node]
 ) -> list[tuple[tuple[Node, int], Tensor | None]]:
     """(edge, gradient) for each needed edge below `node`; gradients None where nothing arrived at `node`."""
-    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    edges: list[Any] = [edge for edge in node.next_functions if edge[0] is not None]
     if not any(child in needed for child, _ in edges):
         return []
     values: list[Tensor | None] = [None] * len(edges)
@@ -248,7 +246,8 @@ def _move(model: nn.Module) -> None:
         return moved[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
+        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in owners:
             tensors.update(
                 {name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)}
             )

@@ -9,9 +9,8 @@
 
 What torch decides and may change is left out: its node numbers (values are numbered per operation), its
 symbols (s0, s1 by first appearance), overload names, `getitem` nodes of tuples (folded into their use),
-arguments at their default and
-addresses. What a reader needs stays: order, operands, shapes, dtypes, constants. Works on Torch-IR graphs
-    and on aten graphs.
+arguments at their default and addresses. What a reader needs stays: order, operands, shapes, dtypes,
+constants. Works on Torch-IR graphs and on aten graphs.
 """
 
 from __future__ import annotations
@@ -208,12 +207,13 @@ class _Printer:
         """`triton.name[grid](argument=value)`: the indices torch stores differ from process to process."""
         from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+        kwargs: Any = node.kwargs
+        kernel: Any = kernel_side_table.get_kernel(kwargs["kernel_idx"])
         while not hasattr(kernel, "__name__"):
             kernel = kernel.fn  # an autotuner around the jitted function
-        constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
-        arguments = {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
-        grids = list(dict.fromkeys(map(self._argument, node.kwargs["grid"])))  # type: ignore[call-overload]
+        constants = kernel_side_table.get_constant_args(kwargs["constant_args_idx"])
+        arguments = {**constants, **kwargs["kwargs"]}
+        grids = list(dict.fromkeys(map(self._argument, kwargs["grid"])))
         return (
             f"triton.{kernel.__name__}[{' | '.join(grids)}]({self._arguments((), arguments)})",
             kernel.__name__,

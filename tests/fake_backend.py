@@ -5,30 +5,30 @@ import os
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from te_dynamo import capture
+from te_dynamo.capture import begin_graph, publish, record
 from te_dynamo.report import MatchRecord, Report
 
 
 def recording_backend(gm, example_inputs, options=None, mode=None):
     """AOTAutograd alone; a linear is "matched" unless its name has "left" in it."""
-    index = capture.begin_graph()
+    index = begin_graph()
     report = Report(notes=[f"options {options}"] if options else [])
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name in ("linear", "silu"):
             report.matches.append(_record(node, name))
-    capture.record("match", gm.graph, index)
+    record("match", gm.graph, index)
 
     def compiler(stage):
         def compile_graph(gm, example_inputs):
-            capture.record(stage, gm.graph, index)
+            record(stage, gm.graph, index)
             report.fusions.append((stage, "silu + quantize", 2))
             report.lowered.append((stage, "te.gemm", "gemm_kernel"))
             return make_boxed_func(gm.forward)
 
         return compile_graph
 
-    capture.publish(report, index)
+    publish(report, index)
     return aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
@@ -44,7 +44,7 @@ def _record(node, name):
     left = "left" in str(node.args[1])
     return MatchRecord(
         kind="linear",
-        module=str(node.args[1]),
+        module="left" if left else "fc",
         source=f"{os.path.basename(__file__)}:1",
         matched=not left,
         reason="rule 'left' leaves it" if left else "",

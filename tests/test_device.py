@@ -1,4 +1,4 @@
-"""Device facts, against a driver made of plain functions: one test for every way in which there is no device."""
+"""Device facts, against a driver made of plain functions; every way in which there can be no device."""
 
 import enum
 import importlib.util

@@ -167,7 +167,7 @@ tag_activation_checkpoint: (f32[4, 8],) = tag_activation_checkpoint(body, x, fc.
         relu: f32[4, 8] = F.relu(linear)
         return relu
 add: f32[4, 8] = x + tag_activation_checkpoint[0]
-return add""",
+return add""",  # noqa: E501
     )
 
 
