@@ -154,7 +154,7 @@ def explain(
     """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
 
     model:         a module, a function, or the result of torch.compile: then what it wraps is compiled, with
-                   a module's own options and mode where none are given (a compiled function does not keep its).
+                   a module's own options and mode where none are given (a function does not keep its).
     options, mode: as for torch.compile.
 
     Runs forward and, where an output requires grad, backward. Left as they were: parameters, `.grad`,
