@@ -1,0 +1,166 @@
+"""`python -m te_dynamo doctor`: what is installed, which device there is, and which recipe runs how on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from te_dynamo import recipe as recipes
+from te_dynamo.lowering import device
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_NATIVE_FROM = {
+    "float8_current_scaling": (8, 9),
+    "float8_block_scaling": (8, 9),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
+"""The first compute capability whose tensor cores read the recipe's operands."""
+
+_KERNELS_FROM = (9, 0)
+"""The first compute capability our Triton kernels are written for: they use its tensor memory accelerator."""
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """What `doctor` found.
+
+    versions: (name, version or what is wrong). device: (fact, value), empty without one.
+    no_device: why there is none, "" with one. recipes: (name, "native" | "emulated" | "reference", why).
+    problems: what is broken about the installation; empty when the package works.
+    """
+
+    versions: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    device: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    no_device: str = ""
+    recipes: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 1 for a broken installation. A machine without a GPU is not broken."""
+        return 1 if self.problems else 0
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.render(Console(file=text, width=140, color_system=None))
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def render(self, console: Console) -> None:
+        """Prints the tables, then the problems or "no problem found"."""
+        console.print(_table("versions", ("package", "version"), self.versions))
+        if self.device:
+            console.print(_table("device", ("fact", "value"), self.device))
+        else:
+            console.print(f"no device: {self.no_device}", markup=False, highlight=False)
+        console.print(_table("recipes", ("recipe", "runs", "why"), self.recipes))
+        for problem in self.problems:
+            console.print(f"PROBLEM: {problem}", markup=False, highlight=False)
+        if not self.problems:
+            console.print("no problem found", markup=False, highlight=False)
+
+
+def diagnose() -> Diagnosis:
+    """Looks at this machine. Never raises for what it finds: a broken part becomes a problem."""
+    found = Diagnosis()
+    _find_versions(found)
+    _find_backend(found)
+    capability = _find_device(found)
+    found.recipes = [(name, *_recipe_support(name, capability)) for name in recipes.names()]
+    return found
+
+
+def _find_versions(found: Diagnosis) -> None:
+    found.versions += [
+        ("te_dynamo", _installed("te-dynamo")),
+        ("torch", torch.__version__),
+        ("torch's CUDA", torch.version.cuda or "none (CPU build)"),
+    ]
+    try:
+        found.versions.append(("triton", str(importlib.import_module("triton").__version__)))
+    except Exception as error:  # a half-installed Triton raises more than ImportError
+        found.versions.append(("triton", "cannot be imported"))
+        found.problems.append(
+            f"Triton cannot be imported ({error}); install the one that torch {torch.__version__} ships with"
+        )
+    found.versions += [("cuda-python", _installed("cuda-python")), ("Python", platform.python_version())]
+
+
+def _find_backend(found: Diagnosis) -> None:
+    entries = [entry for entry in entry_points(group="torch_dynamo_backends") if entry.name == "te"]
+    if not entries:
+        found.versions.append(('backend="te"', "not registered"))
+        found.problems.append('the entry point of backend="te" is not installed; run `pip install te-dynamo`')
+        return
+    try:
+        entries[0].load()
+        found.versions.append(('backend="te"', "registered"))
+    except Exception as error:  # whatever stops it from loading stops torch.compile too
+        found.versions.append(('backend="te"', "registered, does not load"))
+        found.problems.append(f'backend="te" does not load: {type(error).__name__}: {error}')
+
+
+def _find_device(found: Diagnosis) -> tuple[int, int] | None:
+    try:
+        info: Any = device.read_device(0)
+        count = device.device_count()
+    except device.NoDeviceError as error:
+        found.no_device = str(error).removeprefix("te_dynamo: ")
+        return None
+    found.device = [
+        ("name", info.name if count == 1 else f"{info.name} (the first of {count})"),
+        ("compute capability", f"{info.compute_capability[0]}.{info.compute_capability[1]} ({info.arch})"),
+        ("multiprocessors", str(info.multiprocessor_count)),
+        ("shared memory per block", f"{info.shared_memory_per_block_optin / 1024:.0f} KiB"),
+        ("L2 cache", f"{info.l2_cache_bytes / 2**20:.0f} MiB"),
+        ("memory", f"{info.total_memory_bytes / 2**30:.1f} GiB"),
+        ("driver supports CUDA", info.driver_version),
+    ]
+    if not torch.cuda.is_available():
+        found.problems.append(
+            "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
+        )
+    return info.compute_capability
+
+
+def _recipe_support(name: str, capability: tuple[int, int] | None) -> tuple[str, str]:
+    """("native" | "emulated" | "reference", why) on a device of `capability`; None for no device."""
+    if capability is None:
+        return "reference", "no CUDA device: PyTorch reference code, the same numbers, no speed"
+    here = "sm_{}{}".format(*capability)
+    if capability < _KERNELS_FROM:
+        return (
+            "reference",
+            f"the Triton kernels need sm_90 and this is {here}: reference code, the same numbers, no speed",
+        )
+    native = _NATIVE_FROM.get(name)
+    if native is not None and capability >= native:
+        tested = "" if capability[0] == 9 else "; compiled for it, measured on sm_90 only"
+        return "native", f"tensor cores of {here} read its operands{tested}"
+    return "emulated", f"{here} has no tensor core for its operands: exact emulation"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
+    table = Table(title=title, title_justify="left", box=MARKDOWN)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    return table

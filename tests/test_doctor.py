@@ -1,0 +1,118 @@
+"""doctor: what it says about a working, a deviceless and a broken installation."""
+
+import types
+
+import pytest
+import torch
+from te_dynamo.lowering import device
+
+import te_dynamo.__main__ as command_line
+from te_dynamo import doctor, recipe
+
+H200 = device.DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, 50 * 2**20, 141 * 2**30, "13.0", 0)
+
+
+def no_device(*_):
+    raise device.NoDeviceError("te_dynamo: no driver here")
+
+
+def entry(load=lambda: None, name="te"):
+    return types.SimpleNamespace(name=name, load=load)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine with a working backend and no device."""
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [entry(name="other"), entry()])
+    monkeypatch.setattr(device, "read_device", no_device)
+
+
+def test_no_device_is_no_problem():
+    found = doctor.diagnose()
+    assert found.exit_status == 0
+    assert found.no_device == "no driver here"
+    assert [row[:2] for row in found.recipes] == [(name, "reference") for name in recipe.names()]
+    text = str(found)
+    assert torch.__version__ in text
+    assert "no device: no driver here" in text
+    assert text.endswith("no problem found")
+
+
+def test_device_table(monkeypatch):
+    monkeypatch.setattr(device, "read_device", lambda index: H200)
+    monkeypatch.setattr(device, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = doctor.diagnose()
+    assert found.exit_status == 0
+    assert dict(found.device)["compute capability"] == "9.0 (sm_90)"
+    assert "the first of 8" in dict(found.device)["name"]
+    assert dict((row[0], row[1]) for row in found.recipes)["float8_current_scaling"] == "native"
+
+
+def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
+    monkeypatch.setattr(device, "read_device", lambda index: H200)
+    monkeypatch.setattr(device, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.diagnose().exit_status == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "runs"),
+    [
+        ("float8_current_scaling", (8, 0), "reference"),
+        ("float8_current_scaling", (9, 0), "native"),
+        ("float8_current_scaling", (10, 0), "native"),
+        ("mxfp8", (9, 0), "emulated"),
+        ("mxfp8", (10, 0), "native"),
+    ],
+)
+def test_recipe_support(name, capability, runs):
+    assert doctor._recipe_support(name, capability)[0] == runs
+
+
+def broken_load():
+    raise ImportError("no module")
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ([], "entry point .* is not installed"),
+        ([entry(load=broken_load)], "does not load: ImportError: no module"),
+    ],
+)
+def test_broken_installation_exits_with_1(monkeypatch, capsys, entries, problem):
+    monkeypatch.setattr(doctor, "entry_points", lambda group: entries)
+    found = doctor.diagnose()
+    assert found.exit_status == 1
+    assert len(found.problems) == 1
+    import re
+
+    assert re.search(problem, found.problems[0])
+    assert command_line.main(["doctor"]) == 1
+    assert "PROBLEM:" in capsys.readouterr().out
+
+
+def test_missing_triton_is_a_problem(monkeypatch):
+    real = doctor.importlib.import_module
+
+    def import_module(name):
+        if name == "triton":
+            raise ImportError("no triton")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", import_module)
+    assert "Triton cannot be imported (no triton)" in doctor.diagnose().problems[0]
+
+
+def test_command_line(capsys):
+    assert command_line.main(["doctor"]) == 0
+    assert "no problem found" in capsys.readouterr().out
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "doctor" in printed
+    assert "explain" in printed
