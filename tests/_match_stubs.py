@@ -1,9 +1,8 @@
-"""What the matcher's tests need besides the matcher: the te operations where the package does not define them yet, a
-backend that only matches, and a short form of a graph."""
+"""What the matcher's tests need besides the matcher: the te operations where the package does not define them
+yet, a backend that only matches, and a short form of a graph."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,9 @@ from te_dynamo.report import MatchRecord, Report
 # ---- stand-ins: the operations' schemas of docs/architecture.md over plain PyTorch, no FP8
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool
+) -> tuple[Tensor, Tensor]:
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     y = x.float() * rstd
     if before:
@@ -30,9 +31,17 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, center
     return y.to(x.dtype), rstd.flatten()
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     f = x.float()
-    y = F.layer_norm(f, x.shape[-1:], None if weight is None else weight.float(), None if bias is None else bias.float(), eps)
+    y = F.layer_norm(
+        f,
+        x.shape[-1:],
+        None if weight is None else weight.float(),
+        None if bias is None else bias.float(),
+        eps,
+    )
     return y.to(x.dtype), f.mean(-1).flatten(), f.mean(-1).flatten()
 
 
@@ -41,27 +50,37 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any) -> list
     return [F.linear(x, weight, bias), x.new_empty(1)]
 
 
-_STAND_INS: dict[str, Callable[..., Any]] = {
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {get_opaque_type_name(LinearConfig)} config) -> Tensor[]": _linear,
-    "rms_norm(Tensor x, Tensor? weight, float eps, bool cast_before_weight, bool zero_centered) -> (Tensor, Tensor)": _rms_norm,
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)": _layer_norm,
-    "gelu(Tensor x, str approximate) -> Tensor": lambda x, approximate: F.gelu(x, approximate=approximate),
-    "silu(Tensor x) -> Tensor": F.silu,
-    "relu(Tensor x) -> Tensor": F.relu,
-    "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, up: F.silu(gate) * up,
-}  # fmt: skip
+_NORM = "Tensor x, Tensor? weight"
+_CONFIG = get_opaque_type_name(LinearConfig)
+_STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "linear": (f"({_NORM.replace('?', '')}, Tensor? bias, {_CONFIG} config) -> Tensor[]", _linear),
+    "rms_norm": (
+        f"({_NORM}, float eps, bool cast_before_weight, bool zero_centered) -> (Tensor, Tensor)",
+        _rms_norm,
+    ),
+    "layer_norm": (f"({_NORM}, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)", _layer_norm),
+    "gelu": (
+        "(Tensor x, str approximate) -> Tensor",
+        lambda x, approximate: F.gelu(x, approximate=approximate),
+    ),
+    "silu": ("(Tensor x) -> Tensor", F.silu),
+    "relu": ("(Tensor x) -> Tensor", F.relu),
+    "swiglu": ("(Tensor gate, Tensor up) -> Tensor", lambda gate, up: F.silu(gate) * up),
+}
 
-for _schema, _run in _STAND_INS.items():
-    _name, _, _rest = _schema.partition("(")
+for _name, (_schema, _run) in _STAND_INS.items():
     if not hasattr(torch.ops.te, _name):
-        torch.library.define(f"te::{_name}", "(" + _rest, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.define(f"te::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"te::{_name}", "CompositeImplicitAutograd")(_run)
 
 # ---- a backend that only matches
 
+FP8 = "float8_current_scaling"
+
 
 class Matched:
-    """A model (or function) compiled by a backend that only matches: `graphs` after matching, `records` of all of them.
+    """A model (or function) compiled by a backend that only matches: `graphs` after matching, `records` of
+    all of them.
 
     run: what executes a matched graph, "eager" (as it is), "aot" (through AOTAutograd) or "inductor".
     """
@@ -71,6 +90,7 @@ class Matched:
         self.run = run
         self.graphs: list[fx.GraphModule] = []
         self.report = Report()
+        self.module = model
         torch._dynamo.reset()
         self._compiled = torch.compile(model, backend=self._backend, dynamic=dynamic)
 
@@ -99,15 +119,6 @@ class Matched:
         return compile_fx(gm, example_inputs)
 
 
-@contextlib.contextmanager
-def fake_cuda() -> Any:
-    """Tensors on a CUDA device that need no CUDA device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        yield mode
-
-
 # ---- a short form of a graph
 
 
@@ -124,7 +135,11 @@ def text(gm: fx.GraphModule, indent: str = "") -> str:
             lines.append(f"{indent}return {_argument(node.args[0])}")
             continue
         value = node.meta.get("example_value")
-        shape = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else ""
+        shape = (
+            f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            if isinstance(value, Tensor)
+            else ""
+        )
         lines.append(f"{indent}{node.name}{shape} = {_call(node)}")
     return "\n".join(lines)
 
@@ -133,7 +148,11 @@ def _call(node: fx.Node) -> str:
     arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     if node.op == "call_method":
         return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-    name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    name = (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
+    )
     return f"{name.removesuffix('.default')}({', '.join(arguments)})"
 
 
@@ -142,7 +161,11 @@ def _argument(value: Any) -> str:
         return _short(value)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_argument, value))})"
-    return repr(value) if isinstance(value, (int, float, str, bool, type(None), torch.dtype, slice)) else "..."
+    if isinstance(value, LinearConfig):
+        return f"dx={value.input_requires_grad} dw={value.weight_requires_grad}"
+    return (
+        repr(value) if isinstance(value, (int, float, str, bool, type(None), torch.dtype, slice)) else "..."
+    )
 
 
 def _short(node: fx.Node) -> str:

@@ -1,7 +1,6 @@
 """F.linear -> te.linear, for every linear that the recipe covers and FP8 GEMMs can take.
 
-    linear = torch._C._nn.linear(x, weight, bias)           saved = torch.ops.te.linear.default(x, weight, bias, LinearConfig(...))
-                                                     ->     linear = saved[0]
+    y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
 
 Under autocast the result has another dtype than the operands; the casts that autocast would make become
 nodes. Products written as matmul, addmm or Conv1D are left, and recorded so that none is silent.
@@ -131,9 +130,9 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
 
 
 def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
-    shape = tensor_of(weight).shape
-    if len(shape) != 2 or tensor_of(x).dim() < 1:
-        return f"its weight has {len(shape)} dimensions and its input {tensor_of(x).dim()}; expected 2 and at least 1"
+    shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
+    if len(shape) != 2 or rank < 1:
+        return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
     n, k = shape
     if not (isinstance(n, int) and isinstance(k, int)):
         return f"its weight has the dynamic shape [{n}, {k}]; te.linear needs N and K fixed"
