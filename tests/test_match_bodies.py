@@ -64,7 +64,7 @@ wrap_body_1:
     return (silu_default)
 tag_activation_checkpoint_1 = tag_activation_checkpoint(wrap_body_1, x, layers_1_norm_weight, layers_1_fc_weight, use_reentrant=False)
 x_1: float32[4, 32] = getitem(tag_activation_checkpoint_1, 0)
-return (x_1)""",
+return (x_1)""",  # noqa: E501
     )
     assert [(r.kind, r.module) for r in compiled.records if r.kind != "silu"] == [
         ("rms_norm", "layers.0.norm"),

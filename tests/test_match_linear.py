@@ -220,13 +220,13 @@ def test_matmul_with_a_parameter_is_recorded_and_attention_is_not():
 def test_fake_cuda_tensors_match():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), torch.device("cuda"):
-        model = MLP(bias=False)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        compiled = Matched(model)
-        y = compiled(torch.randn(4, 32, device="cuda", dtype=torch.bfloat16))
-    assert y.device.type == "cuda" and [record.matched for record in compiled.records] == [True, True]
+    with FakeTensorMode():
+        x, up, down = (
+            torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 32), (64, 32), (32, 64))
+        )
+        compiled = Matched(lambda x: F.linear(F.gelu(F.linear(x, up)), down))
+        y = compiled(x)
+    assert y.device.type == "cuda" and [record.matched for record in compiled.records] == [True] * 3
 
 
 def test_new_nodes_carry_the_users_meta():
