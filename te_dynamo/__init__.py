@@ -1,0 +1,32 @@
+"""te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`."""
+
+from te_dynamo import ops, recipe, testing
+from te_dynamo.capture import capture
+from te_dynamo.explain import explain
+from te_dynamo.passes.fuser import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+    unregister_fusion,
+)
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.storage import Float8TensorStorage, QuantizedTensorStorage
+from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
+
+__all__ = [
+    "Float8CurrentScalingQuantizer",
+    "Float8TensorStorage",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "TensorProto",
+    "capture",
+    "explain",
+    "ops",
+    "recipe",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "testing",
+    "to_tensor_proto",
+    "unregister_fusion",
+]

@@ -5,10 +5,13 @@ Each function names the release that needs it. Nothing else in the package asks 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch._opaque_base import OpaqueBaseMeta
+
+if TYPE_CHECKING:
+    from torch._library.opaque_object import MemberType
 
 __all__ = ["OpaqueMeta", "register_value_class", "torch_version"]
 
@@ -31,5 +34,20 @@ def register_value_class(cls: T) -> T:
     if hasattr(opaque_object, "register_custom_class"):  # torch 2.15 renamed it
         opaque_object.register_custom_class(cls, typ="constant")
     else:
-        opaque_object.register_opaque_type(cls, typ="value")
+        opaque_object.register_opaque_type(cls, typ="value", members=_members(cls))
     return cls
+
+
+def _members(cls: type) -> dict[str, MemberType] | None:
+    """How torch 2.11 may touch a value while tracing: fields are read, methods traced. Later releases find out themselves."""
+    from torch._library.opaque_object import MemberType
+
+    if torch_version() > (2, 11):
+        return None
+    members = {}
+    for base in cls.__mro__:
+        members.update(dict.fromkeys(base.__dict__.get("__annotations__", ()), MemberType.USE_REAL))
+        for name, member in vars(base).items():
+            if callable(member) and not name.startswith("__"):
+                members[name] = MemberType.INLINED
+    return members

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from _match_stubs import Matched
+from _match import Matched
 from expecttest import assert_expected_inline
 from torch import nn
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from _match_stubs import Matched
+from _match import Matched
 from expecttest import assert_expected_inline
-from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
-
 from te_dynamo.passes.match.mutation import written_by
 from te_dynamo.passes.match.where import module_path, source_line
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 torch.manual_seed(0)
 
@@ -64,7 +63,7 @@ wrap_body_1:
     return (silu_default)
 tag_activation_checkpoint_1 = tag_activation_checkpoint(wrap_body_1, x, layers_1_norm_weight, layers_1_fc_weight, use_reentrant=False)
 x_1: float32[4, 32] = getitem(tag_activation_checkpoint_1, 0)
-return (x_1)""",  # noqa: E501
+return (x_1)""",
     )
     assert [(r.kind, r.module) for r in compiled.records if r.kind != "silu"] == [
         ("rms_norm", "layers.0.norm"),
@@ -159,9 +158,7 @@ def between_two_casts(x):
     f = x.float()
     x.mul_(2)
     f2 = x.float()
-    return F.linear(
-        (f * torch.rsqrt(f2.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype), WEIGHT.to(x.dtype)
-    )
+    return F.linear((f * torch.rsqrt(f2.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype), WEIGHT.to(x.dtype))
 
 
 @pytest.mark.parametrize(
@@ -262,9 +259,7 @@ def test_module_path(raw, clean):
 def test_source_line_skips_torch():
     node = fx.Graph().placeholder("x")
     inside = nn.modules.linear.__file__
-    node.meta["stack_trace"] = (
-        f'  File "/a/b/model.py", line 7, in f\n    y\n  File "{inside}", line 9, in g\n    z'
-    )
+    node.meta["stack_trace"] = f'  File "/a/b/model.py", line 7, in f\n    y\n  File "{inside}", line 9, in g\n    z'
     assert source_line(node) == "b/model.py:7"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from _match_stubs import FP8, Matched
+from _match import FP8, Matched
 from expecttest import assert_expected_inline
 from torch import nn
 
@@ -43,15 +43,15 @@ return (getitem_1)""",
     assert (up.recipe, up.shape, up.flops, up.dtype) == (FP8, ("16", "64", "32"), 2 * 16 * 64 * 32, "fp32")
 
 
-@pytest.mark.parametrize("run", ["aot", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_rewritten_graph_compiles_and_trains(run):
+@pytest.mark.parametrize("run", ["te", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_rewritten_graph_compiles_and_trains_in_fp8(run):
     model, x = MLP(), torch.randn(8, 32, requires_grad=True)
     compiled = Matched(model, run=run)
-    y = compiled(x)
-    y.square().sum().backward()
+    compiled(x).square().sum().backward()
     grads = [x.grad, *(p.grad for p in model.parameters())]
     expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    torch.testing.assert_close(grads, list(expected))
+    for grad, reference in zip(grads, expected, strict=True):
+        assert 0 < (grad - reference).norm() < 0.2 * reference.norm()
     assert all(record.matched for record in compiled.records)
 
 
@@ -210,9 +210,7 @@ def test_matmul_with_a_parameter_is_recorded_and_attention_is_not():
 
     compiled = Matched(Products(), rules=[("never", None)])
     compiled(torch.randn(2, 4, 32))
-    assert (
-        compiled.reasons() == ["written as matmul; write F.linear or nn.Linear to have it in the recipe"] * 4
-    )
+    assert compiled.reasons() == ["written as matmul; write F.linear or nn.Linear to have it in the recipe"] * 4
     assert [r.shape for r in compiled.records] == [("8", "16", "32")] * 3 + [("4", "16", "32")]
     assert compiled.records[0].flops == 2 * 8 * 16 * 32
 
@@ -230,7 +228,7 @@ def test_fake_cuda_tensors_match():
 
 
 def test_new_nodes_carry_the_users_meta():
-    compiled = Matched(MLP())
+    compiled = Matched(MLP(), run="te")
     compiled(torch.randn(4, 32))
     (gm,) = compiled.graphs
     te = [n for n in gm.graph.nodes if n.target is torch.ops.te.linear.default]

@@ -1,0 +1,17 @@
+"""The fusions that te_dynamo ships, one file each, and the order in which they run."""
+
+from te_dynamo.passes.fusions.activation_backward_quantize import (
+    fuse_activation_backward_quantize,
+    fuse_swiglu_backward_quantize,
+)
+from te_dynamo.passes.fusions.activation_quantize import fuse_activation_quantize
+from te_dynamo.passes.fusions.gemm_bias import fuse_gemm_bias
+from te_dynamo.passes.fusions.norm_quantize import fuse_norm_quantize
+
+__all__ = ["SHIPPED"]
+
+SHIPPED = {
+    "joint": (),
+    "forward": (fuse_gemm_bias, fuse_norm_quantize, fuse_activation_quantize),
+    "backward": (fuse_activation_backward_quantize, fuse_swiglu_backward_quantize),
+}

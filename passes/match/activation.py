@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-
 from te_dynamo.passes.match.mutation import refuses, written_by
 from te_dynamo.passes.match.readers import comes_from_linear, why_not_read_by_linear
 from te_dynamo.passes.match.values import (
@@ -28,6 +26,8 @@ from te_dynamo.passes.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
+from torch import fx
+
 from te_dynamo.report import MatchRecord
 
 __all__ = ["match_activation", "match_swiglu"]
@@ -124,6 +124,4 @@ def _same_tensor_kind(*nodes: fx.Node) -> bool:
 def _record(kind: str, node: fx.Node, reason: str) -> MatchRecord:
     value = tensor_of(node)
     dtype = "" if value is None else dtype_name(value.dtype)
-    return MatchRecord(
-        kind, module_path(node), source_line(node), matched=not reason, reason=reason, dtype=dtype
-    )
+    return MatchRecord(kind, module_path(node), source_line(node), matched=not reason, reason=reason, dtype=dtype)

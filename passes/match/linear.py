@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-
-from te_dynamo.ops.linear import LinearConfig
-from te_dynamo.options import Options
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,
@@ -31,6 +27,10 @@ from te_dynamo.passes.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
+from torch import fx
+
+from te_dynamo.ops.linear import LinearConfig
+from te_dynamo.options import Options
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
@@ -100,14 +100,10 @@ def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
 
 def _reason(node: fx.Node, x: Any, weight: Any, bias: Any) -> str:
     """Why this linear stays what it is, "" when it becomes te.linear."""
-    if not (
-        isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))
-    ):
+    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))):
         return "its operands are not all tensors of the graph"
     return (
-        left_as_plain(node, x, weight, bias)
-        or _dtype_reason(node, x, weight, bias)
-        or _shape_reason(x, weight, bias)
+        left_as_plain(node, x, weight, bias) or _dtype_reason(node, x, weight, bias) or _shape_reason(x, weight, bias)
     )
 
 
@@ -115,17 +111,9 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
     out = tensor_of(node).dtype
     for name, operand in (("input", x), ("weight", weight), ("bias", bias), ("output", node)):
         if operand is not None and tensor_of(operand).dtype not in FLOATS:
-            return (
-                f"its {name} is {dtype_name(tensor_of(operand).dtype)}; te.linear takes bf16, fp16 and fp32"
-            )
-    if (
-        tensor_of(x).dtype == tensor_of(weight).dtype != out
-    ):  # autocast casts both; anything else is not autocast
-        return (
-            ""
-            if out in (torch.bfloat16, torch.float16)
-            else f"its output is {dtype_name(out)}, unlike its operands"
-        )
+            return f"its {name} is {dtype_name(tensor_of(operand).dtype)}; te.linear takes bf16, fp16 and fp32"
+    if tensor_of(x).dtype == tensor_of(weight).dtype != out:  # autocast casts both; anything else is not autocast
+        return "" if out in (torch.bfloat16, torch.float16) else f"its output is {dtype_name(out)}, unlike its operands"
     return ""
 
 
@@ -177,9 +165,7 @@ def _matmul(node: fx.Node) -> tuple[fx.Node, Sizes] | None:
     """(weight, (M, N, K)) of a matrix product with a 2-D parameter, None for any other node (attention's
     too)."""
     if calls(node, {torch.addmm}, {"addmm"}):
-        left, right = (
-            node.args[1:3] if len(node.args) >= 3 else (node.kwargs.get("mat1"), node.kwargs.get("mat2"))
-        )
+        left, right = node.args[1:3] if len(node.args) >= 3 else (node.kwargs.get("mat1"), node.kwargs.get("mat2"))
     elif calls(node, _MATMUL, _MATMUL_METHODS) and len(node.args) == 2:
         left, right = node.args
     else:
@@ -200,11 +186,7 @@ def _is_parameter(node: Any) -> bool:
         return False
     held = isinstance(weight.type, type) and issubclass(weight.type, torch.nn.Parameter)
     leaf = tensor_of(weight)
-    return (
-        held
-        or "_parameters_" in str(weight.target)
-        or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
-    )
+    return held or "_parameters_" in str(weight.target) or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
 
 
 def _stripped(node: Any) -> fx.Node | None:

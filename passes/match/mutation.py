@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from te_dynamo.passes.match.values import tensor_of
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from te_dynamo.passes.match.values import tensor_of
 
 __all__ = ["refuses", "written_by"]
 
@@ -66,9 +65,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema.arguments
         given = {a.name: value for a, value in zip(schema, node.args, strict=False)} | node.kwargs
-        written += [
-            n for a in schema if a.alias_info and a.alias_info.is_write for n in _nodes(given.get(a.name))
-        ]
+        written += [n for a in schema if a.alias_info and a.alias_info.is_write for n in _nodes(given.get(a.name))]
     elif _writes_first_argument(node):
         written += _nodes(node.args[0] if node.args else node.kwargs.get("input"))
     return written

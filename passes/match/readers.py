@@ -7,9 +7,8 @@ import operator
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-
 from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
+from torch import fx
 
 __all__ = ["comes_from_linear", "why_not_read_by_linear"]
 
@@ -42,11 +41,7 @@ def why_not_read_by_linear(node: fx.Node) -> str:
 def comes_from_linear(node: fx.Node) -> bool:
     """Whether `node` is the output of a matched linear, or a view or part of it."""
     while True:
-        if (
-            node.op not in ("call_function", "call_method")
-            or not node.args
-            or not isinstance(node.args[0], fx.Node)
-        ):
+        if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
             return False
         source = node.args[0]
         if calls(node, {operator.getitem}):
@@ -73,20 +68,13 @@ def _keeps_elements(user: fx.Node, node: fx.Node) -> bool:
     if calls(user, _VIEWS, _VIEW_METHODS):
         return True
     if calls(user, {operator.getitem}):  # hidden[:, slice(0, None), :], which Hugging Face's lm_head reads
-        return (
-            _whole(user.args[1])
-            and tensor_of(user) is not None
-            and tensor_of(user).shape == tensor_of(node).shape
-        )
+        return _whole(user.args[1]) and tensor_of(user) is not None and tensor_of(user).shape == tensor_of(node).shape
     return calls(user, {F.dropout}) and (user.kwargs.get("training", user.args[2:3]) in (False, (False,)))
 
 
 def _whole(index: object) -> bool:
     items = index if isinstance(index, tuple) else (index,)
-    return all(
-        i is Ellipsis or (isinstance(i, slice) and i.start in (0, None) and i.step in (1, None))
-        for i in items
-    )
+    return all(i is Ellipsis or (isinstance(i, slice) and i.start in (0, None) and i.step in (1, None)) for i in items)
 
 
 def _same_dtype(a: fx.Node, b: fx.Node) -> bool:

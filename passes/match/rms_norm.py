@@ -19,10 +19,10 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
-
 from te_dynamo.passes.match.norm import Norm, left_norm, replace_norm
 from te_dynamo.passes.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
+from torch import fx
+
 from te_dynamo.report import MatchRecord
 
 __all__ = ["match_written_rms_norm"]
@@ -142,11 +142,7 @@ def _scaling(product: fx.Node, dtype: torch.dtype) -> _Scaling:
     found = _Scaling([product])
     cast, current = dtype == torch.float32, product
     while (user := sole_user(current)) is not None:
-        if (
-            _is_cast(user)
-            and user.args[0] is current
-            and tensor_of(user).dtype in (tensor_of(current).dtype, dtype)
-        ):
+        if _is_cast(user) and user.args[0] is current and tensor_of(user).dtype in (tensor_of(current).dtype, dtype):
             cast = cast or tensor_of(user).dtype == dtype
         elif found.weight is None and _read_weight(user, current, found):
             found.cast_before_weight = cast
@@ -182,9 +178,7 @@ def _read_weight(node: fx.Node, normed: fx.Node, found: _Scaling) -> bool:
 def _before_casts(node: Any) -> tuple[Any, list[fx.Node]]:
     """(what was cast to fp32, the casts): through casts that lose nothing; the node itself when none was."""
     casts = []
-    while (
-        _is_cast(node) and tensor_of(node).dtype == torch.float32 and tensor_of(node.args[0]).dtype in FLOATS
-    ):
+    while _is_cast(node) and tensor_of(node).dtype == torch.float32 and tensor_of(node.args[0]).dtype in FLOATS:
         casts.append(node)
         node = node.args[0]
     return node, casts
@@ -195,12 +189,7 @@ def _is_cast(node: Any) -> bool:
     if not calls(node, set(), _CASTS):
         return False
     before, after = tensor_of(node.args[0]), tensor_of(node)
-    return (
-        before is not None
-        and after is not None
-        and before.device == after.device
-        and before.layout == after.layout
-    )
+    return before is not None and after is not None and before.device == after.device and before.layout == after.layout
 
 
 def _operands(node: fx.Node) -> tuple[Any, ...]:

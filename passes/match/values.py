@@ -45,9 +45,7 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def calls(
-    node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()
-) -> bool:
+def calls(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:
     """Whether a node calls one of these functions or tensor methods."""
     if not isinstance(node, fx.Node):
         return False
@@ -100,9 +98,7 @@ def emit(graph: fx.Graph, op: Callable[..., Any], args: Sequence[Any], like: fx.
 
 def emit_method(graph: fx.Graph, method: str, args: Sequence[Any], like: fx.Node) -> fx.Node:
     """The same for a tensor method."""
-    return _with_meta(
-        graph.call_method(method, tuple(args)), like, lambda self, *rest: getattr(self, method)(*rest)
-    )
+    return _with_meta(graph.call_method(method, tuple(args)), like, lambda self, *rest: getattr(self, method)(*rest))
 
 
 def emit_getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

@@ -31,9 +31,7 @@ def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
     source = getattr(weight, "_dynamo_source", None)
     if source is None:
         return ""
-    name = (
-        source.name() if callable(source.name) else source.name
-    )  # a method up to torch 2.11, a property after
+    name = source.name() if callable(source.name) else source.name  # a method up to torch 2.11, a property after
     return _clean(name).rpartition(".")[0]
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.errors import QuantizationError
+
+if TYPE_CHECKING:
+    from te_dynamo.storage import QuantizedTensorStorage
 
 __all__ = ["Quantizer"]
 
@@ -70,6 +73,34 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Buffer name -> (shape, dtype) for the usages that are on, in the order in which `te.quantize` returns them."""
+        raise NotImplementedError
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        """{"cls": qualified name of the storage class, "kwargs": its constructor's arguments beside the buffers}."""
+        raise NotImplementedError
+
+    def create_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        """What rebuilds a quantized tensor from its buffers; see `QuantizedTensorStorage.from_metadata`."""
+        return self._storage_metadata(tuple(shape), dtype)
+
+    def alloc_tensors(self, shape: tuple[int, ...], device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """Uninitialised buffers by name; plain torch.empty calls, so it traces and runs under a fake mode."""
+        described = self._describe_buffers(tuple(shape))
+        return {name: torch.empty(s, dtype=dtype, device=device) for name, (s, dtype) in described.items()}
+
+    def quantize(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
+        """`tensor` (floating point, any rank from 1) in this format, through `te.quantize`."""
+        from te_dynamo.storage import QuantizedTensorStorage
+
+        buffers = torch.ops.te.quantize(tensor, self)
+        named = dict(zip(self._describe_buffers(tuple(tensor.shape)), buffers, strict=True))
+        return QuantizedTensorStorage.from_metadata(named, self.create_metadata(tuple(tensor.shape), tensor.dtype))
+
+    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(data, scale_inv) as a GEMM reads them: K-major, contracting the last dimension, or the leading ones (columnwise).
+
+        buffers: in the order of `_describe_buffers`, as `te.quantize` returns them.
+        """
         raise NotImplementedError
 
     def describe(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
@@ -47,14 +48,24 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.check_shape(shape)
         columns = shape[-1]
         rows = math.prod(shape[:-1])
+        dtype = FP8_DTYPES[self.fp8_format]  # not self.dtype: Dynamo, tracing this, cannot look a property up on a value
         buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.rowwise:
-            buffers["data"] = ((rows, columns), self.dtype)
+            buffers["data"] = ((rows, columns), dtype)
         if self.columnwise:
             padded = (rows + TRANSPOSE_ALIGNMENT - 1) // TRANSPOSE_ALIGNMENT * TRANSPOSE_ALIGNMENT
-            buffers["transpose"] = ((columns, padded), self.dtype)
+            buffers["transpose"] = ((columns, padded), dtype)
         buffers["scale_inv"] = ((1,), torch.float32)
         return buffers
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (self.columnwise if columnwise else self.rowwise):
+            wanted = "columnwise" if columnwise else "rowwise"
+            raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
+        return buffers[int(self.rowwise) if columnwise else 0], buffers[-1]
 
     def describe(self) -> str:
         pow2 = ", pow2" if self.power_of_two_scale else ""

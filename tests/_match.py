@@ -1,5 +1,4 @@
-"""What the matcher's tests need besides the matcher: the te operations where the package does not define them
-yet, a backend that only matches, and a short form of a graph."""
+"""What the matcher's tests need besides the matcher: a backend that only matches, and a short form of a graph."""
 
 from __future__ import annotations
 
@@ -8,20 +7,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from te_dynamo.passes.match import match
 from torch import Tensor, fx
-from torch._library.opaque_object import get_opaque_type_name
 
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.options import Options
-from te_dynamo.passes.match import match
 from te_dynamo.report import MatchRecord, Report
 
-# ---- stand-ins: the operations' schemas of docs/architecture.md over plain PyTorch, no FP8
+FP8 = "float8_current_scaling"
+
+# ---- what the te operations compute, without FP8: a matched graph that runs on these must equal the user's
 
 
-def _rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool
-) -> tuple[Tensor, Tensor]:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> list[Tensor]:
+    assert x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return [F.linear(x, weight, bias)]
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool) -> tuple[Tensor, Tensor]:
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     y = x.float() * rstd
     if before:
@@ -31,66 +34,47 @@ def _rms_norm(
     return y.to(x.dtype), rstd.flatten()
 
 
-def _layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    f = x.float()
-    y = F.layer_norm(
-        f,
-        x.shape[-1:],
-        None if weight is None else weight.float(),
-        None if bias is None else bias.float(),
-        eps,
-    )
-    return y.to(x.dtype), f.mean(-1).flatten(), f.mean(-1).flatten()
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor]:
+    weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return (F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype),)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any) -> list[Tensor]:
-    assert x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
-    return [F.linear(x, weight, bias), x.new_empty(1)]
-
-
-_NORM = "Tensor x, Tensor? weight"
-_CONFIG = get_opaque_type_name(LinearConfig)
-_STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "linear": (f"({_NORM.replace('?', '')}, Tensor? bias, {_CONFIG} config) -> Tensor[]", _linear),
-    "rms_norm": (
-        f"({_NORM}, float eps, bool cast_before_weight, bool zero_centered) -> (Tensor, Tensor)",
-        _rms_norm,
-    ),
-    "layer_norm": (f"({_NORM}, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)", _layer_norm),
-    "gelu": (
-        "(Tensor x, str approximate) -> Tensor",
-        lambda x, approximate: F.gelu(x, approximate=approximate),
-    ),
-    "silu": ("(Tensor x) -> Tensor", F.silu),
-    "relu": ("(Tensor x) -> Tensor", F.relu),
-    "swiglu": ("(Tensor gate, Tensor up) -> Tensor", lambda gate, up: F.silu(gate) * up),
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    torch.ops.te.linear.default: _linear,
+    torch.ops.te.rms_norm.default: _rms_norm,
+    torch.ops.te.layer_norm.default: _layer_norm,
+    torch.ops.te.gelu.default: lambda x, approximate: F.gelu(x, approximate=approximate),
+    torch.ops.te.silu.default: F.silu,
+    torch.ops.te.relu.default: F.relu,
+    torch.ops.te.swiglu.default: lambda gate, up: F.silu(gate) * up,
 }
 
-for _name, (_schema, _run) in _STAND_INS.items():
-    if not hasattr(torch.ops.te, _name):
-        torch.library.define(f"te::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(f"te::{_name}", "CompositeImplicitAutograd")(_run)
+
+def _use_plain(gm: fx.GraphModule) -> None:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.target = _PLAIN.get(node.target, node.target)
+            module.recompile()
+
 
 # ---- a backend that only matches
 
-FP8 = "float8_current_scaling"
-
 
 class Matched:
-    """A model (or function) compiled by a backend that only matches: `graphs` after matching, `records` of
-    all of them.
+    """A model (or function) compiled by a backend that only matches; `text` and `records` of all its graphs.
 
-    run: what executes a matched graph, "eager" (as it is), "aot" (through AOTAutograd) or "inductor".
+    run: what executes a matched graph: "plain" (the formulas above), "aot" (the same through AOTAutograd),
+         "te" (the te operations through AOTAutograd) or "inductor" (those through Inductor).
     """
 
-    def __init__(self, model: Any, run: str = "eager", dynamic: bool | None = None, **options: Any) -> None:
+    def __init__(self, model: Any, run: str = "plain", dynamic: bool | None = None, **options: Any) -> None:
+        self.module = model
         self.options = Options.parse(options)
         self.run = run
         self.graphs: list[fx.GraphModule] = []
+        self.texts: list[str] = []
         self.report = Report()
-        self.module = model
         torch._dynamo.reset()
         self._compiled = torch.compile(model, backend=self._backend, dynamic=dynamic)
 
@@ -105,18 +89,21 @@ class Matched:
         return [record.reason for record in self.records if record.kind == kind]
 
     def text(self) -> str:
-        return "\n".join(text(gm) for gm in self.graphs)
+        return "\n".join(self.texts)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         match(gm, self.options, self.report)
         self.graphs.append(gm)
-        if self.run == "eager":
+        self.texts.append(text(gm))
+        if self.run in ("plain", "aot"):
+            _use_plain(gm)
+        if self.run == "plain":
             return gm.forward
-        if self.run == "aot":
-            return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
-        from torch._inductor.compile_fx import compile_fx
+        if self.run == "inductor":
+            from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(gm, example_inputs)
+            return compile_fx(gm, example_inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 
 # ---- a short form of a graph
@@ -135,11 +122,7 @@ def text(gm: fx.GraphModule, indent: str = "") -> str:
             lines.append(f"{indent}return {_argument(node.args[0])}")
             continue
         value = node.meta.get("example_value")
-        shape = (
-            f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            if isinstance(value, Tensor)
-            else ""
-        )
+        shape = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else ""
         lines.append(f"{indent}{node.name}{shape} = {_call(node)}")
     return "\n".join(lines)
 
@@ -163,9 +146,7 @@ def _argument(value: Any) -> str:
         return f"({', '.join(map(_argument, value))})"
     if isinstance(value, LinearConfig):
         return f"dx={value.input_requires_grad} dw={value.weight_requires_grad}"
-    return (
-        repr(value) if isinstance(value, (int, float, str, bool, type(None), torch.dtype, slice)) else "..."
-    )
+    return repr(value) if isinstance(value, (int, float, str, bool, type(None), torch.dtype, slice)) else "..."
 
 
 def _short(node: fx.Node) -> str:

@@ -1,0 +1,235 @@
+"""Float8 with one scale a tensor: the device functions that all quantizing kernels share, and their host
+half.
+
+    amax  = max(max|x|, eps)
+    scale = fmax / amax, or 1 where amax is 0, inf or NaN
+    q     = cast(clamp(x * scale, -fmax, fmax))
+
+A quantizing launcher makes two launches. The first writes one partial amax a program; every program of the
+second reduces all partials by itself, so that there is no atomic, no memset and no third launch. The second
+launch walks the tensor from its end, where the first one stopped: that part is still in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["Fp8Buffers", "rows_and_columns", "round_up_16", "tile_count"]
+
+FLOAT32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+Size = Any  # int or torch.SymInt
+
+
+# --- device: amax -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mul_rn(a, b):
+    """a * b in fp32, rounded: unlike `a * b`, no compiler may contract it with a following addition."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def abs_bits(x):
+    """Bit pattern of |x| in fp32: as integers they order as the values do, NaN above inf above the finite."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def store_partial_amax(partials, bits):
+    """Writes this program's amax, the maximum of `bits`, to partials[program]."""
+    tl.store(partials + tl.program_id(0), tl.max(bits, axis=None).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def load_amax(partials, PARTIALS: tl.constexpr):
+    """The tensor's amax from its fp32 [PARTIALS] partial ones."""
+    bits = abs_bits(tl.load(partials + tl.arange(0, PARTIALS)))
+    return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+
+
+# --- device: scale and cast ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def scale_from_amax(amax, FMAX: tl.constexpr, EPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The module's scale rule, fp32, every operation correctly rounded."""
+    eps = tl.full((), EPS, tl.float32)
+    amax = tl.where(amax < eps, eps, amax)
+    scale = tl.div_rn(tl.full((), FMAX, tl.float32), amax)
+    scale = tl.where(scale > FLOAT32_MAX, FLOAT32_MAX, scale)
+    scale = tl.where((amax > 0.0) & (amax <= FLOAT32_MAX), scale, 1.0)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def load_scale(
+    partials,
+    scale_inv,
+    PARTIALS: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """The scale of the tensor that `partials` describe; one program also stores its inverse."""
+    scale = scale_from_amax(load_amax(partials, PARTIALS), FMAX, EPS, POWER_OF_TWO)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    return scale
+
+
+@triton.jit
+def saturating_cast(x, scale, FMAX: tl.constexpr, DTYPE: tl.constexpr):
+    """x * scale in DTYPE.
+
+    Clamped by comparisons, not by min and max: those drop NaN, and their NaN-propagating forms beside a
+    transposed store corrupt data on Triton 3.8.
+    """
+    value = x.to(tl.float32) * scale
+    value = tl.where(value > FMAX, FMAX, tl.where(value < -FMAX, -FMAX, value))
+    return value.to(DTYPE)
+
+
+# --- device: tiles ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_origin(tile, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first row, first column) of the tile of that number, row of tiles by row of tiles."""
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    return (tile // tiles_k) * BLOCK_M, (tile % tiles_k) * BLOCK_K
+
+
+@triton.jit
+def tile_from_the_end(K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first row, first column) of this program's tile, the last tile first."""
+    return tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), K, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def tile_offsets(row, column, row_stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Element offsets [BLOCK_M, BLOCK_K]: 64 bits for the tile's corner only, 32 inside."""
+    corner = row.to(tl.int64) * row_stride + column
+    return corner + (tl.arange(0, BLOCK_M)[:, None] * row_stride + tl.arange(0, BLOCK_K)[None, :])
+
+
+@triton.jit
+def tile_mask(row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Which elements of the tile lie inside [M, K]."""
+    return (row + tl.arange(0, BLOCK_M) < M)[:, None] & (column + tl.arange(0, BLOCK_K) < K)[None, :]
+
+
+@triton.jit
+def load_tile(x, row, column, row_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile of x [M, K] in fp32, zero outside."""
+    offsets = tile_offsets(row, column, row_stride, BLOCK_M, BLOCK_K)
+    return tl.load(x + offsets, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(y, value, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Writes a tile of the contiguous y [M, K]."""
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    tl.store(y + tile_offsets(row, column, K, BLOCK_M, BLOCK_K), value, mask=mask)
+
+
+@triton.jit
+def store_quantized_tile(
+    value,  # zero outside [M, K]: the transpose's padding is stored from there
+    scale,
+    row,
+    column,
+    M,
+    K,
+    data,
+    transpose,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Casts a tile and writes it to data [M, K], to transpose [K, M rounded up to 16], or to both."""
+    DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
+    quantized = saturating_cast(value, scale, FMAX, DTYPE)
+    if ROWWISE:
+        store_tile(data, quantized, row, column, M, K, BLOCK_M, BLOCK_K)
+    if COLUMNWISE:
+        # Computed here, not passed: the compiler then sees a multiple of 16 and stores whole vectors.
+        padded = (M + 15) // 16 * 16
+        mask = tile_mask(column, row, K, padded, BLOCK_K, BLOCK_M)
+        tl.store(
+            transpose + tile_offsets(column, row, padded, BLOCK_K, BLOCK_M), tl.trans(quantized), mask=mask
+        )
+
+
+# --- host ---------------------------------------------------------------------------------------------------
+
+
+def rows_and_columns(x: torch.Tensor) -> tuple[Size, Size]:
+    """(M, K) of a tensor of rank >= 1 read as a matrix: K the last dimension, M the product of the others."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def round_up_16(n: Size) -> Size:
+    """n rounded up to a multiple of 16, also for a symbolic n."""
+    return (n + 15) // 16 * 16
+
+
+def tile_count(rows: Size, columns: Size, block_m: int, block_k: int) -> Size:
+    """Programs of a launch with one tile each; at least one, so that an empty tensor still gets its scale."""
+    count = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k)
+    return max(count, 1) if isinstance(count, int) else count
+
+
+class Fp8Buffers:
+    """The buffers of one quantized [M, K] tensor, and how a kernel is told of them."""
+
+    def __init__(
+        self,
+        rows: Size,
+        columns: Size,
+        device: torch.device,
+        fp8_dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> None:
+        def empty(*shape: Size, dtype: torch.dtype = fp8_dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.fp8_dtype = fp8_dtype
+        self.data = empty(rows, columns) if rowwise else None
+        self.transpose = empty(columns, round_up_16(rows)) if columnwise else None
+        self.scale_inv = empty(1, dtype=torch.float32)
+
+    def pointers(self, unused: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+        """data, transpose and scale_inv as kernel arguments; `unused` stands in for one that is not held."""
+        return {
+            f"{prefix}data": unused if self.data is None else self.data,
+            f"{prefix}transpose": unused if self.transpose is None else self.transpose,
+            f"{prefix}scale_inv": self.scale_inv,
+        }
+
+    def constants(self, power_of_two: bool, eps: float) -> dict[str, Any]:
+        """The compile-time arguments that go with `pointers`."""
+        return {
+            "FMAX": torch.finfo(self.fp8_dtype).max,
+            "EPS": float(eps),
+            "POWER_OF_TWO": power_of_two,
+            "ROWWISE": self.data is not None,
+            "COLUMNWISE": self.transpose is not None,
+        }
+
+    def as_list(self) -> list[torch.Tensor]:
+        """[data?, transpose?, scale_inv], the order in which te.quantize returns them."""
+        return [buffer for buffer in (self.data, self.transpose, self.scale_inv) if buffer is not None]

@@ -1,0 +1,490 @@
+"""RMSNorm and LayerNorm over the last dimension, and both fused with quantization.
+
+    rms_norm    y = x * rstd * w             rstd = 1 / sqrt(mean(x^2) + eps)
+    layer_norm  y = (x - mean) * rstd * w + b      rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+
+w is weight, or 1 + weight when `zero_centered` (Gemma); with `cast_before_weight` (Hugging Face's Llama) x
+* rstd is rounded to x's dtype before w. Arithmetic is fp32 with one rounding at the end; rstd and mean are
+fp32 [rows].
+
+The fused form reads x twice and writes no bf16: launch 1 finds each row's statistics and the amax of the
+rounded y, launch 2 makes y again from the statistics and casts it. `norm_rows_kernel` is launch 1 and the
+unfused kernel alike, with one block shape, so that the statistics are the same sum in the same order; the
+rest is elementwise in shared device functions. Fused therefore equals unfused plus `quantize`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from te_dynamo.kernels.fp8 import (
+    Fp8Buffers,
+    abs_bits,
+    load_scale,
+    load_tile,
+    mul_rn,
+    rows_and_columns,
+    store_partial_amax,
+    store_quantized_tile,
+    store_tile,
+    tile_count,
+    tile_from_the_end,
+)
+from te_dynamo.kernels.launch import launch
+from te_dynamo.kernels.quantize import Tile, cast_tile, quantize_reference
+
+__all__ = [
+    "layer_norm",
+    "layer_norm_quantize",
+    "layer_norm_quantize_reference",
+    "layer_norm_reference",
+    "rms_norm",
+    "rms_norm_quantize",
+    "rms_norm_quantize_reference",
+    "rms_norm_reference",
+]
+
+ROW_PROGRAMS = 1024
+"""Programs of the row launch, so also partial amaxes. A power of two."""
+
+MAX_ROW_BYTES = 32768
+"""Longest row that is held in registers; a longer one is read in pieces, several times."""
+
+PIECE = 8192
+"""Values in such a piece."""
+
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_before_weight: bool, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` in plain PyTorch."""
+    value = x.to(torch.float32)
+    rstd = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    value = value * rstd
+    if cast_before_weight:
+        value = value.to(x.dtype).to(torch.float32)
+    if weight is not None:
+        value = value * (weight.to(torch.float32) + (1.0 if zero_centered else 0.0))
+    return value.to(x.dtype), rstd.reshape(-1)
+
+
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`layer_norm` in plain PyTorch."""
+    value = x.to(torch.float32)
+    mean = value.mean(-1, keepdim=True)
+    value = value - mean
+    rstd = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    value = value * rstd
+    if weight is not None:
+        value = value * weight.to(torch.float32)
+    if bias is not None:
+        value = value + bias.to(torch.float32)
+    return value.to(x.dtype), mean.reshape(-1), rstd.reshape(-1)
+
+
+def rms_norm_quantize_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps_amax: float,
+    keep_output: bool,
+) -> list[torch.Tensor]:
+    """`rms_norm_quantize` in plain PyTorch."""
+    y, rstd = rms_norm_reference(x, weight, eps, cast_before_weight, zero_centered)
+    buffers = quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
+    return [*([y] if keep_output else []), rstd, *buffers]
+
+
+def layer_norm_quantize_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps_amax: float,
+    keep_output: bool,
+) -> list[torch.Tensor]:
+    """`layer_norm_quantize` in plain PyTorch."""
+    y, mean, rstd = layer_norm_reference(x, weight, bias, eps)
+    buffers = quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
+    return [*([y] if keep_output else []), mean, rstd, *buffers]
+
+
+# --- device -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_columns(x, start, K, BLOCK: tl.constexpr):
+    """x[start : start + BLOCK] in fp32, zero past K."""
+    columns = start + tl.arange(0, BLOCK)
+    return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _squares(values, mean, start, K, LAYER: tl.constexpr, BLOCK: tl.constexpr):
+    """(values - mean)^2, zero past K."""
+    if LAYER:
+        values = tl.where(start + tl.arange(0, BLOCK) < K, values - mean, 0.0)
+    return mul_rn(values, values)
+
+
+@triton.jit
+def _row_statistics(
+    row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(mean, rstd) of a row whose first BLOCK values are `first` (fp32); mean is 0 unless LAYER."""
+    count = K * 1.0
+    mean = 0.0
+    if LAYER:
+        total = first
+        if not ONE_BLOCK:
+            for start in range(BLOCK, K, BLOCK):
+                total += _load_columns(row_start, start, K, BLOCK)
+        mean = tl.div_rn(tl.sum(total, axis=0), count)
+    total = _squares(first, mean, 0, K, LAYER, BLOCK)
+    if not ONE_BLOCK:
+        for start in range(BLOCK, K, BLOCK):
+            total += _squares(_load_columns(row_start, start, K, BLOCK), mean, start, K, LAYER, BLOCK)
+    variance = tl.div_rn(tl.sum(total, axis=0), count)
+    return mean, tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+
+
+@triton.jit
+def _normalize(
+    x,
+    mean,
+    rstd,
+    weight,
+    bias,
+    columns,  # broadcastable to x's shape, as mean and rstd
+    K,
+    LAYER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """y of fp32 x, rounded to DTYPE."""
+    if LAYER:
+        x = x - mean
+    if HAS_BIAS:
+        b = tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:
+        w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            w = w + 1.0
+        x = x * rstd
+        if CAST_BEFORE_WEIGHT:
+            x = x.to(DTYPE).to(tl.float32)
+        y = tl.fma(x, w, b) if HAS_BIAS else x * w
+    else:
+        y = tl.fma(x, rstd, b) if HAS_BIAS else x * rstd
+    return y.to(DTYPE)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_rows_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    mean,
+    rstd,
+    partials,
+    M,
+    K,
+    eps,
+    LAYER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of every ROW_PROGRAMS-th row, then y (unfused) or the partial amax of y (QUANTIZE)."""
+    programs = tl.num_programs(0)
+    bits = tl.zeros((BLOCK,), tl.int32)
+    row_start = x + tl.program_id(0).to(tl.int64) * K
+    # The next row is on its way while this one is summed.
+    following = _load_columns(row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
+    for row in range(tl.program_id(0), M, programs):
+        first = following
+        row_start = x + row.to(tl.int64) * K
+        following = _load_columns(
+            row_start + programs.to(tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
+        )
+        row_mean, row_rstd = _row_statistics(row_start, first, K, eps, LAYER, ONE_BLOCK, BLOCK)
+        tl.store(rstd + row, row_rstd)
+        if LAYER:
+            tl.store(mean + row, row_mean)
+        for block in range(1 if ONE_BLOCK else tl.cdiv(K, BLOCK)):
+            start = block * BLOCK
+            columns = start + tl.arange(0, BLOCK)
+            values = first if ONE_BLOCK else _load_columns(row_start, start, K, BLOCK)
+            result = _normalize(
+                values,
+                row_mean,
+                row_rstd,
+                weight,
+                bias,
+                columns,
+                K,
+                LAYER,
+                HAS_WEIGHT,
+                HAS_BIAS,
+                CAST_BEFORE_WEIGHT,
+                ZERO_CENTERED,
+                x.dtype.element_ty,
+            )
+            if QUANTIZE:
+                bits = tl.maximum(bits, tl.where(columns < K, abs_bits(result), 0))
+            else:
+                tl.store(y + row.to(tl.int64) * K + columns, result, mask=columns < K)
+    if QUANTIZE:
+        store_partial_amax(partials, bits)
+
+
+@triton.jit
+def norm_cast_kernel(
+    x,
+    weight,
+    bias,
+    mean,
+    rstd,
+    partials,
+    y,
+    data,
+    transpose,
+    scale_inv,
+    M,
+    K,
+    LAYER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    KEEP_OUTPUT: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of y, made again from the rows' statistics, to every output that is asked for."""
+    row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
+    values = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    row_mean = tl.load(mean + rows, mask=rows < M, other=0.0) if LAYER else 0.0
+    result = _normalize(
+        values,
+        row_mean,
+        tl.load(rstd + rows, mask=rows < M, other=0.0),
+        weight,
+        bias,
+        column + tl.arange(0, BLOCK_K)[None, :],
+        K,
+        LAYER,
+        HAS_WEIGHT,
+        HAS_BIAS,
+        CAST_BEFORE_WEIGHT,
+        ZERO_CENTERED,
+        x.dtype.element_ty,
+    )
+    if KEEP_OUTPUT:
+        store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+    # Past the last row y is bias, but the transpose's padding is zero.
+    result = tl.where(rows < M, result, 0.0)
+    scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    store_quantized_tile(
+        result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+    )
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_before_weight: bool, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, rstd): y in x's shape and dtype, rstd fp32 [rows]. weight (any float dtype, [K]) may be None."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _, rstd, _ = _rows(x, eps, _norm(x, weight, None, False, cast_before_weight, zero_centered), y)
+    return y, rstd
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, mean, rstd): y in x's shape and dtype, the statistics fp32 [rows]. weight and bias may be None."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    mean, rstd, _ = _rows(x, eps, _norm(x, weight, bias, True, False, False), y)
+    return y, mean, rstd
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps_amax: float,
+    keep_output: bool,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[y?, rstd, data?, transpose?, scale_inv], equal to `rms_norm` then `quantize`."""
+    x = x.contiguous()
+    norm = _norm(x, weight, None, False, cast_before_weight, zero_centered)
+    mean, rstd, partials = _rows(x, eps, norm, None)
+    buffers = Fp8Buffers(*rows_and_columns(x), x.device, fp8_dtype, rowwise, columnwise)
+    quantization = buffers.constants(power_of_two, eps_amax)
+    y = _cast(x, norm, mean, rstd, partials, buffers, quantization, keep_output, tile)
+    return [*y, rstd, *buffers.as_list()]
+
+
+def layer_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps_amax: float,
+    keep_output: bool,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm` then `quantize`."""
+    x = x.contiguous()
+    norm = _norm(x, weight, bias, True, False, False)
+    mean, rstd, partials = _rows(x, eps, norm, None)
+    buffers = Fp8Buffers(*rows_and_columns(x), x.device, fp8_dtype, rowwise, columnwise)
+    quantization = buffers.constants(power_of_two, eps_amax)
+    y = _cast(x, norm, mean, rstd, partials, buffers, quantization, keep_output, tile)
+    return [*y, mean, rstd, *buffers.as_list()]
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layer: bool,
+    cast_before_weight: bool,
+    zero_centered: bool,
+) -> dict[str, Any]:
+    """The kernel arguments that say which norm it is."""
+    return {
+        "weight": x if weight is None else weight.contiguous(),
+        "bias": x if bias is None else bias.contiguous(),
+        "LAYER": layer,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+        "CAST_BEFORE_WEIGHT": cast_before_weight,
+        "ZERO_CENTERED": zero_centered,
+    }
+
+
+def _rows(
+    x: torch.Tensor, eps: float, norm: dict[str, Any], y: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean, rstd, partials) of the row launch; it writes y where that is given and partial amaxes where not."""
+    rows, columns = rows_and_columns(x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if norm["LAYER"] else x
+    partials = torch.empty(ROW_PROGRAMS, dtype=torch.float32, device=x.device) if y is None else x
+    block, warps = row_block(columns, x.element_size())
+    launch(
+        norm_rows_kernel,
+        (ROW_PROGRAMS,),
+        x=x,
+        **norm,
+        y=x if y is None else y,
+        mean=mean,
+        rstd=rstd,
+        partials=partials,
+        M=rows,
+        K=columns,
+        eps=eps,
+        QUANTIZE=y is None,
+        ONE_BLOCK=columns <= block,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return mean, rstd, partials
+
+
+def _cast(
+    x: torch.Tensor,
+    norm: dict[str, Any],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    partials: torch.Tensor,
+    buffers: Fp8Buffers,
+    quantization: dict[str, Any],
+    keep_output: bool,
+    tile: Tile | None,
+) -> list[torch.Tensor]:
+    """Fills `buffers`; returns [y] when it is kept, else []."""
+    rows, columns = rows_and_columns(x)
+    y = [torch.empty_like(x)] if keep_output else []
+    block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None)
+    launch(
+        norm_cast_kernel,
+        (tile_count(rows, columns, block_m, block_k),),
+        x=x,
+        **norm,
+        mean=mean,
+        rstd=rstd,
+        partials=partials,
+        y=y[0] if y else x,
+        M=rows,
+        K=columns,
+        KEEP_OUTPUT=keep_output,
+        **buffers.pointers(unused=x),
+        **quantization,
+        PARTIALS=ROW_PROGRAMS,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return y
+
+
+def row_block(columns: int, itemsize: int) -> tuple[int, int]:
+    """(block, warps) of the row launch: 32 values a thread."""
+    block = max(triton.next_power_of_2(columns), 32)
+    if block * itemsize > MAX_ROW_BYTES:
+        block = PIECE
+    return block, max(block // 1024, 1)

@@ -1,0 +1,194 @@
+"""x -> float8 with one scale a tensor, rowwise, transposed or both (equations and buffers: kernels/fp8.py).
+
+`quantize` makes two launches, `quantize_reference` is the same function in plain PyTorch, equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from te_dynamo.kernels.fp8 import (
+    Fp8Buffers,
+    Size,
+    abs_bits,
+    load_scale,
+    load_tile,
+    round_up_16,
+    rows_and_columns,
+    store_partial_amax,
+    store_quantized_tile,
+    tile_count,
+    tile_from_the_end,
+    tile_origin,
+)
+from te_dynamo.kernels.launch import launch, size_hint
+
+__all__ = ["PARTIALS", "Tile", "amax_tile", "cast_tile", "quantize", "quantize_reference"]
+
+PARTIALS = 512
+"""Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""
+
+Tile = tuple[int, int, int]
+"""(rows, columns, warps)"""
+
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def scale_reference(
+    amax: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float
+) -> torch.Tensor:
+    """The scale rule of kernels/fp8.py for fp32 amax [1]; an infinite quotient becomes the largest fp32."""
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    scale = torch.full_like(amax, torch.finfo(fp8_dtype).max) / amax
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where((amax > 0) & (amax < torch.inf), scale, torch.ones_like(scale))
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale
+
+
+def quantize_reference(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    amax: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """`quantize` in plain PyTorch, on any device."""
+    rows, columns = rows_and_columns(x)
+    if amax is None:
+        low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+        amax = torch.maximum(high, -low)
+    scale = scale_reference(amax.abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
+    fmax = torch.finfo(fp8_dtype).max
+    value = (x.reshape(rows, columns).to(torch.float32) * scale).clamp_(-fmax, fmax)
+    value.masked_fill_(
+        value.isnan(), torch.nan
+    )  # one NaN, as the hardware casts it: a CPU would keep its sign
+    data = value.to(fp8_dtype)
+    buffers = [data] if rowwise else []
+    if columnwise:
+        transpose = torch.zeros(columns, round_up_16(rows), dtype=torch.uint8, device=x.device)
+        transpose[:, :rows] = data.view(torch.uint8).t()
+        buffers.append(transpose.view(fp8_dtype))
+    return [*buffers, 1.0 / scale]
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def quantize_amax_kernel(x, partials, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """partials[p] = amax of every PARTIALS-th tile of x, from tile p on."""
+    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        bits = tl.maximum(bits, abs_bits(load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)))
+    store_partial_amax(partials, bits)
+
+
+@triton.jit
+def quantize_cast_kernel(
+    x,
+    partials,
+    data,
+    transpose,
+    scale_inv,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of x: scale, cast, store."""
+    row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
+    value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+    scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    store_quantized_tile(
+        value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+    )
+
+
+# --- launcher -----------------------------------------------------------------------------------------------
+
+
+def quantize(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    amax: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[data?, transpose?, scale_inv] of x, of any rank >= 1, read as [M, K].
+
+    data [M, K] and transpose [K, M rounded up to 16] (zero past M) are `fp8_dtype`, scale_inv is fp32 [1].
+    amax (fp32 [1]), where the caller knows it, saves a launch and a read of x. `tile` overrides the cast's.
+    """
+    x = x.contiguous()
+    rows, columns = rows_and_columns(x)
+    buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
+    partials = amax
+    if partials is None:
+        partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
+        block_m, block_k, warps = amax_tile(columns)
+        launch(
+            quantize_amax_kernel,
+            (PARTIALS,),
+            x=x,
+            partials=partials,
+            M=rows,
+            K=columns,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise)
+    launch(
+        quantize_cast_kernel,
+        (tile_count(rows, columns, block_m, block_k),),
+        x=x,
+        partials=partials,
+        M=rows,
+        K=columns,
+        **buffers.pointers(unused=x),
+        **buffers.constants(power_of_two, eps),
+        PARTIALS=1 if amax is not None else PARTIALS,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return buffers.as_list()
+
+
+# --- tile choice --------------------------------------------------------------------------------------------
+
+
+def amax_tile(columns: int, inputs: int = 1) -> Tile:
+    """Tile of an amax launch that reads `inputs` tensors: long rows, four 16-byte bf16 loads a thread or so."""
+    elements = 8192 if inputs == 1 else 4096
+    block_k = min(max(triton.next_power_of_2(columns), 16), 1024)
+    return elements // block_k, block_k, 8
+
+
+def cast_tile(rows: Size, columns: int, columnwise: bool, inputs: int = 1) -> Tile:
+    """Tile of a cast launch that reads `inputs` tensors.
+
+    With a transpose, its side of the tile fills whole 128-byte lines of fp8, unless the tensor is too small
+    to give every multiprocessor several such tiles. Without one, only rows count.
+    """
+    if not columnwise:
+        return amax_tile(columns, inputs)
+    if size_hint(rows) * columns < 4 * 132 * 128 * 128:
+        return 64, 64, 4
+    return {1: (128, 128, 8), 2: (128, 64, 8)}.get(inputs, (64, 64, 8))

@@ -1,0 +1,81 @@
+"""Common subexpressions of the dialect: equal te operations, and the views they read, become one.
+
+q, k and v each quantize the norm's output; gate and up too; a tied weight is quantized where it is used. Two quantizations
+of one tensor that differ only in what they keep (rowwise, columnwise) become one that keeps both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from te_dynamo.passes.graph import call_like, calls, replace_items
+from torch.fx import Graph, Node
+
+from te_dynamo.ops.define import is_te
+from te_dynamo.ops.quantize import quantize
+from te_dynamo.quantizers import Quantizer
+
+__all__ = ["merge_common_subexpressions"]
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+    _aten.permute.default,
+    _aten.t.default,
+}
+
+
+def merge_common_subexpressions(graph: Graph) -> int:
+    """Merges in place; returns how many nodes went away."""
+    return _merge_usages(graph) + _merge_equal(graph)
+
+
+def _merge_equal(graph: Graph) -> int:
+    import operator
+
+    first: dict[Any, Node] = {}
+    merged = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not (
+            is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem
+        ):
+            continue
+        key = (node.target, node.args, tuple(sorted(node.kwargs.items())), _tag(node))
+        try:
+            original = first.setdefault(key, node)
+        except TypeError:  # an unhashable argument
+            continue
+        if original is not node:
+            node.replace_all_uses_with(original)
+            graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+def _merge_usages(graph: Graph) -> int:
+    groups: dict[Any, list[Node]] = {}
+    for node in calls(graph, quantize):
+        source, quantizer = node.args
+        assert isinstance(quantizer, Quantizer)
+        groups.setdefault((source, quantizer.with_usage(True, True), _tag(node)), []).append(node)
+    merged = 0
+    for (source, both, _), nodes in groups.items():
+        if len({node.args[1] for node in nodes}) < 2:
+            continue
+        union = call_like(graph, quantize, (source, both), nodes[0])
+        shape = tuple(source.meta["val"].shape)
+        position = {name: i for i, name in enumerate(both._describe_buffers(shape))}
+        for node in nodes:
+            names = list(node.args[1]._describe_buffers(shape))
+            replace_items(node, union, {i: position[name] for i, name in enumerate(names)})
+            graph.erase_node(node)
+        merged += len(nodes) - 1
+    return merged
+
+
+def _tag(node: Node) -> Any:
+    """Nodes of a checkpointed region are recomputed in backward: they never merge with nodes outside it."""
+    return node.meta.get("ac_graph_id"), str(node.meta.get("recompute"))

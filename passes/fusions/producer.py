@@ -1,0 +1,45 @@
+"""What every "producer + quantize" fusion shares: moving the readers of both nodes to the fused one.
+
+A producer writes y; te.quantize reads it. The fused operation returns [y if anyone else reads it, the producer's other
+results, the quantizer's buffers]. It stands where the producer stood, so everything that read either still comes after.
+"""
+
+from __future__ import annotations
+
+from te_dynamo.passes.graph import getitem_after, item_users
+from torch.fx import Graph, Node
+
+from te_dynamo.ops.quantize import quantize
+
+__all__ = ["other_readers", "quantize_of", "read_item", "take_over"]
+
+
+def quantize_of(y: Node) -> Node | None:
+    """The one te.quantize that reads `y`; None without one, or with several that differ (they cannot share one pass)."""
+    readers = [user for user in y.users if user.target is quantize]
+    return readers[0] if len(readers) == 1 else None
+
+
+def other_readers(y: Node, *known: Node | None) -> list[Node]:
+    """Who reads `y` beside the known nodes."""
+    return [user for user in y.users if user not in known]
+
+
+def take_over(graph: Graph, fused: Node, position: int, buffers_of: Node) -> int:
+    """Readers of the quantize node's buffers read `fused`'s results from `position` on; returns the position after them."""
+    count = len(buffers_of.meta["val"])
+    readers = item_users(buffers_of)
+    for index in range(count):
+        if index in readers:
+            read_item(graph, fused, position + index, readers[index])
+    graph.erase_node(buffers_of)
+    return position + count
+
+
+def read_item(graph: Graph, fused: Node, index: int, readers: list[Node]) -> None:
+    """`readers` (nodes whose value is what `fused` returns at `index`) are replaced by that item and erased."""
+    item = getitem_after(fused, index)
+    item.meta.update({key: value for key, value in readers[0].meta.items() if key != "val"})
+    for reader in readers:
+        reader.replace_all_uses_with(item)
+        graph.erase_node(reader)

@@ -1,0 +1,79 @@
+"""Small helpers on FX graphs that every pass needs: looking through getitem, inserting nodes that carry their metadata."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+__all__ = ["calls", "call_like", "getitem_after", "item_users", "replace_items"]
+
+
+def calls(graph: Graph, *targets: torch._ops.OpOverload) -> Iterator[Node]:
+    """The nodes that call one of `targets`, in graph order; safe while the graph changes."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in targets and not node._erased:
+            yield node
+
+
+def item_users(node: Node) -> dict[int, list[Node]]:
+    """Index -> the getitem nodes that read it, for a node with several results."""
+    users: dict[int, list[Node]] = {}
+    for user in node.users:
+        assert user.target is operator.getitem, f"{node.target} has results only getitem can read, found {user.target}"
+        index = user.args[1]
+        assert isinstance(index, int)
+        users.setdefault(index, []).append(user)
+    return users
+
+
+def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...], like: Node) -> Node:
+    """A new call before `like`, with its fake result computed and `like`'s stack trace and module path kept."""
+    with graph.inserting_before(like):
+        node = graph.call_function(target, args)
+    inherited = (
+        "stack_trace",
+        "nn_module_stack",
+        "seq_nr",
+        "recompute",
+        "ac_graph_id",
+        "partitioner_tag",
+        "source_fn_stack",
+    )
+    node.meta.update({key: like.meta[key] for key in inherited if key in like.meta})
+    fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])
+    with _fake_mode_of(fakes), disable_proxy_modes_tracing():
+        node.meta["val"] = target(*fakes)
+    return node
+
+
+def replace_items(old: Node, new: Node, index_map: dict[int, int]) -> None:
+    """Makes every reader of `old`'s result i read `new`'s result index_map[i]; `old` is left without readers of those."""
+    for index, readers in item_users(old).items():
+        if index not in index_map:
+            continue
+        for reader in readers:
+            with reader.graph.inserting_before(reader):
+                item = reader.graph.call_function(operator.getitem, (new, index_map[index]))
+            item.meta.update(reader.meta)
+            item.meta["val"] = new.meta["val"][index_map[index]]
+            reader.replace_all_uses_with(item)
+            reader.graph.erase_node(reader)
+
+
+def getitem_after(node: Node, index: int) -> Node:
+    """A getitem of `node`'s result `index`, right after it."""
+    with node.graph.inserting_after(node):
+        item = node.graph.call_function(operator.getitem, (node, index))
+    item.meta["val"] = node.meta["val"][index]
+    return item
+
+
+def _fake_mode_of(args: Any) -> Any:
+    return detect_fake_mode(args) or contextlib.nullcontext()

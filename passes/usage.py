@@ -1,0 +1,64 @@
+"""Quantizations keep only what is read: a rowwise or columnwise copy that nobody reads is not made.
+
+Needed where part of a forward is recomputed in backward (checkpointing), or where a fusion left a copy without readers.
+"""
+
+from __future__ import annotations
+
+from te_dynamo.passes.graph import call_like, calls, item_users, replace_items
+from torch.fx import Graph, Node
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.ops.activation import activation_quantize
+from te_dynamo.ops.norm import layer_norm_quantize, rms_norm_quantize
+from te_dynamo.ops.quantize import quantize
+from te_dynamo.ops.swiglu import swiglu_quantize
+from te_dynamo.quantizers import Quantizer
+
+__all__ = ["drop_unread_usages"]
+
+_ONE_RESULT_QUANTIZED = (quantize, rms_norm_quantize, layer_norm_quantize, activation_quantize, swiglu_quantize)
+"""Operations whose last results are the buffers of their one quantizer."""
+
+
+def drop_unread_usages(graph: Graph) -> int:
+    """Narrows in place; returns how many operations make less than before."""
+    narrowed = 0
+    for node in calls(graph, *_ONE_RESULT_QUANTIZED):
+        position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+        results = len(node.meta["val"])
+        names = list(quantizer._describe_buffers(tuple(_quantized_shape(node))))
+        before = results - len(names)
+        read = {i - before for i in item_users(node)}
+        narrower = _narrowest(quantizer, tuple(_quantized_shape(node)), {names[i] for i in read if i >= 0})
+        if narrower == quantizer:
+            continue
+        args = (*node.args[:position], narrower, *node.args[position + 1 :])
+        replacement = call_like(graph, node.target, args, node)
+        kept = list(narrower._describe_buffers(tuple(_quantized_shape(node))))
+        index_map = {i: i for i in range(before)}
+        index_map |= {before + i: before + kept.index(name) for i, name in enumerate(names) if name in kept}
+        replace_items(node, replacement, index_map)
+        graph.erase_node(node)
+        narrowed += 1
+    return narrowed
+
+
+def _quantized_shape(node: Node) -> tuple[int, ...]:
+    first = node.args[0]
+    assert isinstance(first, Node)
+    return tuple(first.meta["val"].shape)
+
+
+def _narrowest(quantizer: Quantizer, shape: tuple[int, ...], read: set[str]) -> Quantizer:
+    """The quantizer with one usage less whose buffers still hold all that is read; itself if there is none."""
+    if not read:
+        return quantizer
+    for usage in ({"columnwise": False}, {"rowwise": False}):
+        try:
+            narrower = quantizer.with_usage(**usage)
+        except QuantizationError:  # its only usage
+            continue
+        if narrower != quantizer and read <= set(narrower._describe_buffers(shape)):
+            return narrower
+    return quantizer

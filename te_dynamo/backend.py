@@ -1,0 +1,195 @@
+"""`torch.compile(model, backend="te")`: the pipeline, the only file that knows all of its stages.
+
+    match      on Dynamo's graph, before AOTAutograd: what it leaves is part of every cache key
+    joint      on the joint graph of forward and backward
+    forward    on the forward graph (on an inference graph: "inference")
+    backward   on the backward graph
+    lower      every te operation into kernel launches (CUDA) or its reference (elsewhere)
+
+docs/architecture.md describes each.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from te_dynamo.capture import begin_graph, publish, record
+from te_dynamo.cache_key import cache_key
+from te_dynamo.lowering.lower import lower
+from te_dynamo.options import Options
+from te_dynamo.passes.cse import merge_common_subexpressions
+from te_dynamo.passes.fuser import fuse
+from te_dynamo.passes.match import match
+from te_dynamo.passes.usage import drop_unread_usages
+from te_dynamo.report import Report
+
+__all__ = ["te"]
+
+_phase: contextvars.ContextVar[str] = contextvars.ContextVar("te_dynamo_phase")
+"""Which graph Inductor is compiling: "forward", "backward" or "inference"."""
+
+
+def te(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend that the entry point `te` names. Raises InvalidOptionError for an option that does not exist."""
+    compilation = _Compilation(Options.parse(options, mode), Report(), begin_graph())
+    gm = _private_copy(gm)
+    match(gm, compilation.options, compilation.report)
+    compilation.record("match", gm.graph)
+    _warn_if_emulated(compilation.report, gm)
+    compiler = _compile_with_inductor if compilation.options.codegen == "inductor" else _compile_eager
+    compiled = compiler(gm, example_inputs, compilation)
+    publish(compilation.report, compilation.index)
+    return compiled
+
+
+@dataclasses.dataclass
+class _Compilation:
+    """One Dynamo graph on its way through the stages."""
+
+    options: Options
+    report: Report
+    index: int
+
+    def record(self, stage: str, graph: Graph) -> None:
+        record(stage, graph, self.index)
+
+    def joint(self, graph: Graph) -> None:
+        merge_common_subexpressions(graph)
+        self._fuse(graph, "joint")
+        if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
+            self.record("joint", graph)
+
+    def divided(self, graph: Graph, phase: str) -> None:
+        if phase == "inference":  # has no joint graph before it
+            merge_common_subexpressions(graph)
+        self._fuse(graph, phase)
+        drop_unread_usages(graph)
+        self.record(phase, graph)
+
+    def lower(self, graph: Graph, phase: str) -> None:
+        for op, runs in lower(graph):
+            self.report.lowered.append((phase, op, runs))
+        self.record(f"lower.{phase}", graph)
+
+    def _fuse(self, graph: Graph, phase: str) -> None:
+        if self.options.fusions:
+            self.report.fusions += [(phase, name, times) for name, times in fuse(graph, phase)]
+
+
+def _private_copy(gm: GraphModule) -> GraphModule:
+    """A copy we may rewrite: Dynamo reads its own graph's placeholders again after the backend returns."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    for attribute in ("_param_name_to_source", "_backend_id", "torchdynamo_force_dynamic"):
+        if hasattr(gm, attribute):
+            setattr(copied, attribute, getattr(gm, attribute))
+    for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
+        twin.meta = dict(node.meta)
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source
+    return copied
+
+
+def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Any:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        token = _phase.set(phase)
+        try:
+            return compile_fx_inner(graph_module, inputs, **kwargs)
+        finally:
+            _phase.reset(token)
+
+    patches = dict(compilation.options.inductor)
+    key = cache_key(compilation.options)
+    for hook, stage in (
+        ("joint_custom_pre_pass", compilation.joint),
+        ("post_grad_custom_pre_pass", lambda graph: compilation.divided(graph, _phase.get())),
+        ("post_grad_custom_post_pass", lambda graph: compilation.lower(graph, _phase.get())),
+    ):
+        patches[hook] = _chained(hook, stage, patches, key)
+    return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+
+
+def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, Any], key: str) -> Any:
+    """Our pass for one of Inductor's hooks, after the pass that the user has there already."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    users = patches.get(hook, getattr(config, hook))
+
+    class Stage(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            if users is not None:
+                users(graph)
+            stage(graph)
+
+        def uuid(self) -> Any:
+            theirs = users.uuid() if isinstance(users, CustomGraphPass) else users and repr(users)
+            return (hook, key, theirs)
+
+    return Stage()
+
+
+def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Any:
+    """The rewritten graphs as they are, every node through the dispatcher: for debugging and for fast tests."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        compilation.joint(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    def compiler(phase: str) -> Callable[..., Any]:
+        def compile_graph(graph_module: GraphModule, inputs: Sequence[Any]) -> Any:
+            compilation.divided(graph_module.graph, phase)
+            graph_module.recompile()
+            return make_boxed_func(graph_module.forward)
+
+        return compile_graph
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+    )
+    return backend(gm, example_inputs)
+
+
+_warned: set[str] = set()
+
+
+def _warn_if_emulated(report: Report, gm: GraphModule) -> None:
+    """One warning a process for each reason why the reference runs in place of the kernels."""
+    from te_dynamo.kernels.availability import kernels_available
+
+    if not any(record.matched for record in report.matches):
+        return
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            available = kernels_available(value.device)
+            if not available.ok and available.reason not in _warned:
+                _warned.add(available.reason)
+                warnings.warn(
+                    f"te_dynamo: {available.reason}: the reference path runs, with the same numbers and no speed",
+                    stacklevel=2,
+                )
+            return

@@ -1,0 +1,44 @@
+"""What torch's compile caches must know of us: a cached graph is ours only if our sources, options and fusions are the same.
+
+torch's own keys hold the graph and its constants, not the bodies of our operations, fakes, passes and kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from te_dynamo.options import Options
+from te_dynamo.passes.fuser import fusion_key
+
+__all__ = ["cache_key"]
+
+
+def cache_key(options: Options) -> str:
+    """A digest of the package's sources, Triton's version, the options and the registered fusions."""
+    text = "\n".join((_sources_digest(), repr(options), fusion_key()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Computed once a process: every Python file of the four code folders, in a fixed order."""
+    digest = hashlib.sha256()
+    for folder in ("te_dynamo", "te_dynamo.kernels", "te_dynamo.lowering", "te_dynamo.passes"):
+        spec = importlib.util.find_spec(folder)
+        assert spec is not None and spec.submodule_search_locations
+        root = Path(next(iter(spec.submodule_search_locations)))
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{folder}/{file.relative_to(root)}".encode())
+            digest.update(file.read_bytes())
+    triton = importlib.util.find_spec("triton")
+    if triton is not None:
+        import triton as installed
+
+        digest.update(installed.__version__.encode())
+    digest.update(torch.__version__.encode())
+    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""Defining a `te::` operation: one schema, one fake, one reference, one kernel launcher, nothing written twice.
+
+    @te_op(reference=kernels.foo_reference, kernel=kernels.foo)
+    def foo(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+        \"\"\"What it computes.\"\"\"
+        return ...            # the fake: built from TensorProto, allocates nothing under a fake mode
+
+The decorated function's signature is the schema and its body the fake. `reference` runs wherever no kernel of ours does
+(CPU, older GPUs); `kernel` launches Triton, and lowering traces that same function into Inductor's code, so that eager
+and compiled runs launch the same kernels.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_dynamo.errors import TeError
+from te_dynamo.kernels.availability import kernels_available
+
+__all__ = ["KERNELS", "NAMESPACE", "REFERENCE_ONLY", "expand_in_compiler", "is_te", "te_op"]
+
+NAMESPACE = "te"
+
+KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+"""What lowering traces in place of each operation: its launcher, with the operation's own arguments."""
+
+
+REFERENCE_ONLY: set[torch._ops.OpOverload] = set()
+"""Operations without a kernel of their own: aten operations that Inductor compiles wherever they run."""
+
+
+def is_te(target: object) -> bool:
+    """Whether a node's target is one of our operations."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+
+
+def te_op(
+    *,
+    reference: Callable[..., Any],
+    kernel: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
+    """Decorator: registers `te::<function name>` and returns its overload.
+
+    reference: plain PyTorch, any device; must not return an input.
+    kernel: the Triton launcher (CUDA of compute capability 9.0 or newer); None where the operation has no kernel of its own
+        and the reference, made of aten operations, is what Inductor should compile.
+    backward, setup_context: the autograd formula. Without one the operation is an inner part of another's backward, and
+        differentiating it raises TeError: that is a double backward.
+    """
+
+    def decorate(fake: Callable[..., Any]) -> torch._ops.OpOverload:
+        name = f"{NAMESPACE}::{fake.__name__}"
+        schema = torch.library.infer_schema(fake, mutates_args=())
+        definition = torch.library.custom_op(name, reference, mutates_args=(), schema=schema)
+        definition.register_fake(fake)
+        if kernel is not None:
+            definition.register_kernel("cuda", _kernel_or_reference(kernel, reference))
+        definition.register_autograd(
+            backward or functools.partial(_refuse_double_backward, name), setup_context=setup_context
+        )
+        overload = definition._opoverload
+        KERNELS[overload] = kernel or reference
+        if kernel is None:
+            REFERENCE_ONLY.add(overload)
+        return overload
+
+    return decorate
+
+
+def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(a.device for a in args if isinstance(a, torch.Tensor))
+        return (kernel if kernels_available(device).ok else reference)(*args, **kwargs)
+
+    return run
+
+
+def _refuse_double_backward(name: str, ctx: Any, *grads: Any) -> Any:
+    raise TeError(
+        f"{name} has no derivative: it is part of the backward of an FP8 operation, so this is a double backward, which "
+        "te_dynamo does not support. Use recipe None for the layers that need second derivatives "
+        '(options={"rules": [("path", None)]}).'
+    )
+
+
+def expand_in_compiler(overload: torch._ops.OpOverload, expansion: Callable[..., Any]) -> None:
+    """Makes AOTAutograd see `expansion(*args)` in place of `overload`, below autograd: the autograd formula stays ours.
+
+    Steps aside for tensor subclasses (DTensor), which must desugar first.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    plain = (torch.Tensor, torch.nn.Parameter, FunctionalTensor)
+
+    @torch.library.register_torch_dispatch(f"{NAMESPACE}::{overload._opname}", FunctionalTensorMode)
+    def _(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if not all(issubclass(t, FakeTensor) or t in plain for t in types):
+            return NotImplemented
+        with mode:
+            return expansion(*args, **(kwargs or {}))

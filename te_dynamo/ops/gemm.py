@@ -1,0 +1,45 @@
+"""The FP8 product `te.gemm` and what stands beside it in a linear: `te.add_bias`, `te.bias_grad`."""
+
+from typing import Optional
+
+import torch
+
+from te_dynamo.kernels import gemm as kernels
+from te_dynamo.ops.define import te_op
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["add_bias", "bias_grad", "gemm"]
+
+
+@te_op(reference=kernels.gemm_reference, kernel=kernels.gemm)
+def gemm(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """[M, N] = (a[M, K] @ b[N, K]^T) * (a_scale_inv * b_scale_inv) (+ bias[N]), summed in fp32 and rounded once to out_dtype."""
+    return TensorProto((a.shape[0], b.shape[0]), out_dtype, device=a.device).create_tensor()
+
+
+def _add_bias(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return (x.to(torch.float32) + bias.to(torch.float32)).to(out_dtype)
+
+
+@te_op(reference=_add_bias)
+def add_bias(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """x[M, N] (fp32) + bias[N] in fp32, rounded to out_dtype."""
+    return TensorProto(x.shape, out_dtype, device=x.device).create_tensor()
+
+
+def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
+
+
+@te_op(reference=_bias_grad)
+def bias_grad(dy: torch.Tensor) -> torch.Tensor:
+    """Column sums [N] of dy read as [M, N], in fp32."""
+    return TensorProto((dy.shape[-1],), torch.float32, device=dy.device).create_tensor()

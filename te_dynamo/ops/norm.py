@@ -1,0 +1,177 @@
+"""Norms over the last dimension: `te.rms_norm`, `te.layer_norm`, and each of them with a quantized result.
+
+Backward is written in aten operations: Inductor fuses it with the residual gradient that it is added to.
+"""
+
+import math
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.kernels import norm as kernels
+from te_dynamo.ops.define import te_op
+from te_dynamo.ops.quantize import kernel_arguments, quantized_fake
+from te_dynamo.quantizers import Quantizer
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["layer_norm", "layer_norm_quantize", "rms_norm", "rms_norm_quantize"]
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return TensorProto(x.shape, x.dtype, device=x.device).create_tensor()
+
+
+def _per_row(x: torch.Tensor) -> torch.Tensor:
+    return TensorProto((math.prod(x.shape[:-1]),), torch.float32, device=x.device).create_tensor()
+
+
+def _keep_dims(statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A statistic of shape (rows,) as it broadcasts against x."""
+    return statistic.view(*x.shape[:-1], 1)
+
+
+def _leading(x: torch.Tensor) -> list[int]:
+    return list(range(x.dim() - 1))
+
+
+def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, _, _, ctx.zero_centered = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _rms_norm_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd; dw = sum over rows of dy * xhat."""
+    x, weight, rstd = ctx.saved_tensors
+    dy32 = dy.to(torch.float32)
+    rstd = _keep_dims(rstd, x)
+    xhat = x.to(torch.float32) * rstd
+    g, dweight = dy32, None
+    if weight is not None:
+        w32 = weight.to(torch.float32)
+        g = dy32 * (1.0 + w32 if ctx.zero_centered else w32)
+        if ctx.needs_input_grad[1]:
+            dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
+    return dx, dweight, None, None, None
+
+
+@te_op(
+    reference=kernels.rms_norm_reference,
+    kernel=kernels.rms_norm,
+    setup_context=_rms_norm_setup,
+    backward=_rms_norm_backward,
+)
+def rms_norm(
+    x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, cast_before_weight: bool, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, rstd): y = x * rsqrt(mean(x^2) + eps) * w; w = weight, or 1 + weight when zero_centered.
+
+    cast_before_weight: round to x's dtype before the product with the weight, as Hugging Face's Llama does.
+    rstd: fp32 (rows,).
+    """
+    return _like(x), _per_row(x)
+
+
+def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, bias, _ = inputs
+    _, mean, rstd = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.mark_non_differentiable(mean, rstd)
+
+
+def _layer_norm_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * w; dw = sum of dy * xhat, db = sum of dy over rows."""
+    x, weight, mean, rstd = ctx.saved_tensors
+    dy32 = dy.to(torch.float32)
+    rstd = _keep_dims(rstd, x)
+    xhat = (x.to(torch.float32) - _keep_dims(mean, x)) * rstd
+    g = dy32 if weight is None else dy32 * weight.to(torch.float32)
+    dx = dweight = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = (rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
+    if weight is not None and ctx.needs_input_grad[1]:
+        dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        dbias = dy32.sum(_leading(x)).to(ctx.bias_dtype)
+    return dx, dweight, dbias, None
+
+
+@te_op(
+    reference=kernels.layer_norm_reference,
+    kernel=kernels.layer_norm,
+    setup_context=_layer_norm_setup,
+    backward=_layer_norm_backward,
+)
+def layer_norm(
+    x: torch.Tensor, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, mean, rstd): y = (x - mean) * rsqrt(var + eps) * weight + bias; mean and rstd fp32 (rows,)."""
+    return _like(x), _per_row(x), _per_row(x)
+
+
+def _rms_norm_quantize(implementation: Any) -> Any:
+    def run(
+        x: torch.Tensor,
+        weight: Optional[torch.Tensor],
+        eps: float,
+        cast_before_weight: bool,
+        zero_centered: bool,
+        quantizer: Quantizer,
+        keep_output: bool,
+    ) -> list[torch.Tensor]:
+        return implementation(
+            x, weight, eps, cast_before_weight, zero_centered, *kernel_arguments(quantizer), keep_output
+        )
+
+    return run
+
+
+@te_op(
+    reference=_rms_norm_quantize(kernels.rms_norm_quantize_reference),
+    kernel=_rms_norm_quantize(kernels.rms_norm_quantize),
+)
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    quantizer: Quantizer,
+    keep_output: bool,
+) -> list[torch.Tensor]:
+    """[y if keep_output, rstd, *buffers]: (y, rstd) = te.rms_norm(...), buffers = te.quantize(y)."""
+    return ([_like(x)] if keep_output else []) + [_per_row(x)] + quantized_fake(x, quantizer)
+
+
+def _layer_norm_quantize(implementation: Any) -> Any:
+    def run(
+        x: torch.Tensor,
+        weight: Optional[torch.Tensor],
+        bias: Optional[torch.Tensor],
+        eps: float,
+        quantizer: Quantizer,
+        keep_output: bool,
+    ) -> list[torch.Tensor]:
+        return implementation(x, weight, bias, eps, *kernel_arguments(quantizer), keep_output)
+
+    return run
+
+
+@te_op(
+    reference=_layer_norm_quantize(kernels.layer_norm_quantize_reference),
+    kernel=_layer_norm_quantize(kernels.layer_norm_quantize),
+)
+def layer_norm_quantize(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    eps: float,
+    quantizer: Quantizer,
+    keep_output: bool,
+) -> list[torch.Tensor]:
+    """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm(...), buffers = te.quantize(y)."""
+    return ([_like(x)] if keep_output else []) + [_per_row(x), _per_row(x)] + quantized_fake(x, quantizer)

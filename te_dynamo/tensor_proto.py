@@ -1,0 +1,81 @@
+"""`TensorProto`: a plain or quantized tensor without its data, from which every fake and every allocation is made.
+
+(Seed 003: shapes and dtypes flow through proto arithmetic, so that the fake of an operation and its kernel cannot disagree.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantizers import Quantizer
+from te_dynamo.storage import QuantizedTensorStorage
+
+__all__ = ["TensorProto", "to_tensor_proto"]
+
+
+@dataclasses.dataclass
+class TensorProto:
+    """shape, dtype (of the values, the user's precision), quantizer (None: a plain tensor), requires_grad, device.
+
+    The proto has its own quantizer: `update_usage` never touches the one it was made with (a quantizer is a frozen value).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    requires_grad: bool = False
+    device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.shape)
+        if self.quantizer is not None and not isinstance(self.quantizer, Quantizer):
+            raise TypeError(f"TensorProto.quantizer: expected a Quantizer or None, got {type(self.quantizer).__name__}")
+        if self.quantizer is not None:
+            self.quantizer.check_shape(self.shape)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the tensor is held in low precision."""
+        return self.quantizer is not None
+
+    def inner_names(self) -> tuple[str, ...]:
+        """Names of the buffers of a quantized tensor, in the order in which `te.quantize` returns them."""
+        return tuple(self._buffers()) if self.is_quantized else ()
+
+    def create_metadata(self) -> dict[str, Any]:
+        """What `__tensor_unflatten__` needs beside the buffers."""
+        return self._quantizer().create_metadata(self.shape, self.dtype)
+
+    def create_buffers(self) -> list[torch.Tensor]:
+        """The uninitialised buffers of a quantized tensor, in the order of `inner_names`."""
+        return list(self._quantizer().alloc_tensors(self.shape, self.device).values())
+
+    def create_tensor(self) -> torch.Tensor | QuantizedTensorStorage:
+        """An uninitialised tensor of this description: plain, or a storage with its buffers."""
+        if self.quantizer is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+        buffers = self.quantizer.alloc_tensors(self.shape, self.device)
+        return QuantizedTensorStorage.from_metadata(buffers, self.create_metadata())
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Keeps or drops the rowwise or columnwise buffers of the described tensor; None leaves a usage as it is."""
+        self.quantizer = self._quantizer().with_usage(rowwise_usage, columnwise_usage)
+
+    def _buffers(self) -> dict[str, Any]:
+        return self._quantizer()._describe_buffers(self.shape)
+
+    def _quantizer(self) -> Quantizer:
+        if self.quantizer is None:
+            raise QuantizationError("this TensorProto describes a plain tensor: it has no quantizer")
+        return self.quantizer
+
+
+def to_tensor_proto(tensor: torch.Tensor | QuantizedTensorStorage) -> TensorProto:
+    """The proto of a tensor or of a quantized storage. No data is read."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        return TensorProto(tensor.shape, tensor.dtype, tensor.quantizer, device=tensor.device)
+    return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)

@@ -1,0 +1,98 @@
+"""A second process that compiles the same model finds everything in torch's caches; what would change the code misses."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PROGRAM = textwrap.dedent(
+    """
+    import json, sys, warnings
+    warnings.simplefilter("ignore")
+    import torch, te_dynamo
+    from torch._dynamo.utils import counters
+    setup, options = sys.argv[1], json.loads(sys.argv[2])
+    exec(setup)
+
+    class MLP(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = torch.nn.RMSNorm(32, eps=1e-5), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+        def forward(self, x):
+            return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+    torch.manual_seed(0)
+    model = torch.compile(MLP().bfloat16(), backend="te", options=options)
+    model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().sum().backward()
+    print(json.dumps({
+        "fx_hit": counters["inductor"]["fxgraph_cache_hit"], "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
+        "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
+        "aot_hit": counters["aot_autograd"]["autograd_cache_hit"],
+        "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
+        "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"],
+    }))
+    """
+)
+
+
+def compile_in_new_process(folder: Path, setup: str = "", **options: object) -> dict[str, int]:
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    command = [sys.executable, "-c", PROGRAM, setup, json.dumps(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
+    cold = compile_in_new_process(tmp_path)
+    assert (cold["aot_hit"], cold["aot_miss"], cold["aot_bypass"], cold["fx_bypass"]) == (0, 1, 0, 0)
+
+    warm = compile_in_new_process(tmp_path)
+    assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
+
+    recipe = "import te_dynamo.recipe as r; options['recipe'] = r.Float8CurrentScaling(power_of_two_scales=True)"
+    changed_recipe = compile_in_new_process(tmp_path, setup=recipe)
+    assert (changed_recipe["aot_hit"], changed_recipe["aot_miss"]) == (0, 1)
+
+    changed_option = compile_in_new_process(tmp_path, fusions=False)
+    assert (changed_option["aot_hit"], changed_option["aot_miss"]) == (0, 1)
+
+    register = "te_dynamo.register_forward_fusion(lambda graph: 0)"
+    registered = compile_in_new_process(tmp_path, setup=register)
+    assert (registered["aot_hit"], registered["aot_miss"]) == (0, 1)
+
+    edited = "import te_dynamo.cache_key as k; k._sources_digest = lambda: 'as if a kernel source had changed'"
+    changed_source = compile_in_new_process(tmp_path, setup=edited)
+    assert (changed_source["aot_hit"], changed_source["aot_miss"]) == (0, 1)
+
+    again = compile_in_new_process(tmp_path)
+    assert (again["aot_hit"], again["aot_miss"]) == (1, 0)
+
+
+def test_key_covers_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest changes with the bytes of a kernel file, and is computed once a process."""
+    from te_dynamo import cache_key
+
+    read: list[str] = []
+    original = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or original(path))
+    cache_key._sources_digest.cache_clear()
+    before = cache_key._sources_digest()
+    count = len(read)
+    assert {"gemm.py", "quantize.py", "lower.py", "fuser.py", "linear.py"} <= set(read)
+    assert cache_key._sources_digest() == before and len(read) == count
+
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: original(path) + (b"#" if path.name == "quantize.py" else b"")
+    )
+    cache_key._sources_digest.cache_clear()
+    assert cache_key._sources_digest() != before
+    cache_key._sources_digest.cache_clear()
