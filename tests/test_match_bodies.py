@@ -101,6 +101,27 @@ def test_compile_region_is_rewritten_once_and_recorded_for_each_use():
     assert compiled.reasons() == ["", ""]
 
 
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_a_shared_region_has_every_path_and_refuses_rules_that_differ():
+    model, x = nn.Sequential(Region(), Region()), torch.randn(4, 32, requires_grad=True)
+    compiled = Matched(model)
+    compiled(x)
+    assert [record.module for record in compiled.records] == ["0.fc", "1.fc"]
+    compiled = Matched(model, rules=[(r"1\.fc", None)])
+    compiled(x)
+    reason = "2 modules share this compiled region, and the rules treat them differently"
+    assert compiled.reasons() == [reason, reason]
+
+
 def test_cond_branches_are_rewritten():
     a, b = nn.Linear(32, 32), nn.Linear(32, 32)
     compiled = Matched(lambda x: torch.cond(x.sum() > 0, lambda x: a(x), lambda x: b(x), (x,)), run="aot")

@@ -215,6 +215,29 @@ def test_matmul_with_a_parameter_is_recorded_and_attention_is_not():
     assert compiled.records[0].flops == 2 * 8 * 16 * 32
 
 
+def test_linears_in_another_dress_are_recorded():
+    class Dressed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+            self.weight = nn.Parameter(torch.randn(32, 16))
+            self.experts = nn.Parameter(torch.randn(2, 32, 16, dtype=torch.bfloat16))
+
+        def forward(self, x, tokens, ends):
+            a = self.attention(x, x, x, need_weights=False)[0]
+            return torch.einsum("btd,dn->btn", a, self.weight), torch._grouped_mm(tokens, self.experts, offs=ends)
+
+    compiled = Matched(Dressed())
+    compiled(torch.randn(2, 8, 32), torch.randn(8, 32).bfloat16(), torch.tensor([4, 8], dtype=torch.int32))
+    assert [record.module for record in compiled.records[:4]] == ["attention"] * 4
+    assert [r.shape for r in compiled.records] == [("16", "32", "32")] * 4 + [("16", "16", "32"), ("8", "16", "32")]
+    assert [r.reason.partition(";")[0] for r in compiled.records[3:]] == [
+        "inside nn.MultiheadAttention",
+        "written as einsum",
+        "a grouped GEMM of a mixture's experts",
+    ]
+
+
 def test_fake_cuda_tensors_match():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
