@@ -6,18 +6,19 @@ so a match here does not depend on how a torch release decomposes anything, and 
 forward, backward and what is saved.
 
     bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
-    linear.py       F.linear                                        always tried, always recorded
-    norm.py         F.layer_norm, F.rms_norm                     )
-    rms_norm.py     RMSNorm written out in the model             )  only next to a matched linear
-    activation.py   gelu, silu, relu, silu(a) * b                )
+    linear.py       F.linear: always tried, always recorded
+    products.py     linears in another dress (matmul, einsum, experts): never rewritten, always recorded
+    norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
+    rms_norm.py     RMSNorm written out in the model
+    activation.py   gelu, silu, relu, silu(a) * b
     readers.py      what "next to a matched linear" means
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
     where.py        module path and source line of a node
     values.py       what a node calls, which tensor it gives, how a te node replaces it
 
-Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason);
-nothing that looks like a linear is ever passed over without a record. An unsupported shape, dtype or device
-is a reason, not an error.
+Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); that of
+linears returns a list, since one call may hide several. Nothing that looks like a linear is passed over without a
+record. An unsupported shape, dtype or device is a reason, not an error.
 
 To add a pattern: write a function of that form for the node at which the pattern is easiest to recognise,
 read the other nodes from there by hand (`calls`, `arguments`, `sole_user`), ask `left_as_plain` and

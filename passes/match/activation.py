@@ -1,7 +1,7 @@
 """gelu, silu, relu and silu(gate) * up -> te.gelu, te.silu, te.relu, te.swiglu.
 
-    silu = torch.nn.functional.silu(gate)
-    y = silu * up                                     ->      y = torch.ops.te.swiglu.default(gate, up)
+    s = torch.nn.functional.silu(gate)
+    y = s * up                                    ->    y = te.swiglu(gate, up)
 
 silu may be written `a * sigmoid(a)`.
 """
@@ -77,7 +77,7 @@ def _replace(
     reason = left_as_plain(*reads, last) or _dtype_reason(kind, last, reads)
     if not reason and not any(map(comes_from_linear, reads)):
         reason = why_not_read_by_linear(last)
-    reason = reason or refuses(min(nodes), last, reads)
+    reason = reason or refuses(nodes)
     record = _record(kind, last, reason)
     if not reason:
         with last.graph.inserting_before(last):
@@ -92,7 +92,8 @@ def _dtype_reason(kind: str, node: fx.Node, reads: tuple[fx.Node, ...]) -> str:
     if dtypes[0] not in FLOATS:
         return f"its input is {dtype_name(dtypes[0])}; te.{kind} takes bf16, fp16 and fp32"
     if len(set(dtypes)) > 1:
-        return f"its output is {dtype_name(dtypes[-1])}, its input {dtype_name(dtypes[0])}; te.{kind} keeps the dtype"
+        out, x = dtype_name(dtypes[-1]), dtype_name(dtypes[0])
+        return f"its operands are not all {x}, or its output is {out}; te.{kind} takes and gives one dtype"
     return ""
 
 

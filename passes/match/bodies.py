@@ -13,12 +13,14 @@ from collections.abc import Iterator
 
 import torch
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
-from te_dynamo.passes.match.linear import match_linear
+from te_dynamo.passes.match.linear import RecipeFor, match_linear
 from te_dynamo.passes.match.norm import match_norm
 from te_dynamo.passes.match.rms_norm import match_written_rms_norm
+from te_dynamo.passes.match.where import module_path
 from torch import fx
 
 from te_dynamo.options import Options
+from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
 __all__ = ["Matcher"]
@@ -39,18 +41,20 @@ class Matcher:
         self.options = options
         self._bodies: dict[int, list[MatchRecord]] = {}
 
-    def match(self, gm: fx.GraphModule, outside: str = "") -> list[MatchRecord]:
+    def match(self, gm: fx.GraphModule, recipe_for: RecipeFor | None = None, outside: str = "") -> list[MatchRecord]:
         """Rewrites `gm` and its bodies in place; its records in the order of the graph.
 
+        recipe_for: (recipe, why it is None) by module path, the options' own by default.
         outside: why nothing in here may be rewritten, "" normally.
         """
+        recipe_for = recipe_for or self.options.recipe_for
         records: list[tuple[int, MatchRecord]] = []
         place = {node: index for index, node in enumerate(gm.graph.nodes)}
+        for body, calls in _bodies(gm).items():
+            for call, record in self._match_body(body, calls, recipe_for, outside):
+                records.append((place[call], record))
         for node, index in place.items():
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                records += [(index, record) for record in self._match_bodies(gm, node, outside)]
-            elif (linear := match_linear(node, self.options, outside)) is not None:
-                records.append((index, linear))
+            records += [(index, record) for record in match_linear(node, recipe_for, outside)]
         for matcher in () if outside else _AFTER_LINEARS:
             for node in list(gm.graph.nodes):
                 if node in place and not node._erased and (record := matcher(node)) is not None:
@@ -59,13 +63,43 @@ class Matcher:
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]
 
-    def _match_bodies(self, gm: fx.GraphModule, node: fx.Node, outside: str) -> Iterator[MatchRecord]:
-        name = node.target.name()  # type: ignore[union-attr]
-        if not outside and name not in _PLAIN_BODIES:
-            outside = f"inside {name}, whose body te_dynamo does not rewrite"
-        for operand in node.all_input_nodes:
-            body = getattr(gm, str(operand.target), None) if operand.op == "get_attr" else None
-            if isinstance(body, fx.GraphModule):
-                if id(body) not in self._bodies:
-                    self._bodies[id(body)] = self.match(body, outside)
-                yield from (dataclasses.replace(record) for record in self._bodies[id(body)])
+    def _match_body(
+        self, body: fx.GraphModule, calls: list[fx.Node], recipe_for: RecipeFor, outside: str
+    ) -> Iterator[tuple[fx.Node, MatchRecord]]:
+        """Rewrites a body; its records once for each call, under the path that the call has in the model."""
+        names = {call.target.name() for call in calls}  # type: ignore[union-attr]
+        for name in sorted(names - _PLAIN_BODIES):
+            outside = outside or f"inside {name}, whose body te_dynamo does not rewrite"
+        # The names inside are those of the first call; the others run the same code at other places of the model.
+        first, *_ = paths = [module_path(call) for call in calls]
+
+        def recipe_for_all(path: str) -> tuple[Recipe | None, str]:
+            recipes = [recipe_for(_moved(path, first, to)) for to in paths]
+            if any(recipe != recipes[0][0] for recipe, _ in recipes):
+                return None, f"{len(calls)} modules share this compiled region, and the rules treat them differently"
+            return recipes[0]
+
+        if id(body) not in self._bodies:
+            self._bodies[id(body)] = self.match(body, recipe_for_all, outside)
+        for call, path in zip(calls, paths, strict=True):
+            for record in self._bodies[id(body)]:
+                yield call, dataclasses.replace(record, module=_moved(record.module, first, path))
+
+
+def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:
+    """The bodies in a graph, each with the higher-order ops that run it."""
+    found: dict[fx.GraphModule, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            for operand in node.all_input_nodes:
+                body = getattr(gm, str(operand.target), None) if operand.op == "get_attr" else None
+                if isinstance(body, fx.GraphModule):
+                    found.setdefault(body, []).append(node)
+    return found
+
+
+def _moved(path: str, origin: str, target: str) -> str:
+    """`path` with its part `origin` replaced: "layers.0.fc" from "layers.0" to "layers.1" is "layers.1.fc"."""
+    if origin and (path == origin or path.startswith(origin + ".")):
+        return target + path[len(origin) :]
+    return path

@@ -1,20 +1,20 @@
 """F.linear -> te.linear, for every linear that the recipe covers and FP8 GEMMs can take.
 
-    linear = torch._C._nn.linear(x, weight, bias)           saved = torch.ops.te.linear.default(x, weight, bias, LinearConfig(...))
-                                                     ->     linear = saved[0]
+    y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
 
 Under autocast the result has another dtype than the operands; the casts that autocast would make become
-nodes. Products written as matmul, addmm or Conv1D are left, and recorded so that none is silent.
+nodes. What else multiplies by a weight is left, and recorded (products.py).
 """
 
 from __future__ import annotations
 
 import math
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from te_dynamo.passes.match.products import Sizes, products_of, without_casts
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,
@@ -31,47 +31,43 @@ from te_dynamo.passes.match.where import module_path, source_line
 from torch import fx
 
 from te_dynamo.ops.linear import LinearConfig
-from te_dynamo.options import Options
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
-__all__ = ["match_linear"]
+__all__ = ["RecipeFor", "match_linear"]
 
-Sizes = tuple[Any, ...]
-"""(M, N, K), each an int or a SymInt."""
+RecipeFor = Callable[[str], tuple[Recipe | None, str]]
+"""(recipe, why it is None) by module path."""
 
 ALIGNMENT = 16
 """FP8 GEMMs read rows of whole 16-byte units."""
 
 _LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
-_MATMUL = {torch.matmul, torch.mm, operator.matmul}
-_MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
-_TRANSPOSED = {torch.t, torch.transpose}
-_TRANSPOSED_METHODS = {"t", "transpose"}
 
 
-def match_linear(node: fx.Node, options: Options, outside: str = "") -> MatchRecord | None:
-    """Replaces `node` by te.linear where it is a linear that may become one; its record, or None when it is
-    no linear.
+def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
+    """Replaces `node` by te.linear where it is a linear that may become one; its record, and one for each linear
+    that another call hides. None for any other node.
 
+    recipe_for: (recipe, why it is None) by module path.
     outside: a reason that holds for the whole graph (a body that is not rewritten), "" normally.
     """
     if calls(node, _LINEAR):
-        return _match(node, options, outside)
-    product = _matmul(node)
-    if product is None:
-        return None
-    record, recipe = _record(node, *product, options)
-    record.matched, record.recipe = False, ""
-    if recipe is not None:
-        record.reason = outside or "written as matmul; write F.linear or nn.Linear to have it in the recipe"
-    return record
+        return [_match(node, recipe_for, outside)]
+    records = []
+    for product in products_of(node):
+        record, recipe = _record(node, product.weight, product.sizes, recipe_for)
+        if recipe is not None:
+            record.reason = outside or product.reason
+        record.matched, record.recipe = False, ""
+        records.append(record)
+    return records
 
 
-def _match(node: fx.Node, options: Options, outside: str) -> MatchRecord:
+def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
     given = arguments(node, "input", "weight", "bias") or {}
     x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
-    record, recipe = _record(node, weight, _sizes(x, weight), options)
+    record, recipe = _record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, bias)
     if record.reason:
@@ -119,9 +115,9 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
 
 
 def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
-    shape = tensor_of(weight).shape
-    if len(shape) != 2 or tensor_of(x).dim() < 1:
-        return f"its weight has {len(shape)} dimensions and its input {tensor_of(x).dim()}; expected 2 and at least 1"
+    shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
+    if len(shape) != 2 or rank < 1:
+        return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
     n, k = shape
     if not (isinstance(n, int) and isinstance(k, int)):
         return f"its weight has the dynamic shape [{n}, {k}]; te.linear needs N and K fixed"
@@ -134,13 +130,13 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
     return ""
 
 
-def _record(node: fx.Node, weight: Any, sizes: Sizes, options: Options) -> tuple[MatchRecord, Recipe | None]:
+def _record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies."""
-    record = MatchRecord("linear", module_path(node, _stripped(weight)), source_line(node))
-    recipe, record.reason = options.recipe_for(record.module)
+    record = MatchRecord("linear", module_path(node, without_casts(weight)), source_line(node))
+    recipe, record.reason = recipe_for(record.module)
     record.recipe = "" if recipe is None else recipe.name
-    out = tensor_of(node)
-    record.dtype = "" if out is None else dtype_name(out.dtype)
+    value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
+    record.dtype = "" if value is None else dtype_name(value.dtype)
     record.shape = tuple(map(str, sizes))
     record.flops = 2 * math.prod(map(_hint, sizes)) if sizes else 0
     return record, recipe
@@ -160,41 +156,3 @@ def _hint(size: Any) -> int:
         return size
     node = size.node
     return int(node.hint) if node.has_hint() else 0
-
-
-def _matmul(node: fx.Node) -> tuple[fx.Node, Sizes] | None:
-    """(weight, (M, N, K)) of a matrix product with a 2-D parameter, None for any other node (attention's
-    too)."""
-    if calls(node, {torch.addmm}, {"addmm"}):
-        left, right = node.args[1:3] if len(node.args) >= 3 else (node.kwargs.get("mat1"), node.kwargs.get("mat2"))
-    elif calls(node, _MATMUL, _MATMUL_METHODS) and len(node.args) == 2:
-        left, right = node.args
-    else:
-        return None
-    a, b = tensor_of(left), tensor_of(right)
-    if a is None or b is None or a.dim() < 1 or b.dim() < 1:
-        return None
-    if _is_parameter(right):
-        return right, (math.prod(a.shape[:-1]), b.shape[1], b.shape[0])
-    if _is_parameter(left):  # weight @ x: the columns of x are the rows of a linear
-        return left, (math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1), a.shape[0], a.shape[1])
-    return None
-
-
-def _is_parameter(node: Any) -> bool:
-    weight, value = _stripped(node), tensor_of(node)
-    if weight is None or value is None or value.dim() != 2 or weight.op not in ("placeholder", "get_attr"):
-        return False
-    held = isinstance(weight.type, type) and issubclass(weight.type, torch.nn.Parameter)
-    leaf = tensor_of(weight)
-    return held or "_parameters_" in str(weight.target) or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
-
-
-def _stripped(node: Any) -> fx.Node | None:
-    """The tensor below transposes and casts."""
-    while isinstance(node, fx.Node) and (
-        calls(node, _TRANSPOSED, _TRANSPOSED_METHODS | {"to", "type_as", "float", "bfloat16", "half"})
-        or (calls(node, {getattr}) and node.args[1] in ("T", "mT"))
-    ):
-        node = node.args[0]
-    return node if isinstance(node, fx.Node) else None

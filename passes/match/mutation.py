@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,28 +32,24 @@ _MODES = {
 }  # fmt: skip
 
 
-def refuses(first: fx.Node, last: fx.Node, reads: Iterable[fx.Node]) -> str:
-    """Why the nodes first..last, which read the tensors `reads`, must not become one node; "" when they may.
+def refuses(nodes: Sequence[fx.Node]) -> str:
+    """Why the nodes of a match must not become one node in the place of the last; "" when they may.
 
-    Refused: a write to a tensor that may share memory with one of `reads` between first and last (or anywhere
-    after, when backward will want its value), and a change of grad mode or autocast in between.
+    Refused: a write to a tensor that may share memory with one they read, between the first and the last (or
+    anywhere after, when backward will want its value), and a change of grad mode or autocast in between.
     """
-    reads = list(reads)
+    first, last = min(nodes), max(nodes)
+    reads = {operand for node in nodes for operand in node.all_input_nodes} - set(nodes)
     result = tensor_of(last)
     keeps = result is None or result.requires_grad
-    inside = True
-    node = first.next
+    inside, node = True, first
     while node.op != "root" and (inside or keeps):
-        if node is last:
-            inside = False
-        elif inside and getattr(node.target, "__name__", "") in _MODES:
-            return f"{node.target.__name__} changes the mode inside the pattern"
-        for written in written_by(node):
-            for read in reads:
-                if _may_share_memory(written, read):
-                    when = "inside the pattern" if inside else "after it, and backward needs its value"
-                    return f"{_spelled(node)} writes an input in place {when}"
-        node = node.next
+        if inside and getattr(node.target, "__name__", "") in _MODES:
+            return f"{_spelled(node)} changes the mode inside the pattern"
+        if any(_may_share_memory(written, read) for written in written_by(node) for read in reads):
+            when = "inside the pattern" if inside else "after it, and backward needs its value"
+            return f"{_spelled(node)} writes an input in place {when}"
+        inside, node = inside and node is not last, node.next
     return ""
 
 

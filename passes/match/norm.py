@@ -1,6 +1,9 @@
-"""F.layer_norm and F.rms_norm -> te.layer_norm, te.rms_norm. (RMSNorm written out in a model: rms_norm.py.)
+"""F.layer_norm and F.rms_norm -> te.layer_norm, te.rms_norm.
 
-y = layer_norm(x, (N,), weight, bias, eps)        ->      y = torch.ops.te.layer_norm.default(x, weight, bias, eps)[0]
+    y = layer_norm(x, (N,), weight, bias, eps)    ->    y = te.layer_norm(x, weight, bias, eps)[0]
+    y = rms_norm(x, (N,), weight, eps)            ->    y = te.rms_norm(x, weight, eps, False, False)[0]
+
+RMSNorm written out in a model: rms_norm.py.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _RMS_NORM = {F.rms_norm, torch.rms_norm}
 class Norm:
     """A recognised norm over the last dimension: `last` gives what the te operation of that `kind` will give.
 
-    nodes:   the user's nodes, from the first to `last`.
+    nodes:   the user's nodes, `last` at the end.
     weights: weight for rms_norm, (weight, bias) for layer_norm; [N] each, or None.
     options: what follows them in the operation's schema.
     """
@@ -90,7 +93,7 @@ def replace_norm(norm: Norm) -> MatchRecord:
         left_as_plain(norm.x, last, *norm.weights)
         or _reason(norm)
         or why_not_read_by_linear(last)
-        or refuses(norm.nodes[0], last, [n for n in (norm.x, *norm.weights) if n is not None])
+        or refuses(norm.nodes)
     )
     if reason:
         return left_norm(norm.kind, last, reason)
@@ -108,9 +111,8 @@ def _reason(norm: Norm) -> str:
     if x.dtype not in FLOATS:
         return f"its input is {dtype_name(x.dtype)}; te.{norm.kind} takes bf16, fp16 and fp32"
     if out.dtype != x.dtype:
-        return (
-            f"its output is {dtype_name(out.dtype)} and its input {dtype_name(x.dtype)}; te.{norm.kind} keeps the dtype"
-        )
+        dtypes = f"its output is {dtype_name(out.dtype)}, its input {dtype_name(x.dtype)}"
+        return f"{dtypes}; te.{norm.kind} keeps the dtype"
     if not isinstance(x.shape[-1], int):
         return f"its last dimension is dynamic ({x.shape[-1]})"
     for weight in norm.weights:

@@ -14,8 +14,8 @@ __all__ = ["comes_from_linear", "why_not_read_by_linear"]
 
 _VIEWS = {torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten}
 _VIEW_METHODS = {
-    "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "to",
-    "type_as", "float", "half", "bfloat16",
+    "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
+    "to", "type_as", "float", "half", "bfloat16",
 }  # fmt: skip
 _PARTS = {torch.chunk, torch.split, torch.tensor_split}
 _PART_METHODS = {"chunk", "split", "tensor_split"}
@@ -34,7 +34,7 @@ def why_not_read_by_linear(node: fx.Node) -> str:
                 if _same_dtype(user, current):
                     queue.append(user)
                 elif any(_is_te_linear(reader) and reader.args[0] is user for reader in user.users):
-                    cast = f"it is {_dtype(node)} and the FP8 linear that reads it {_dtype(user)}; left to Inductor"
+                    cast = f"it is {_dtype(node)}, the FP8 linear reading it {_dtype(user)}; left to Inductor"
     return cast or "no FP8 linear reads its output; left to Inductor"
 
 

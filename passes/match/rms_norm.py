@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from te_dynamo.passes.match.norm import Norm, left_norm, replace_norm
-from te_dynamo.passes.match.values import calls, dtype_name, sole_user, tensor_of
+from te_dynamo.passes.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
 from torch import fx
 
 from te_dynamo.report import MatchRecord
@@ -45,24 +45,39 @@ class _Root:
     nodes: list[fx.Node]
 
 
+@dataclasses.dataclass
+class _Scaling:
+    """The way from f * r to the norm's result: its nodes, the weight, and where and how that comes in."""
+
+    nodes: list[fx.Node]
+    weight: fx.Node | None = None
+    cast_before_weight: bool = False
+    zero_centered: bool = False
+
+
 def match_written_rms_norm(node: fx.Node) -> MatchRecord | None:
-    """Replaces the RMSNorm around a reciprocal root where that pays; None when `node` is not the root of
-    one."""
+    """Replaces the RMSNorm around a reciprocal root where that pays; None when `node` is no such root."""
     root = _read_root(node)
     product = None if root is None else _product(root)
     if root is None or product is None:
         return None
-    f, x = root.f, _before_cast(root.f)
+    f, (x, casts) = root.f, _before_casts(root.f)
     if tensor_of(f).dtype != torch.float32:
-        return left_norm("rms_norm", product, f"it computes in {dtype_name(tensor_of(f).dtype)}, te.rms_norm in fp32")
+        reason = f"it computes in {dtype_name(tensor_of(f).dtype)}, te.rms_norm in fp32"
+        return left_norm("rms_norm", product, reason)
     for inner in root.nodes:
         if len(inner.users) != 1:
             return left_norm("rms_norm", product, f"its intermediate value {inner} is used elsewhere too")
-    chain, weight, cast_first, zero_centered = _walk_down(product, tensor_of(x).dtype)
-    if tensor_of(chain[-1]).dtype == torch.float32:
-        x, cast_first = f, False  # all in fp32, so there is no cast to come before the weight
-    first_to_last = sorted({*root.nodes, *chain, *([f] if f is not x else [])})
-    return replace_norm(Norm("rms_norm", x, (weight,), (root.eps, cast_first, zero_centered), tuple(first_to_last)))
+    multiplicand = next(o for o in _operands(product) if o is not node)
+    scaling = _scaling(product, tensor_of(x).dtype)
+    result = tensor_of(scaling.nodes[-1]).dtype
+    if result == torch.float32:  # no rounding anywhere
+        scaling.cast_before_weight = False
+    if result != tensor_of(x).dtype:  # the model goes on in fp32: its norm starts behind the cast
+        x, casts = f, []
+    nodes = {*root.nodes, *scaling.nodes, *casts, *_before_casts(multiplicand)[1]} - {x}
+    options = (root.eps, scaling.cast_before_weight, scaling.zero_centered)
+    return replace_norm(Norm("rms_norm", x, (scaling.weight,), options, tuple(sorted(nodes))))
 
 
 def _read_root(node: fx.Node) -> _Root | None:
@@ -117,56 +132,56 @@ def _product(root: _Root) -> fx.Node | None:
     for user in r.users:
         if calls(user, *_MUL) and not user.kwargs:
             other = next((o for o in _operands(user) if o is not r), None)
-            if other is not None and _before_cast(other) is _before_cast(root.f):
+            if other is not None and _before_casts(other)[0] is _before_casts(root.f)[0]:
                 return user
     return None
 
 
-def _walk_down(product: fx.Node, dtype: torch.dtype) -> tuple[list[fx.Node], fx.Node | None, bool, bool]:
-    """The nodes from f * r to the norm's result, the weight, whether a cast to `dtype` comes before the
-    weight, and whether the weight is zero-centered."""
-    chain, weight, cast, cast_first, zero_centered = [product], None, dtype == torch.float32, False, False
-    done = False
-    while not done and (user := sole_user(chain[-1])) is not None:
-        done = True
-        if (
-            _is_cast(user)
-            and user.args[0] is chain[-1]
-            and tensor_of(user).dtype in (tensor_of(chain[-1]).dtype, dtype)
-        ):
-            cast, done = cast or tensor_of(user).dtype == dtype, False
-            chain.append(user)
-        elif weight is None and (found := _weight(user, chain[-1])) is not None:
-            (weight, zero_centered), cast_first, done = found, cast, False
-            chain.append(user)
-    return chain, weight, cast_first, zero_centered
+def _scaling(product: fx.Node, dtype: torch.dtype) -> _Scaling:
+    """Reads downwards from f * r, for an x of `dtype`."""
+    found = _Scaling([product])
+    cast, current = dtype == torch.float32, product
+    while (user := sole_user(current)) is not None:
+        if _is_cast(user) and user.args[0] is current and tensor_of(user).dtype in (tensor_of(current).dtype, dtype):
+            cast = cast or tensor_of(user).dtype == dtype
+        elif found.weight is None and _read_weight(user, current, found):
+            found.cast_before_weight = cast
+        else:
+            break
+        found.nodes.append(user)
+        current = user
+    return found
 
 
-def _weight(node: fx.Node, normed: fx.Node) -> tuple[fx.Node, bool] | None:
-    """(weight, zero_centered) of `normed` times an [N] tensor, where that product does not promote the dtype
-    back up."""
+def _read_weight(node: fx.Node, normed: fx.Node, found: _Scaling) -> bool:
+    """Whether `node` is `normed` times an [N] tensor, without promoting it; adds what it found to `found`."""
     if not calls(node, *_MUL) or node.kwargs or tensor_of(node) is None:
-        return None
-    value, out = tensor_of(normed), tensor_of(node)
+        return False
+    value = tensor_of(normed)
     other = next((o for o in _operands(node) if o is not normed), None)
     weight = tensor_of(other)
-    if weight is None or tuple(weight.shape) != (value.shape[-1],) or out.dtype != value.dtype:
-        return None
-    if weight.dtype == torch.float32 and calls(other, *_ADD) and not other.kwargs:
-        base, one = _ordered(other, lambda operand: tensor_of(operand) is not None)
-        if base is not None and isinstance(one, (int, float)) and one == 1:
-            return _before_cast(base), True
-    return _before_cast(other) if weight.dtype == torch.float32 else other, False
+    if weight is None or tuple(weight.shape) != (value.shape[-1],) or tensor_of(node).dtype != value.dtype:
+        return False
+    inner = []
+    if weight.dtype == torch.float32:  # what is cast up, or raised by one in fp32, te.rms_norm does itself
+        if calls(other, *_ADD) and not other.kwargs:
+            base, one = _ordered(other, lambda operand: tensor_of(operand) is not None)
+            if isinstance(one, (int, float)) and one == 1:
+                inner, other, found.zero_centered = [other], base, True
+        other, casts = _before_casts(other)
+        inner += casts
+    found.weight = other
+    found.nodes = inner + found.nodes
+    return True
 
 
-def _before_cast(node: Any) -> Any:
-    """What was cast to fp32, through casts that lose nothing; the node itself when none was."""
-    while _is_cast(node) and tensor_of(node).dtype == torch.float32:
-        source = tensor_of(node.args[0])
-        if source is None or source.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            break
+def _before_casts(node: Any) -> tuple[Any, list[fx.Node]]:
+    """(what was cast to fp32, the casts): through casts that lose nothing; the node itself when none was."""
+    casts = []
+    while _is_cast(node) and tensor_of(node).dtype == torch.float32 and tensor_of(node.args[0]).dtype in FLOATS:
+        casts.append(node)
         node = node.args[0]
-    return node
+    return node, casts
 
 
 def _is_cast(node: Any) -> bool:

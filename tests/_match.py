@@ -1,23 +1,27 @@
-"""What the matcher's tests need besides the matcher: the te operations where the package does not define them yet, a
-backend that only matches, and a short form of a graph."""
+"""What the matcher's tests need besides the matcher: a backend that only matches, and a short form of a graph."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from te_dynamo.passes.match import match
 from torch import Tensor, fx
-from torch._library.opaque_object import get_opaque_type_name
 
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.options import Options
-from te_dynamo.passes.match import match
 from te_dynamo.report import MatchRecord, Report
 
-# ---- stand-ins: the operations' schemas of docs/architecture.md over plain PyTorch, no FP8
+FP8 = "float8_current_scaling"
+
+# ---- what the te operations compute, without FP8: a matched graph that runs on these must equal the user's
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> list[Tensor]:
+    assert x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return [F.linear(x, weight, bias)]
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool) -> tuple[Tensor, Tensor]:
@@ -30,46 +34,46 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, center
     return y.to(x.dtype), rstd.flatten()
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    f = x.float()
-    y = F.layer_norm(f, x.shape[-1:], None if weight is None else weight.float(), None if bias is None else bias.float(), eps)
-    return y.to(x.dtype), f.mean(-1).flatten(), f.mean(-1).flatten()
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor]:
+    weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return (F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype),)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any) -> list[Tensor]:
-    assert x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
-    return [F.linear(x, weight, bias), x.new_empty(1)]
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    torch.ops.te.linear.default: _linear,
+    torch.ops.te.rms_norm.default: _rms_norm,
+    torch.ops.te.layer_norm.default: _layer_norm,
+    torch.ops.te.gelu.default: lambda x, approximate: F.gelu(x, approximate=approximate),
+    torch.ops.te.silu.default: F.silu,
+    torch.ops.te.relu.default: F.relu,
+    torch.ops.te.swiglu.default: lambda gate, up: F.silu(gate) * up,
+}
 
 
-_STAND_INS: dict[str, Callable[..., Any]] = {
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {get_opaque_type_name(LinearConfig)} config) -> Tensor[]": _linear,
-    "rms_norm(Tensor x, Tensor? weight, float eps, bool cast_before_weight, bool zero_centered) -> (Tensor, Tensor)": _rms_norm,
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)": _layer_norm,
-    "gelu(Tensor x, str approximate) -> Tensor": lambda x, approximate: F.gelu(x, approximate=approximate),
-    "silu(Tensor x) -> Tensor": F.silu,
-    "relu(Tensor x) -> Tensor": F.relu,
-    "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, up: F.silu(gate) * up,
-}  # fmt: skip
+def _use_plain(gm: fx.GraphModule) -> None:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.target = _PLAIN.get(node.target, node.target)
+            module.recompile()
 
-for _schema, _run in _STAND_INS.items():
-    _name, _, _rest = _schema.partition("(")
-    if not hasattr(torch.ops.te, _name):
-        torch.library.define(f"te::{_name}", "(" + _rest, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(f"te::{_name}", "CompositeImplicitAutograd")(_run)
 
 # ---- a backend that only matches
 
 
 class Matched:
-    """A model (or function) compiled by a backend that only matches: `graphs` after matching, `records` of all of them.
+    """A model (or function) compiled by a backend that only matches; `text` and `records` of all its graphs.
 
-    run: what executes a matched graph, "eager" (as it is), "aot" (through AOTAutograd) or "inductor".
+    run: what executes a matched graph: "plain" (the formulas above), "aot" (the same through AOTAutograd),
+         "te" (the te operations through AOTAutograd) or "inductor" (those through Inductor).
     """
 
-    def __init__(self, model: Any, run: str = "eager", dynamic: bool | None = None, **options: Any) -> None:
+    def __init__(self, model: Any, run: str = "plain", dynamic: bool | None = None, **options: Any) -> None:
+        self.module = model
         self.options = Options.parse(options)
         self.run = run
         self.graphs: list[fx.GraphModule] = []
+        self.texts: list[str] = []
         self.report = Report()
         torch._dynamo.reset()
         self._compiled = torch.compile(model, backend=self._backend, dynamic=dynamic)
@@ -85,27 +89,21 @@ class Matched:
         return [record.reason for record in self.records if record.kind == kind]
 
     def text(self) -> str:
-        return "\n".join(text(gm) for gm in self.graphs)
+        return "\n".join(self.texts)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         match(gm, self.options, self.report)
         self.graphs.append(gm)
-        if self.run == "eager":
+        self.texts.append(text(gm))
+        if self.run in ("plain", "aot"):
+            _use_plain(gm)
+        if self.run == "plain":
             return gm.forward
-        if self.run == "aot":
-            return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
-        from torch._inductor.compile_fx import compile_fx
+        if self.run == "inductor":
+            from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(gm, example_inputs)
-
-
-@contextlib.contextmanager
-def fake_cuda() -> Any:
-    """Tensors on a CUDA device that need no CUDA device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        yield mode
+            return compile_fx(gm, example_inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 
 # ---- a short form of a graph
@@ -133,7 +131,11 @@ def _call(node: fx.Node) -> str:
     arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     if node.op == "call_method":
         return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-    name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    name = (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
+    )
     return f"{name.removesuffix('.default')}({', '.join(arguments)})"
 
 
@@ -142,6 +144,8 @@ def _argument(value: Any) -> str:
         return _short(value)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_argument, value))})"
+    if isinstance(value, LinearConfig):
+        return f"dx={value.input_requires_grad} dw={value.weight_requires_grad}"
     return repr(value) if isinstance(value, (int, float, str, bool, type(None), torch.dtype, slice)) else "..."
 
 
