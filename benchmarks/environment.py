@@ -21,9 +21,7 @@ def collect(device: str) -> dict[str, str]:
     gpu = device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if gpu
-        else "none",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",

@@ -142,8 +142,7 @@ def answer(module: nn.Module, compiled: Callable, inputs: Inputs) -> tuple[torch
 def relative_error(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     """||ours - reference|| / ||reference|| over all tensors together; inf when something is not finite."""
     squares = [
-        ((a.float() - b.float()).square().sum(), b.float().square().sum())
-        for a, b in zip(ours, reference, strict=True)
+        ((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in zip(ours, reference, strict=True)
     ]
     error = (sum(d for d, _ in squares) / sum(r for _, r in squares)) ** 0.5
     return float(error) if torch.isfinite(error) else float("inf")
@@ -172,9 +171,7 @@ def prepare(
     row.output_error = relative_error([got[0]], [reference[0]])
     row.grad_error = relative_error(got[1], reference[1])
     if max(row.output_error, row.grad_error) > LARGEST_ERROR:
-        raise ArithmeticError(
-            f"output error {row.output_error:.3f}, gradient error {row.grad_error:.3f} against bf16"
-        )
+        raise ArithmeticError(f"output error {row.output_error:.3f}, gradient error {row.grad_error:.3f} against bf16")
     return Candidate(row, step), reference
 
 
@@ -256,9 +253,7 @@ def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     for block in dict.fromkeys(row.block for row in rows):
         shape = next(b.shape for b in BLOCKS.values() if b.name == block)
         lines += ["", f"## {block}, {shape[0] * shape[1]} tokens", ""]
-        lines += [
-            "| provider | step ms | p20-p80 | x bf16 | peak GiB | compile s | output error | gradient error |"
-        ]
+        lines += ["| provider | step ms | p20-p80 | x bf16 | peak GiB | compile s | output error | gradient error |"]
         lines += ["| --- " * 8 + "|"]
         lines += [_markdown_row(row) for row in rows if row.block == block]
     return "\n".join(lines) + "\n"
@@ -285,9 +280,7 @@ def _markdown_row(row: Row) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default=",".join(BLOCKS), help="of: %(default)s")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; bf16 always runs")
     parser.add_argument("--rounds", type=int, default=7)
@@ -324,9 +317,7 @@ def main() -> None:
         rows += measure_block(BLOCKS[name], args.providers, args.rounds, args.device)
         for row in rows:
             if row.block == BLOCKS[name].name and not row.error:
-                print(
-                    f"  {row.provider:20s} {row.step_ms:8.3f} ms  {row.ratio_to_bf16:.2f}x bf16", flush=True
-                )
+                print(f"  {row.provider:20s} {row.step_ms:8.3f} ms  {row.ratio_to_bf16:.2f}x bf16", flush=True)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()

@@ -53,9 +53,7 @@ def standard_library(max_bytes: int, validation: float = 0.05) -> ByteText:
         if len(text) >= max_bytes:
             break
     if not text:
-        raise FileNotFoundError(
-            f"no .py files under {root}: this Python has its standard library in another form"
-        )
+        raise FileNotFoundError(f"no .py files under {root}: this Python has its standard library in another form")
     data = torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
     cut = int(len(data) * (1 - validation))
     return ByteText(data[:cut], data[cut:])

@@ -83,15 +83,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * float(torch.cos(torch.pi * progress)))
 
 
-def train(
-    name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace
-) -> Run:
+def train(name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace) -> Run:
     """Trains `model` through `compiled`, its compiled form."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses, seconds = [], []
-    bar = tqdm(
-        text.batches("train", args.steps, args.batch, args.seq, args.seed), name, args.steps, unit="step"
-    )
+    bar = tqdm(text.batches("train", args.steps, args.batch, args.seq, args.seed), name, args.steps, unit="step")
     for step, tokens in enumerate(bar):
         start = time.perf_counter()
         tokens = tokens.to(args.device)
@@ -160,9 +156,7 @@ def compare(reference: Run, other: Run, console: Console) -> float:
     return worst
 
 
-def show_graphs(
-    model: LlamaForCausalLM, tokens: torch.Tensor, options: dict[str, Any], out: pathlib.Path
-) -> None:
+def show_graphs(model: LlamaForCausalLM, tokens: torch.Tensor, options: dict[str, Any], out: pathlib.Path) -> None:
     """Prints what te_dynamo did to the model, and the fused forward graph."""
     with te_dynamo.capture() as graphs:
         explanation = te_dynamo.explain(model, input_ids=tokens, labels=tokens, options=options)
@@ -170,17 +164,13 @@ def show_graphs(
     graph = graphs["forward"]
     (out / "forward_graph.txt").write_text(graph)
     lines = graph.splitlines()
-    print(
-        f"\nThe forward graph after fusion, {len(lines)} lines, all of them in {out / 'forward_graph.txt'}:\n"
-    )
+    print(f"\nThe forward graph after fusion, {len(lines)} lines, all of them in {out / 'forward_graph.txt'}:\n")
     print("\n".join(lines[:60]))
 
 
 def parse_args() -> argparse.Namespace:
     """Command line; what is not given comes from DEFAULTS for the device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name in DEFAULTS["cpu"]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
@@ -189,9 +179,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--backend", default="te", help="torch.compile backend of the second run")
     parser.add_argument("--recipe", default="float8_current_scaling")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
-    parser.add_argument(
-        "--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs"
-    )
+    parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs")
     args = parser.parse_args()
     for name, value in DEFAULTS["fast" if args.fast else torch.device(args.device).type].items():
         if getattr(args, name) is None:
@@ -223,9 +211,7 @@ def main() -> int:
     if options:
         show_graphs(model, sample, options, args.out)
     written = generate(compiled, sample, new_bytes=16 if args.fast else 200)
-    console.print(
-        "\nA prompt from held-out text, and its greedy continuation by the second model:\n", style="bold"
-    )
+    console.print("\nA prompt from held-out text, and its greedy continuation by the second model:\n", style="bold")
     print(decode(sample[0]) + "│" + written + "\n")
 
     plot([reference, ours], args.out / "loss.png")

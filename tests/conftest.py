@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -14,21 +15,19 @@ ROOT = pathlib.Path(__file__).parents[1]
 _CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Sets the caches; refuses to test another checkout, which an editable install can bring in unnoticed."""
-    # A warm cache would skip the passes that the tests are about. Both are read when first used.
+def pytest_configure() -> None:
+    """Caches of the session's own: a warm one would skip the passes that the tests are about."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE.name, "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_CACHE.name, "triton"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-    import te_dynamo.kernels
-
-    found = pathlib.Path(te_dynamo.kernels.__path__[0]).resolve()
-    if found != ROOT / "kernels":
-        raise pytest.UsageError(
-            f"te_dynamo.kernels comes from {found}, not from {ROOT}: run `pip install -e .` here"
-        )
     torch.set_num_threads(2)  # what a CI machine has; more only makes the small tests slower
+
+
+def pytest_collection_finish() -> None:
+    """Refuses to test another checkout's code, which an editable install can bring in unnoticed."""
+    kernels = sys.modules.get("te_dynamo.kernels")
+    if kernels is not None and (found := pathlib.Path(kernels.__path__[0]).resolve()) != ROOT / "kernels":
+        raise pytest.UsageError(f"te_dynamo.kernels comes from {found}, not from {ROOT}: run `pip install -e .` here")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
