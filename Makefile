@@ -59,7 +59,7 @@ clean:
 # extra lacks, if anything. Its torch and Triton already satisfy pyproject.toml, so pip leaves them as they are.
 build/%: pyproject.toml
 	mkdir -p build
-	$(PIP) install --no-index --no-deps --no-build-isolation -e . || $(PIP) install --no-deps -e .
+	$(PIP) install --no-index --no-deps --no-build-isolation -e . 2>/dev/null || $(PIP) install --no-deps -e .
 	$(PIP) install --no-build-isolation -e ".[$(lastword $(subst ., ,$*))]" \
 	  || echo "te_dynamo: some packages of the extra are missing and could not be installed; going on without them"
 	touch $@

@@ -50,3 +50,19 @@ def test_train_text_runs_and_writes_its_results(tmp_path: pathlib.Path) -> None:
     reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert len(reference["losses"]) == len(ours["losses"]) == 8
     assert ours["losses"][-1] < ours["losses"][0], "the model did not learn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "close"), [(2.0, True), (2.03, True), (1.9, False), (2.1, False), (float("nan"), False)]
+)
+def test_the_demo_fails_on_a_loss_that_is_not_close(loss: float, close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    pytest.importorskip("transformers")
+    from rich.console import Console
+    from train_text import Run, compare
+
+    reference = Run("bf16", [3.0, 2.0], validation_loss=2.0, tokens_per_second=10.0)
+    for losses, validation in (([3.0, loss], 2.0), ([3.0, 2.0], loss)):
+        other = Run("fp8", losses, validation_loss=validation, tokens_per_second=20.0)
+        assert compare(reference, other, Console(quiet=True)) is close
