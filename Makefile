@@ -60,6 +60,7 @@ clean:
 build/%: pyproject.toml
 	mkdir -p build
 	$(PIP) install --no-index --no-deps --no-build-isolation -e . 2>/dev/null || $(PIP) install --no-deps -e .
-	$(PIP) install --no-build-isolation -e ".[$(lastword $(subst ., ,$*))]" \
+	$(PIP) install --no-build-isolation -e ".[$(lastword $(subst ., ,$*))]" 2>/dev/null \
+	  || $(PIP) install -e ".[$(lastword $(subst ., ,$*))]" \
 	  || echo "te_dynamo: some packages of the extra are missing and could not be installed; going on without them"
 	touch $@

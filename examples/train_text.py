@@ -38,7 +38,7 @@ import matplotlib.pyplot as plt
 
 TOLERANCE = 0.02
 DEFAULTS = {
-    "cpu": dict(steps=250, layers=4, hidden=256, seq=128, batch=8, text_bytes=4_000_000),
+    "cpu": dict(steps=200, layers=3, hidden=256, seq=128, batch=8, text_bytes=4_000_000),
     "cuda": dict(steps=400, layers=8, hidden=2048, seq=1024, batch=16, text_bytes=32_000_000),
     "fast": dict(steps=8, layers=1, hidden=64, seq=32, batch=4, text_bytes=200_000),
 }
@@ -179,7 +179,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name in DEFAULTS["cpu"]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="te", help="torch.compile backend of the second run")
     parser.add_argument("--recipe", default="float8_current_scaling")
