@@ -203,12 +203,13 @@ def measure_block(block: Block, providers: list[str], rounds: int, device: str) 
 
 def summarize(candidates: list[Candidate]) -> None:
     """Fills in times: the median of the rounds' medians, and the 20th and 80th percentile of all samples."""
-    for candidate in candidates:
+    medians = [statistics.median(statistics.median(round_) for round_ in c.samples) for c in candidates]
+    for candidate, median in zip(candidates, medians, strict=True):
         row, samples = candidate.row, sorted(s for round_ in candidate.samples for s in round_)
-        row.step_ms = statistics.median(statistics.median(round_) for round_ in candidate.samples)
+        row.step_ms = median
         row.p20_ms = samples[int(0.2 * (len(samples) - 1))]
         row.p80_ms = samples[int(0.8 * (len(samples) - 1))]
-        row.ratio_to_bf16 = candidates[0].row.step_ms / row.step_ms
+        row.ratio_to_bf16 = medians[0] / median
 
 
 def time_step(step: Step, device: str) -> list[float]:
