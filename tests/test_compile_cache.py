@@ -90,9 +90,7 @@ def test_key_covers_every_source_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {"gemm.py", "quantize.py", "lower.py", "fuser.py", "linear.py"} <= set(read)
     assert cache_key._sources_digest() == before and len(read) == count
 
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: original(path) + (b"#" if path.name == "quantize.py" else b"")
-    )
+    monkeypatch.setattr(Path, "read_bytes", lambda path: original(path) + (b"#" if path.name == "quantize.py" else b""))
     cache_key._sources_digest.cache_clear()
     assert cache_key._sources_digest() != before
     cache_key._sources_digest.cache_clear()

@@ -1,0 +1,66 @@
+# make test | test-slow | test-all | test-gpu | lint | demo
+#
+# PYTHON is used as it is when it holds a CUDA build of torch 2.11 or newer. Otherwise a .venv is made from it, with the
+# CPU set pinned in constraints/cpu.txt.
+
+PYTHON ?= python3
+
+# Read from the file and not by `import torch`, which takes seconds.
+CUDA_TORCH := $(shell $(PYTHON) -c 'import importlib.util, pathlib, runpy; \
+	facts = runpy.run_path(pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py")); \
+	print("yes" if facts["cuda"] and tuple(map(int, facts["__version__"].split(".")[:2])) >= (2, 11) else "")' 2>/dev/null)
+
+ifeq ($(CUDA_TORCH),yes)
+  RUN := $(PYTHON)
+  # One stamp an interpreter, kept here: the interpreter's own folder is not ours.
+  STAMP := build/$(shell printf %s "$(PYTHON)" | tr -c 'A-Za-z0-9' _).
+else
+  RUN := .venv/bin/python
+  STAMP := .venv/ready.
+endif
+
+# OpenMP's threads otherwise spin while they wait: beside other work on two cores everything takes several times as long.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+PIP := $(RUN) -m pip --disable-pip-version-check --quiet
+.PHONY: test test-slow test-all test-gpu lint demo clean
+.DELETE_ON_ERROR:
+
+test: $(STAMP)test                                ## the suite without the slow and the GPU tests
+	$(RUN) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMP)test $(STAMP)demo              ## the slow ones only
+	$(RUN) -m pytest -m "slow and not gpu" $(ARGS)
+
+test-all: $(STAMP)test $(STAMP)demo               ## everything this machine can run
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(STAMP)test                            ## the tests that need a GPU
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+demo: $(STAMP)demo                                ## train a small Llama twice, bf16 and FP8; results in out/
+	$(RUN) examples/train_text.py $(ARGS)
+
+clean:
+	rm -rf .venv build out
+
+# $(STAMP)<extra>: this checkout and that extra of pyproject.toml are installed.
+.venv/ready.%: pyproject.toml constraints/cpu.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(PIP) install -c constraints/cpu.txt -e ".[$*]"
+	touch $@
+
+# Into an interpreter that is not ours: the package alone, from this folder and so also without a network; then what the
+# extra lacks, if anything. Its torch and Triton already satisfy pyproject.toml, so pip leaves them as they are.
+build/%: pyproject.toml
+	mkdir -p build
+	$(PIP) install --no-index --no-deps --no-build-isolation -e . 2>/dev/null || $(PIP) install --no-deps -e .
+	$(PIP) install --no-build-isolation -e ".[$(lastword $(subst ., ,$*))]" 2>/dev/null \
+	  || $(PIP) install -e ".[$(lastword $(subst ., ,$*))]" \
+	  || echo "te_dynamo: some packages of the extra are missing and could not be installed; going on without them"
+	touch $@

@@ -1,0 +1,64 @@
+"""What a measurement was taken on: the facts without which its numbers say nothing."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+
+import torch
+
+__all__ = ["collect", "device_slug"]
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def collect(device: str) -> dict[str, str]:
+    """Device, driver, versions, commit and UTC date; "unknown" or "none" where there is nothing to read."""
+    gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "triton": _version("triton"),
+        "torchao": _version("torchao"),
+        "te_dynamo": _version("te-dynamo"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def device_slug(facts: dict[str, str]) -> str:
+    """The device's name as part of a file name: "nvidia-h200"."""
+    words = "".join(c if c.isalnum() else " " for c in facts["device"].lower()).split()
+    return "-".join(words)
+
+
+def _commit() -> str:
+    """The checkout's commit, "+dirty" when files differ from it; TE_DYNAMO_COMMIT where there is no .git."""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    if commit == "unknown":
+        return os.environ.get("TE_DYNAMO_COMMIT", "unknown")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return commit if changed == "" else f"{commit}+dirty"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _output(*command: str) -> str:
+    """The first line a command prints, "" for none, "unknown" when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return (done.stdout.strip().splitlines() or [""])[0]

@@ -1,0 +1,89 @@
+"""The blocks that are measured: plain PyTorch, as a model's author would write them, with no FP8 in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["BLOCKS", "Block"]
+
+
+class GatedMLP(nn.Module):
+    """x + down(silu(gate(h)) * up(h)), h = rms_norm(x)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class GeluMLP(nn.Module):
+    """x + fc2(gelu(fc1(layer_norm(x)))), with biases and the tanh form of GELU."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, inner)
+        self.fc2 = nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x)), approximate="tanh"))
+
+
+class GroupedQueryAttention(nn.Module):
+    """x + o(attention(q(h), k(h), v(h))), h = rms_norm(x), causal; `kv_heads` shared among `heads`."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (
+            projection(h).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+def llama_block(width: int, inner: int, heads: int, kv_heads: int) -> nn.Module:
+    """Attention and a gated MLP. Rotary embeddings are left out: they cost every provider the same."""
+    return nn.Sequential(GroupedQueryAttention(width, heads, kv_heads), GatedMLP(width, inner))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One measured block.
+
+    make:  builds the module, in fp32 on the CPU.
+    shape: of its input, (batch, tokens, width); the output has the same.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, int, int]
+
+
+BLOCKS = {
+    "swiglu": Block("SwiGLU MLP 4096/14336", lambda: GatedMLP(4096, 14336), (1, 8192, 4096)),
+    "gelu": Block("GELU MLP 4096/16384", lambda: GeluMLP(4096, 16384), (1, 8192, 4096)),
+    "llama8b": Block("Llama-8B block", lambda: llama_block(4096, 14336, 32, 8), (2, 4096, 4096)),
+    "llama70b": Block("Llama-70B block", lambda: llama_block(8192, 28672, 64, 8), (2, 4096, 8192)),
+    "small": Block("small MLP 1024/4096", lambda: GeluMLP(1024, 4096), (1, 4096, 1024)),
+}

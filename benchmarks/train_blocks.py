@@ -1,0 +1,338 @@
+"""Forward + backward of plain transformer blocks, FP8 providers beside bf16 Inductor in one process.
+
+    python benchmarks/train_blocks.py                                     # everything that is installed
+    python benchmarks/train_blocks.py --quick --providers te              # one block, few rounds
+    python benchmarks/train_blocks.py --blocks swiglu,llama8b --rounds 9
+
+All providers of a block are compiled first and then timed in turn, round after round, so that clocks and heat
+bear on all alike. A step is: gradients set to None, forward, backward. Errors are relative Frobenius norms
+against bf16's output (without the residual) and weight gradients. Writes train_blocks-<device>.md and .json; a
+slower row stays in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import copy
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import environment
+import torch
+import triton
+from models import BLOCKS, Block
+from torch import nn
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+REFERENCE = "bf16"
+LARGEST_ERROR = 0.25  # FP8 gives 0.03 to 0.1; a provider beyond this computes something else
+
+Step = Callable[[], None]
+
+
+def torchao(recipe: str) -> Callable[[nn.Module], Callable]:
+    """torchao's float8 training, as its README has it."""
+
+    def compile_(module: nn.Module) -> Callable:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        return torch.compile(convert_to_float8_training(module, config=config))
+
+    return compile_
+
+
+def te(**recipe_fields: bool) -> Callable[[nn.Module], Callable]:
+    """This package, current scaling, with these fields of the recipe set."""
+
+    def compile_(module: nn.Module) -> Callable:
+        from te_dynamo.recipe import Float8CurrentScaling
+
+        options = {"recipe": Float8CurrentScaling(**recipe_fields)}
+        return torch.compile(module, backend="te", options=options)
+
+    return compile_
+
+
+# The names say how the two backward GEMMs add up; the forward GEMM is fast in all of them, torchao's too.
+PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
+    REFERENCE: torch.compile,
+    "torchao tensorwise": torchao("tensorwise"),
+    "torchao rowwise": torchao("rowwise"),
+    "te": te(),
+    "te fast backward": te(dgrad_fast_accum=True, wgrad_fast_accum=True),
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """One provider on one block. Times in ms, memory in GiB; None where it failed, and `error` says how.
+
+    peak_gib counts the module's weights and gradients, the input and all that the step allocates.
+    """
+
+    block: str
+    provider: str
+    step_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    ratio_to_bf16: float | None = None
+    peak_gib: float | None = None
+    compile_seconds: float | None = None
+    output_error: float | None = None
+    grad_error: float | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A provider that compiled and computed the right thing, ready to be timed."""
+
+    row: Row
+    step: Step
+    samples: list[list[float]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Inputs:
+    """A block's input and the gradient of its output, random normal."""
+
+    x: torch.Tensor
+    grad: torch.Tensor
+
+    @classmethod
+    def make(cls, block: Block, device: str) -> Inputs:
+        x = torch.randn(block.shape, device=device, dtype=torch.bfloat16)
+        return cls(x.requires_grad_(), torch.randn_like(x))
+
+    def nbytes(self) -> int:
+        return self.x.nbytes + self.grad.nbytes
+
+
+def training_step(module: nn.Module, compiled: Callable, inputs: Inputs) -> Step:
+    """What is timed. Gradients are freed, not zeroed, as an optimizer does by default."""
+    parameters = list(module.parameters())
+
+    def step() -> None:
+        inputs.x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        compiled(inputs.x).backward(inputs.grad)
+
+    return step
+
+
+def answer(module: nn.Module, compiled: Callable, inputs: Inputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(output without the residual, weight gradients) of one step, on the device."""
+    training_step(module, compiled, inputs)()
+    output = compiled(inputs.x).detach() - inputs.x.detach()  # with gradients on: no second graph to compile
+    return output, [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def relative_error(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """||ours - reference|| / ||reference|| over all tensors together; inf when something is not finite."""
+    squares = [
+        ((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in zip(ours, reference, strict=True)
+    ]
+    error = (sum(d for d, _ in squares) / sum(r for _, r in squares)) ** 0.5
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+def prepare(
+    block: Block, provider: str, base: nn.Module, inputs: Inputs, reference: tuple | None
+) -> tuple[Candidate, tuple]:
+    """Compiles, measures memory and compile time, and checks the numbers. Raises what the provider raises."""
+    device, row = inputs.x.device, Row(block.name, provider)
+    inputs.x.grad = None
+    others = memory(device) - inputs.nbytes()
+    module = copy.deepcopy(base)
+    compiled = PROVIDERS[provider](module)
+    step = training_step(module, compiled, inputs)
+
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    row.compile_seconds = time.perf_counter() - start
+
+    step()
+    row.peak_gib = peak_memory(step, device, others)
+    got = answer(module, compiled, inputs)
+    reference = reference or got
+    row.output_error = relative_error([got[0]], [reference[0]])
+    row.grad_error = relative_error(got[1], reference[1])
+    if max(row.output_error, row.grad_error) > LARGEST_ERROR:
+        raise ArithmeticError(f"output error {row.output_error:.3f}, gradient error {row.grad_error:.3f} against bf16")
+    return Candidate(row, step), reference
+
+
+def measure_block(block: Block, providers: list[str], rounds: int, device: str) -> list[Row]:
+    """A row for each provider, the reference first."""
+    torch.manual_seed(0)
+    base = block.make().to(device, torch.bfloat16)
+    inputs = Inputs.make(block, device)
+    with torch.no_grad():
+        base(inputs.x)  # cuBLAS's workspace must not count as the first provider's memory
+    rows, candidates, reference = [], [], None
+    for provider in providers:
+        try:
+            candidate, reference = prepare(block, provider, base, inputs, reference)
+            candidates.append(candidate)
+            rows.append(candidate.row)
+        except Exception as error:  # one provider's failure is a row, not the end of the run
+            if provider == REFERENCE:
+                raise
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            rows.append(Row(block.name, provider, error=f"{type(error).__name__}: {first_line[:160]}"))
+        print(f"  {provider}: ready" if not rows[-1].error else f"  {provider}: {rows[-1].error}", flush=True)
+    for _ in range(rounds):
+        for candidate in candidates:
+            candidate.samples.append(time_step(candidate.step, device))
+    summarize(candidates)
+    return rows
+
+
+def summarize(candidates: list[Candidate]) -> None:
+    """Fills in times: the median of the rounds' medians, and the 20th and 80th percentile of all samples."""
+    medians = [statistics.median(statistics.median(round_) for round_ in c.samples) for c in candidates]
+    for candidate, median in zip(candidates, medians, strict=True):
+        row, samples = candidate.row, sorted(s for round_ in candidate.samples for s in round_)
+        row.step_ms = median
+        row.p20_ms = samples[int(0.2 * (len(samples) - 1))]
+        row.p80_ms = samples[int(0.8 * (len(samples) - 1))]
+        row.ratio_to_bf16 = medians[0] / median
+
+
+def time_step(step: Step, device: str) -> list[float]:
+    """Milliseconds of some steps, with a cold L2 on a GPU."""
+    if device.startswith("cuda"):
+        return triton.testing.do_bench(step, warmup=30, rep=250, return_mode="all")
+    start = time.perf_counter()
+    step()
+    return [(time.perf_counter() - start) * 1e3]
+
+
+def memory(device: torch.device) -> int:
+    """Bytes allocated now, 0 on a CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_memory(step: Step, device: torch.device, others: int) -> float | None:
+    """GiB at the peak of a step, without the bytes that other providers hold."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - others) / 2**30
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
+    """The report, a table for each block."""
+    title = f"# Forward + backward of transformer blocks, {facts['device']}"
+    lines = [title, "", ", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines += [
+        f"bf16 modules, random normal inputs, {rounds} rounds over all providers in turn; made by",
+        "`benchmarks/train_blocks.py`. `te` and torchao's tensorwise recipe add up slowly (in fp32) in both",
+        "backward GEMMs, `te fast backward` does not. Errors are relative to bf16's output without the",
+        "residual, and to its weight gradients.",
+    ]
+    for block in dict.fromkeys(row.block for row in rows):
+        shape = next(b.shape for b in BLOCKS.values() if b.name == block)
+        lines += ["", f"## {block}, {shape[0] * shape[1]} tokens", ""]
+        lines += ["| provider | step ms | p20-p80 | x bf16 | peak GiB | compile s | output error | gradient error |"]
+        lines += ["| --- " * 8 + "|"]
+        lines += [_markdown_row(row) for row in rows if row.block == block]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(row: Row) -> str:
+    if row.error:
+        return f"| {row.provider} | failed: {row.error.replace('|', '/')} |" + " |" * 6
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    cells = [
+        row.provider,
+        number(row.step_ms, ".3f"),
+        f"{number(row.p20_ms, '.3f')}-{number(row.p80_ms, '.3f')}",
+        number(row.ratio_to_bf16, ".2f"),
+        number(row.peak_gib, ".2f"),
+        number(row.compile_seconds, ".0f"),
+        number(row.output_error, ".4f"),
+        number(row.grad_error, ".4f"),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", default=",".join(BLOCKS), help="of: %(default)s")
+    parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; bf16 always runs")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="the first block, two rounds")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    args = parser.parse_args()
+    args.blocks, args.providers = args.blocks.split(","), args.providers.split(",")
+    for what, known in (("blocks", BLOCKS), ("providers", PROVIDERS)):
+        if unknown := set(getattr(args, what)) - set(known):
+            parser.error(f"unknown {what}: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    args.providers = [REFERENCE] + [p for p in args.providers if p != REFERENCE]
+    if args.quick:
+        args.blocks, args.rounds = args.blocks[:1], min(args.rounds, 2)
+    return args
+
+
+def cold_caches() -> None:
+    """Compiles into empty folders: "compile s" would otherwise time the cache. Removed at exit."""
+    folder = tempfile.mkdtemp(prefix="train_blocks_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+
+
+def main() -> None:
+    args = parse_args()
+    cold_caches()
+    torch._dynamo.config.recompile_limit = 64  # all providers of a block compile the same forward method
+    facts = environment.collect(args.device)
+    rows: list[Row] = []
+    for name in args.blocks:
+        print(BLOCKS[name].name, flush=True)
+        rows += measure_block(BLOCKS[name], args.providers, args.rounds, args.device)
+        for row in rows:
+            if row.block == BLOCKS[name].name and not row.error:
+                print(f"  {row.provider:20s} {row.step_ms:8.3f} ms  {row.ratio_to_bf16:.2f}x bf16", flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"train_blocks-{environment.device_slug(facts)}"
+    report: dict[str, Any] = {
+        "environment": facts,
+        "rounds": args.rounds,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(facts, rows, args.rounds))
+    print(f"Wrote {path}.md and .json")
+
+
+if __name__ == "__main__":
+    main()

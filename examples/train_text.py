@@ -1,0 +1,238 @@
+"""Trains a Hugging Face Llama twice on the same bytes, in bf16 and in FP8, and compares the two.
+
+    python examples/train_text.py                   # a GPU when there is one, else a small model on the CPU
+    python examples/train_text.py --steps 1000 --layers 12 --hidden 2048
+
+The model is transformers' own class, unchanged. The only difference between the runs is the backend given to
+`torch.compile`. Writes loss.png, forward_graph.txt and summary.json to --out. Exits with status 1 when a loss
+of the second run is more than 2% away from the bf16 run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is made from a config: nothing is to be fetched
+
+import matplotlib
+import torch
+from byte_text import ByteText, decode, standard_library
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import te_dynamo
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+TOLERANCE = 0.02
+DEFAULTS = {
+    "cpu": dict(steps=200, layers=3, hidden=256, seq=128, batch=8, text_bytes=4_000_000),
+    "cuda": dict(steps=400, layers=8, hidden=2048, seq=1024, batch=16, text_bytes=32_000_000),
+    "fast": dict(steps=8, layers=1, hidden=64, seq=32, batch=4, text_bytes=200_000),
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """What one training run came to. Losses are mean cross entropies in nats a byte."""
+
+    name: str
+    losses: list[float]
+    validation_loss: float
+    tokens_per_second: float
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last tenth of the steps."""
+        return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
+
+
+def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """The same weights at every call."""
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=max(1, args.hidden // 64),
+        max_position_embeddings=args.seq,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(args.device, torch.bfloat16)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first tenth, then a cosine down to a tenth of the peak."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = torch.tensor((step - warmup) / max(1, steps - warmup))
+    return peak * (0.55 + 0.45 * float(torch.cos(torch.pi * progress)))
+
+
+def train(name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace) -> Run:
+    """Trains `model` through `compiled`, its compiled form."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    losses, seconds = [], []
+    bar = tqdm(text.batches("train", args.steps, args.batch, args.seq, args.seed), name, args.steps, unit="step")
+    for step, tokens in enumerate(bar):
+        start = time.perf_counter()
+        tokens = tokens.to(args.device)
+        loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps, args.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())  # waits for the GPU, so the clock below is honest
+        seconds.append(time.perf_counter() - start)
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{tokens.numel() / seconds[-1]:,.0f}")
+    # The median leaves out the first steps, which compile.
+    speed = args.batch * args.seq / statistics.median(seconds)
+    return Run(name, losses, validation_loss(compiled, text, args), speed)
+
+
+def validation_loss(compiled: Callable, text: ByteText, args: argparse.Namespace) -> float:
+    """Mean loss of held-out batches. Gradients stay on: the training run's compiled graph serves again."""
+    batches = text.batches("validation", 8, args.batch, args.seq, args.seed + 1)
+    moved = (tokens.to(args.device) for tokens in batches)
+    return statistics.fmean(compiled(input_ids=tokens, labels=tokens).loss.item() for tokens in moved)
+
+
+@torch.inference_mode()
+def generate(compiled: Callable, prompt: torch.Tensor, new_bytes: int) -> str:
+    """Greedy continuation of `prompt`, int64 [1, seq]. A window of one length needs one compiled graph."""
+    window, written = prompt, []
+    for _ in range(new_bytes):
+        following = compiled(input_ids=window).logits[:, -1].argmax(-1, keepdim=True)
+        written.append(following)
+        window = torch.cat([window[:, 1:], following], dim=1)
+    return decode(torch.cat(written, dim=1)[0])
+
+
+def plot(runs: list[Run], path: pathlib.Path) -> None:
+    """Loss curves: each step faint, an exponential mean over it."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for run in runs:
+        smooth, mean = [], run.losses[0]
+        for loss in run.losses:
+            mean += 0.1 * (loss - mean)
+            smooth.append(mean)
+        (line,) = axes.plot(smooth, label=run.name)
+        axes.plot(run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Same model, same data, same seed")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def compare(reference: Run, other: Run, console: Console) -> bool:
+    """Prints both runs side by side; whether both losses of `other` are within TOLERANCE of `reference`'s."""
+    table = Table("", reference.name, other.name, "difference", caption="* mean of the last tenth of the steps")
+    close = True
+    for label, attribute, form in [
+        ("training loss*", "final_loss", ".4f"),
+        ("validation loss", "validation_loss", ".4f"),
+        ("tokens/s, median step", "tokens_per_second", ",.0f"),
+    ]:
+        ours, theirs = getattr(other, attribute), getattr(reference, attribute)
+        difference = ours / theirs - 1
+        table.add_row(label, format(theirs, form), format(ours, form), f"{difference:+.2%}")
+        if "loss" in attribute:
+            close = close and abs(difference) <= TOLERANCE  # false for NaN
+    console.print(table)
+    return close
+
+
+def show_graphs(model: LlamaForCausalLM, tokens: torch.Tensor, options: dict[str, Any], out: pathlib.Path) -> None:
+    """Prints what te_dynamo did to the model, and the fused forward graph from its first FP8 operation on."""
+    with te_dynamo.capture() as graphs:
+        explanation = te_dynamo.explain(model, input_ids=tokens, labels=tokens, options=options)
+    print(explanation)
+    graph = graphs["forward"]
+    (out / "forward_graph.txt").write_text(graph + "\n")
+    lines = graph.splitlines()
+    first = next((number for number, line in enumerate(lines) if " = te." in line), 0)
+    shown = lines[first : first + 60]
+    print(
+        f"\nThe forward graph after fusion, lines {first + 1} to {first + len(shown)} of {len(lines)}; "
+        f"all of them are in {out / 'forward_graph.txt'}:\n"
+    )
+    print("\n".join(shown))
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line; what is not given comes from DEFAULTS for the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name in DEFAULTS["cpu"]:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="te", help="torch.compile backend of the second run")
+    parser.add_argument("--recipe", default="float8_current_scaling")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
+    parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs")
+    args = parser.parse_args()
+    for name, value in DEFAULTS["fast" if args.fast else torch.device(args.device).type].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main() -> int:
+    args, console = parse_args(), Console()
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = standard_library(args.text_bytes)
+    # The head stays in bf16, as is usual: it is small here and its logits decide the loss.
+    options = {"recipe": args.recipe, "rules": [("lm_head", None)]} if args.backend == "te" else None
+
+    model = build_model(args)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"LlamaForCausalLM with {parameters / 1e6:.1f}M parameters on {args.device}")
+    print(
+        f"{len(text.train) / 1e6:.1f} MB of text; {args.steps} steps of {args.batch} x {args.seq} bytes",
+        flush=True,
+    )
+    reference = train("bf16", model, torch.compile(model, dynamic=False), text, args)
+
+    model = build_model(args)
+    compiled = torch.compile(model, backend=args.backend, options=options, dynamic=False)
+    ours = train(args.recipe if options else args.backend, model, compiled, text, args)
+
+    if options:
+        tokens = next(text.batches("train", 1, args.batch, args.seq, args.seed)).to(args.device)
+        show_graphs(model, tokens, options, args.out)
+    sample = next(text.batches("validation", 1, 1, args.seq, args.seed)).to(args.device)
+    model.eval()
+    written = generate(compiled, sample, new_bytes=16 if args.fast else 200)
+    console.print("\nA prompt from held-out text, and its greedy continuation by the second model:\n", style="bold")
+    print(decode(sample[0]) + "│" + written + "\n")
+
+    plot([reference, ours], args.out / "loss.png")
+    close = compare(reference, ours, console)
+    summary = {
+        "arguments": vars(args) | {"out": str(args.out)},
+        "runs": [dataclasses.asdict(r) for r in (reference, ours)],
+    }
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    print(f"Wrote {args.out / 'loss.png'} and {args.out / 'summary.json'}.")
+    if not close:
+        print(f"A loss differs from bf16's by more than {TOLERANCE:.0%}.", file=sys.stderr)
+    return 0 if close else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

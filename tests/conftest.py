@@ -1,0 +1,48 @@
+"""What every test runs under: caches of its own, a fresh compiler, and no GPU test without a GPU."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[1]
+_CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
+
+
+def pytest_configure() -> None:
+    """Caches of the session's own: a warm one would skip the passes that the tests are about."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE.name, "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_CACHE.name, "triton"))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(2)  # what a CI machine has; more only makes the small tests slower
+
+
+def pytest_collection_finish() -> None:
+    """Refuses to test another checkout's code, which an editable install can bring in unnoticed."""
+    kernels = sys.modules.get("te_dynamo.kernels")
+    if kernels is not None and (found := pathlib.Path(kernels.__path__[0]).resolve()) != ROOT / "kernels":
+        raise pytest.UsageError(f"te_dynamo.kernels comes from {found}, not from {ROOT}: run `pip install -e .` here")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there is no device that they could run on."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device of compute capability 9.0 or newer")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No compiled code, guard or recompilation count crosses from one test to the next."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,74 @@
+"""benchmarks/: the parts that decide what a published number means, on a tiny block on the CPU."""
+
+from __future__ import annotations
+
+import pathlib
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def train_blocks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return pytest.importorskip("train_blocks")
+
+
+@pytest.fixture
+def tiny(train_blocks: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """A small block, and a provider for each thing that can happen to one."""
+    models = pytest.importorskip("models")
+    block = models.Block("tiny", lambda: models.GatedMLP(32, 64), (1, 16, 32))
+    monkeypatch.setitem(train_blocks.BLOCKS, "tiny", block)
+
+    def broken(module):
+        raise RuntimeError("no such kernel\nand a long trace")
+
+    providers = {
+        "bf16": lambda m: m,
+        "same": lambda m: m,
+        "wrong": lambda m: lambda x: m(x) * 2,
+        "broken": broken,
+    }
+    monkeypatch.setattr(train_blocks, "PROVIDERS", providers)
+    return block
+
+
+def test_a_failing_or_wrong_provider_is_a_row_with_its_error(train_blocks: ModuleType, tiny) -> None:
+    rows = train_blocks.measure_block(tiny, ["bf16", "same", "wrong", "broken"], rounds=3, device="cpu")
+    reference, same, wrong, broken = rows
+    assert reference.ratio_to_bf16 == 1.0
+    assert same.output_error == same.grad_error == 0.0
+    assert same.p20_ms <= same.step_ms <= same.p80_ms
+    assert same.ratio_to_bf16 == reference.step_ms / same.step_ms
+    assert wrong.step_ms is None and "ArithmeticError" in wrong.error
+    assert broken.error == "RuntimeError: no such kernel"
+
+    report = train_blocks.markdown({"device": "CPU", "torch": "2"}, rows, rounds=3)
+    table = [line for line in report.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows), "a failed provider keeps its row"
+    assert {line.count("|") for line in table} == {9}
+
+
+def test_the_reference_failing_ends_the_run(train_blocks: ModuleType, tiny) -> None:
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        train_blocks.PROVIDERS["bf16"] = train_blocks.PROVIDERS["broken"]
+        train_blocks.measure_block(tiny, ["bf16"], rounds=1, device="cpu")
+
+
+def test_relative_error(train_blocks: ModuleType) -> None:
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([0.0])
+    assert train_blocks.relative_error([one, two], [one, two]) == 0.0
+    assert train_blocks.relative_error([one * 1.5, two], [one, two]) == pytest.approx(0.5)
+    assert train_blocks.relative_error([one * float("nan"), two], [one, two]) == float("inf")
+
+
+def test_environment_names_what_it_ran_on(train_blocks: ModuleType) -> None:
+    environment = pytest.importorskip("environment")
+    facts = environment.collect("cpu")
+    assert facts["torch"] == torch.__version__
+    assert set(facts) >= {"device", "driver", "cuda", "triton", "commit", "date"}
+    assert environment.device_slug({"device": "NVIDIA H200"}) == "nvidia-h200"
