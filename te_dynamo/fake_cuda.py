@@ -1,6 +1,6 @@
 """Compiling for CUDA on a machine without one: what the graph snapshots of the tests are taken with.
 
-Fake tensors carry device "cuda" through every build of torch, but training graphs need four things more:
+Fake tensors carry device "cuda" through every build of torch, but training graphs need more:
 
 - autograd asks a CUDA device guard for streams while it builds a graph. CUDA builds without a device get a
   no-op guard from torch itself; for CPU-only builds the CPU's, which does nothing either, is put in its
@@ -8,7 +8,9 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
 - the C++ engine asks for a CUDA context before it runs a backward pass, so AOTAutograd's call of
   `torch.autograd.grad` is answered by a walk over the same autograd nodes in Python (`grad`).
 - donated buffers are off: AOTAutograd refuses them when the engine is not what calls its backward.
-- Inductor stops after its last graph pass, before it asks for the device's properties, and what it has runs.
+- Inductor stops after its last graph pass, before it generates code, and the graph runs as it is.
+- torch finds out which arguments a Triton kernel writes by compiling it for Triton's active device: that, and
+  what torch tells of the device, is an H200.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import ctypes
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -77,6 +80,7 @@ def fake_cuda() -> Iterator[None]:
         torch._functorch.config.patch(donated_buffer=False),
         torch._inductor.config.patch(joint_graph_constant_folding=False),  # it makes real tensors
         _inductor_passes_only(),
+        _an_h200(),
     ):
         yield
 
@@ -251,6 +255,24 @@ def _move(model: nn.Module) -> None:
             tensors.update(
                 {name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)}
             )
+
+
+@contextlib.contextmanager
+def _an_h200() -> Iterator[None]:
+    """Torch and Triton describe the device as an H200, as far as compiling asks."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    capability = (9, 0)
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    target = GPUTarget("cuda", 90, 32)
+    active = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
+    with (
+        mock.patch.object(driver, "_active", active),  # driver.reset_active() fails where there is no device
+        mock.patch("torch.cuda.get_device_properties", lambda device=None: properties),
+        mock.patch("torch.cuda.get_device_capability", lambda device=None: capability),
+    ):
+        yield
 
 
 def _tensors(tree: Any) -> list[Tensor]:

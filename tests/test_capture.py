@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from expecttest import assert_expected_inline
 from fake_backend import recording_backend
 from torch import nn
 
 from te_dynamo.capture import MissingStageError, capture
-from te_dynamo.testing import capture_on_fake_cuda, graph_text
+from te_dynamo.testing import capture_on_fake_cuda, fake_cuda, graph_text
 
 # The package's attribute of that name is the function.
 producer = importlib.import_module("te_dynamo.capture")
@@ -191,6 +193,28 @@ def test_fake_cuda_under_inductor():
     assert node.meta["val"].device.type == "cuda"
 
 
+@triton.jit
+def double_kernel(source, target, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(target + index, 2 * tl.load(source + index))
+
+
+def double(x):
+    target = torch.empty_like(x)
+    torch.library.wrap_triton(double_kernel)[(1,)](x, target, SIZE=64)
+    return target
+
+
+def test_fake_cuda_knows_what_a_triton_kernel_writes():
+    # Without a device to compile for, torch takes every argument for written and copies it.
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with fake_cuda():
+        traced = make_fx(dispatch_functionalize(double))(torch.empty(64, device="cuda"))
+    assert "double_kernel: {target: f32[64]} = triton.double_kernel[(1, 1, 1)](" in graph_text(traced)
+
+
 def inductor_recording_last_pass(gm, example_inputs):
     """Inductor with one pass of its own after its last, which records the graph."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -207,7 +231,8 @@ def inductor_recording_last_pass(gm, example_inputs):
             return None
 
     def inner(gm, example_inputs, **kwargs):
-        stages.append("backward" if kwargs.get("is_backward") else "forward")
+        inference = "inference" if kwargs.get("is_inference") else "forward"
+        stages.append("backward" if kwargs.get("is_backward") else inference)
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return compile_fx(
