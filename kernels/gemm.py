@@ -1,0 +1,285 @@
+"""FP8 GEMM with one scale an operand.
+
+    C[M, N] = round((A[M, K] @ B[N, K]^T) * (a_scale_inv * b_scale_inv) + bias[N])
+
+A and B are float8_e4m3fn or float8_e5m2, both contiguous, so that the contracted dimension lies in memory
+order: what Hopper's tensor cores read. Every step after the product is one fp32 operation with its own
+rounding, so a GEMM with bias equals an fp32 GEMM, an fp32 addition and a rounding, bit for bit.
+
+Fast accumulation keeps the whole sum in the tensor core's accumulator, which holds fewer bits than fp32 when
+the operands are FP8; slow accumulation adds what the tensor core makes of every 128 products to an fp32 sum.
+
+The kernel is persistent: each program takes tiles in turn, and loads of its next tile overlap the end of the
+last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
+from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
+from triton.language.extra import libdevice
+
+__all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUT = (torch.bfloat16, torch.float16, torch.float32)
+_REDUCE_BLOCK = 1024
+
+
+def gemm(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """The module docstring's C, of dtype `out_dtype` (bfloat16, float16 or float32), on a CUDA device.
+
+    a [M, K], b [N, K]: float8, contiguous, K a multiple of 16; not both e5m2. M may be symbolic.
+    a_scale_inv, b_scale_inv [1]: float32. bias [N]: any floating dtype, or None.
+    Raises ValueError for anything else. The same input gives the same bits on every run.
+    """
+    check_operands(a, b, bias, out_dtype)
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    tile = choose_tile(m, n, k, fast_accum, multiprocessor_count(a.device))
+    return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+
+
+def gemm_reference(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """The same in plain PyTorch on any device, products and sums in fp32 whatever `fast_accum` says."""
+    check_operands(a, b, bias, out_dtype)
+    value = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
+    if bias is not None:
+        value = value + bias.float()
+    return value.to(out_dtype)
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
+    if a.dtype not in _FP8 or b.dtype not in _FP8:
+        raise ValueError(f"te gemm: operands must be float8_e4m3fn or float8_e5m2, got {a.dtype} and {b.dtype}")
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise ValueError("te gemm: e5m2 x e5m2 is not supported; hold one operand in e4m3")
+    if out_dtype not in _OUT:
+        raise ValueError(f"te gemm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"te gemm: expected a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}")
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError("te gemm: both operands must be contiguous; use the columnwise buffer for a transposed one")
+    if isinstance(a.shape[1], int) and a.shape[1] % 16:
+        raise ValueError(f"te gemm: K must be a multiple of 16, got {a.shape[1]}")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
+        raise ValueError(f"te gemm: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
+
+
+def gemm_with_tile(
+    tile: Tile,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing."""
+    m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    split = tile.split_k > 1
+    target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=a.device) if split else c
+    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+    # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
+    bias_or_any = a_scale_inv if bias is None else bias
+    arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
+    launch(gemm_kernel, (programs,), *arguments, **kernel_options(tile, n, bias is not None))
+    if split:
+        launch(
+            gemm_reduce_kernel,
+            (triton.cdiv(m * n, _REDUCE_BLOCK),),
+            *(target, a_scale_inv, b_scale_inv, bias_or_any, c, m * n, n),
+            **{"HAS_BIAS": bias is not None, "SPLIT_K": tile.split_k, "BLOCK": _REDUCE_BLOCK},
+        )
+    return c
+
+
+def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[str, Any]:
+    """The constant arguments and compile options of `gemm_kernel` for a tile and a width N."""
+    return {
+        "HAS_BIAS": has_bias,
+        "FAST": tile.fast,
+        "HALVES": tile.halves,
+        "SPLIT_K": tile.split_k,
+        "DESCRIPTOR_STORE": tile.split_k == 1 and isinstance(n, int) and stores_by_descriptor(n),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+@triton.jit
+def gemm_kernel(
+    a,
+    a_scale_inv,
+    b,
+    b_scale_inv,
+    bias,
+    c,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    FAST: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DESCRIPTOR_STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]."""
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [HALF_N if HALVES else BLOCK_N, BLOCK_K])
+    c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BLOCK_M, HALF_N]) if DESCRIPTOR_STORE else None
+    tl.assume(K > 0)
+    blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    scale = tl.load(a_scale_inv) * tl.load(b_scale_inv)
+
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=True):
+        tile = index // SPLIT_K
+        part = index % SPLIT_K
+        group = tile // (GROUP_M * tiles_n)
+        rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
+        row = (group * GROUP_M + tile % rows_in_group) * BLOCK_M
+        column = (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
+        # A last part that reaches past K reads zeros: the descriptors' bounds.
+        first_k = part * blocks * BLOCK_K
+        if HALVES:
+            left, right = _accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, BLOCK_M, HALF_N, BLOCK_K)
+        else:
+            left, right = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
+        if SPLIT_K == 1:
+            left = _scale_and_shift(left, scale, bias, column, N, HAS_BIAS)
+            right = _scale_and_shift(right, scale, bias, column + HALF_N, N, HAS_BIAS)
+        target = c + part.to(tl.int64) * M * N
+        _store(target, c_desc, left, row, column, M, N, DESCRIPTOR_STORE)
+        _store(target, c_desc, right, row, column + HALF_N, M, N, DESCRIPTOR_STORE)
+
+
+@triton.jit
+def _accumulate(
+    a_desc,
+    b_desc,
+    row,
+    column,
+    first_k,
+    blocks,
+    FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tile's sum as its left and its right half, so that its way out needs half the shared memory."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(blocks):
+        k = first_k + block * BLOCK_K
+        x = a_desc.load([row, k])
+        y = b_desc.load([column, k])
+        if FAST:
+            total = tl.dot(x, y.T, total)
+        else:
+            total += tl.dot(x, y.T)
+    return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _accumulate_halves(
+    a_desc,
+    b_desc,
+    row,
+    column,
+    first_k,
+    blocks,
+    BLOCK_M: tl.constexpr,
+    HALF_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Slow accumulation, one half of the tile after the other: terms of one half are all beside the sum."""
+    left = tl.zeros((BLOCK_M, HALF_N), tl.float32)
+    right = tl.zeros((BLOCK_M, HALF_N), tl.float32)
+    for block in range(blocks):
+        k = first_k + block * BLOCK_K
+        # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
+        # both products, and one warp group can add while the other multiplies.
+        y_right = b_desc.load([column + HALF_N, k])
+        y_left = b_desc.load([column, k])
+        x = a_desc.load([row, k])
+        left += tl.dot(x, y_left.T)
+        right += tl.dot(x, y_right.T)
+    return left, right
+
+
+@triton.jit
+def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: tl.constexpr):
+    """total * scale + bias with two roundings: mul_rn is never contracted with the addition."""
+    value = libdevice.mul_rn(total, scale)
+    if HAS_BIAS:
+        columns = column + tl.arange(0, total.shape[1])
+        value += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
+def _store(c, c_desc, value, row, column, M, N, DESCRIPTOR_STORE: tl.constexpr):
+    value = value.to(c.dtype.element_ty)
+    if DESCRIPTOR_STORE:
+        c_desc.store([row, column], value)
+    else:
+        rows = row + tl.arange(0, value.shape[0])[:, None]
+        columns = column + tl.arange(0, value.shape[1])[None, :]
+        tl.store(c + rows.to(tl.int64) * N + columns, value, mask=(rows < M) & (columns < N))
+
+
+@triton.jit
+def gemm_reduce_kernel(
+    parts,
+    a_scale_inv,
+    b_scale_inv,
+    bias,
+    c,
+    SIZE,
+    N,
+    HAS_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """c = round(sum of parts [SPLIT_K, SIZE], in order, * scale + bias), SIZE = M * N."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLIT_K):
+        total += tl.load(parts + part * SIZE.to(tl.int64) + offsets, mask=inside, other=0.0)
+    value = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
+    if HAS_BIAS:
+        value += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(c + offsets, value.to(c.dtype.element_ty), mask=inside)

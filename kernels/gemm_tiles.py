@@ -1,0 +1,122 @@
+"""Which tile the FP8 GEMM runs for a shape: a table of candidates and a cost model, no search at run time.
+
+    cost = waves * (k blocks * time of a block + time of a tile's ends) + (split K: the pass that adds the parts)
+
+A wave is one tile on every place that the GPU has (multiprocessors * `ctas_per_sm`). `tflops` is a candidate's
+speed on an H200 when it has endlessly many tiles; `python benchmarks/gemm.py --sweep` measures all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+__all__ = ["TILES", "Tile", "choose_tile", "estimated_us", "stores_by_descriptor"]
+
+_REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
+_TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
+_REDUCE_US = 3.0  # launch of the kernel that adds up the parts of a split K
+_REDUCE_BYTES_PER_US = 2.5e6
+_SHARED_BYTES = 227 * 1024  # what one multiprocessor of sm_90 and sm_100 lends to its programs
+_BARRIER_BYTES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One way to run the GEMM.
+
+    fast:        for fast accumulation, or for slow: block_k is then how many products go between two fp32 additions.
+    tflops:      speed of the main loop on a full H200.
+    halves:      slow accumulation in two products of half the width, so that only half a tile of terms lives
+                 beside the sum: 128x256 does not fit in the registers otherwise.
+    split_k:     parts of K computed by different programs into fp32 and added, in order, by a second kernel.
+    ctas_per_sm: programs that fit on one multiprocessor together.
+    group_m:     rows of tiles that are walked together, column by column, so that both operands stay in the L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fast: bool
+    tflops: float
+    halves: bool = False
+    split_k: int = 1
+    ctas_per_sm: int = 1
+    group_m: int = 8
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a thread's share of the tile leaves registers for the addresses of a masked store."""
+        return self.block_m * self.block_n <= 64 * 32 * self.num_warps
+
+    def fits(self, out_bytes: int) -> bool:
+        """Whether loads in flight and half a tile of results of `out_bytes` each fit in shared memory."""
+        loads = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        result = self.block_m * self.block_n // 2 * (4 if self.split_k > 1 else out_bytes)
+        return loads + result + _BARRIER_BYTES <= _SHARED_BYTES // self.ctas_per_sm
+
+    @property
+    def name(self) -> str:
+        """ "slow 128x256x128 w8 s3 halves": unique within TILES."""
+        parts = [
+            "fast" if self.fast else "slow",
+            f"{self.block_m}x{self.block_n}x{self.block_k}",
+            f"w{self.num_warps}",
+            f"s{self.num_stages}",
+        ]
+        parts += ["halves"] if self.halves else []
+        parts += [f"k/{self.split_k}"] if self.split_k > 1 else []
+        return " ".join(parts)
+
+
+def _with_splits(tile: Tile, *splits: int) -> list[Tile]:
+    return [tile, *(dataclasses.replace(tile, split_k=split) for split in splits)]
+
+
+TILES: tuple[Tile, ...] = (
+    Tile(128, 256, 128, 8, 3, fast=True, tflops=1390),
+    Tile(128, 256, 128, 8, 4, fast=True, tflops=1385),
+    Tile(256, 128, 128, 8, 3, fast=True, tflops=1360),
+    *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1150), 2, 4),
+    Tile(128, 128, 128, 4, 3, fast=True, tflops=1100, ctas_per_sm=2),
+    *_with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
+    *_with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
+    Tile(128, 256, 128, 8, 3, fast=False, tflops=1220, halves=True),
+    Tile(128, 256, 128, 8, 4, fast=False, tflops=1215, halves=True),
+    Tile(64, 256, 128, 4, 2, fast=False, tflops=900, halves=True, ctas_per_sm=2),
+    *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=980), 2, 4),
+    Tile(128, 128, 128, 8, 4, fast=False, tflops=970, halves=True),
+    *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=750), 2, 4),
+    *_with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
+)
+
+
+def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
+    """The cost model's time of one GEMM in microseconds (module docstring)."""
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n) * tile.split_k
+    waves = -(-tiles // (multiprocessors * tile.ctas_per_sm))
+    blocks = -(-k // (tile.block_k * tile.split_k))
+    flops = 2 * tile.block_m * tile.block_n * tile.block_k
+    block_us = flops * _REFERENCE_SMS * tile.ctas_per_sm / (tile.tflops * 1e6)
+    reduce_us = 0.0 if tile.split_k == 1 else _REDUCE_US + (tile.split_k + 1) * m * n * 4 / _REDUCE_BYTES_PER_US
+    return waves * (blocks * block_us + _TILE_ENDS_US) + reduce_us
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> Tile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T.
+
+    It looks at neither the dtype of C nor the bias: a GEMM keeps its order of summation, and so its bits, when
+    a fusion gives it either. So a candidate must fit with the widest C.
+    """
+    candidates = [tile for tile in TILES if tile.fast == fast_accum and tile.fits(out_bytes=4)]
+    if not stores_by_descriptor(n):
+        candidates = [tile for tile in candidates if tile.narrow]
+    return min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
+
+
+def stores_by_descriptor(n: int) -> bool:
+    """Whether rows of n elements of C are whole 16 bytes, as tensor copies need; else stores are masked."""
+    return n % 8 == 0

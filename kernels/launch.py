@@ -1,0 +1,52 @@
+"""Launching a Triton kernel in the one way that works eagerly and inside a graph that Inductor compiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+__all__ = ["launch", "multiprocessor_count", "size_hint"]
+
+_H200_MULTIPROCESSORS = 132
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[Any, ...] | Callable[[dict[str, Any]], tuple[Any, ...]],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """kernel[grid](*args, **kwargs), run now or, under `make_fx`, recorded for Inductor's code to launch.
+
+    Give every argument of the kernel explicitly (torch takes every tensor for mutated when one is left to its
+    default), name none of them `out` (the pattern matcher refuses it), and make tensor descriptors inside the
+    kernel. `num_warps` and `num_stages` may stand among the keyword arguments.
+    """
+    triton.set_allocator(_scratch)
+    torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Global memory for the descriptors that a kernel makes; torch's allocations are aligned to 512 bytes."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
+    """The number a size has while compiling, without a guard; `fallback` for one known only at run time."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint if size.node.has_hint() else fallback
+        return int(hint)
+    return size
+
+
+@functools.cache
+def multiprocessor_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; an H200's where no GPU can be asked, so that graphs build anywhere."""
+    if not torch.cuda.is_available():
+        return _H200_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,212 @@
+"""The FP8 GEMM: its reference against float64, its errors, its traced launch, and on a GPU the kernel itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from te_dynamo.kernels.gemm import gemm, gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm_tiles import TILES, choose_tile
+from te_dynamo.kernels.launch import size_hint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FMAX = {E4M3: 448.0, E5M2: 57344.0}
+OUT = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def operands(m: int, n: int, k: int, a_dtype=E4M3, b_dtype=E4M3, device: str = "cpu", seed: int = 0):
+    """Random fp8 operands with the scales of current scaling, and a bias."""
+    generator = torch.Generator().manual_seed(seed)
+    quantized = []
+    for rows, dtype in ((m, a_dtype), (n, b_dtype)):
+        x = torch.randn(rows, k, generator=generator)
+        scale = FMAX[dtype] / x.abs().max()
+        quantized += [(x * scale).to(dtype).to(device), (1 / scale).reshape(1).to(device)]
+    bias = torch.randn(n, generator=generator).to(device, torch.bfloat16)
+    return *quantized, bias
+
+
+def in_float64(a, a_scale_inv, b, b_scale_inv, bias=None):
+    """The definition on the dequantized operands: scales go in before the sum, not after it."""
+    left = a.to(torch.float64) * a_scale_inv.to(torch.float64)
+    right = b.to(torch.float64) * b_scale_inv.to(torch.float64)
+    value = torch.einsum("mk,nk->mn", left, right)
+    return value if bias is None else value + bias.to(torch.float64)
+
+
+def relative_error(got, want) -> float:
+    return float((got.to(torch.float64) - want).norm() / want.norm())
+
+
+# -- the reference, on the CPU ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mix", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 256, 96), (64, 128, 64), (1, 336, 64), (320, 24, 16)], ids=str)
+def test_reference_is_the_float64_product(shape, mix) -> None:
+    a, sa, b, sb, bias = operands(*shape, *mix)
+    want = in_float64(a, sa, b, sb, bias)
+    assert relative_error(gemm_reference(a, sa, b, sb, bias, torch.float32, False), want) < 1e-6
+    assert relative_error(gemm_reference(a, sa, b, sb, bias, torch.bfloat16, True), want) < 2**-8
+
+
+@pytest.mark.parametrize("out_dtype", OUT, ids=str)
+def test_reference_bias_is_an_addition_of_its_own(out_dtype) -> None:
+    a, sa, b, sb, bias = operands(128, 256, 96)
+    product = gemm_reference(a, sa, b, sb, None, torch.float32, True)
+    unfused = (product + bias.float()).to(out_dtype)
+    assert torch.equal(gemm_reference(a, sa, b, sb, bias, out_dtype, True), unfused)
+
+
+def test_operands_that_are_refused() -> None:
+    a, sa, b, sb, bias = operands(32, 64, 48)
+
+    def call(a=a, b=b, bias=None, out=torch.bfloat16):
+        return gemm_reference(a, sa, b, sb, bias, out, True)
+
+    with pytest.raises(ValueError, match="e5m2 x e5m2"):
+        call(a.to(E5M2), b.to(E5M2))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        call(a[:, :24].contiguous(), b[:, :24].contiguous())
+    with pytest.raises(ValueError, match="contiguous"):
+        call(a[:, :32], b[:, :32])
+    with pytest.raises(ValueError, match=r"a \[M, K\] and b \[N, K\]"):
+        call(a, b[:, :32].contiguous())
+    with pytest.raises(ValueError, match="float8"):
+        call(a.float(), b)
+    with pytest.raises(ValueError, match="out_dtype"):
+        call(out=torch.float64)
+    with pytest.raises(ValueError, match=r"bias \[64\]"):
+        call(bias=bias[:63])
+
+
+# -- tile choice -----------------------------------------------------------------------------------
+
+
+def test_tile_names_are_unique() -> None:
+    assert len({tile.name for tile in TILES}) == len(TILES)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_choice_fits_the_shape(fast) -> None:
+    large = choose_tile(8192, 14336, 4096, fast)
+    assert large.block_m * large.block_n == 128 * 256 and large.fast == fast
+    decode = choose_tile(1, 4096, 14336, fast)
+    assert decode.block_m == 64 and decode.split_k > 1, "64 tiles or fewer of a whole K leave half of the GPU idle"
+    assert choose_tile(1, 14336, 256, fast).split_k == 1
+    for shape in itertools.product((1, 300, 8192), (100, 4095, 4096), (16, 4096)):
+        tile = choose_tile(*shape, fast)
+        assert tile.fits(out_bytes=4) and (tile.narrow or shape[1] % 8 == 0)
+
+
+# -- launching from a traced graph, no GPU needed --------------------------------------------------
+
+
+def traced_kernels(m, k: int = 64, n: int = 128, bias: bool = True) -> list[dict]:
+    """The launches recorded for fake CUDA operands; `m` is a number, or None for a symbolic one."""
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env) as mode:
+        if m is None:
+            real = torch.empty(256, k)
+            fake = mode.from_tensor(real, static_shapes=False)
+            m = fake.shape[0]
+        a = torch.empty((m, k), dtype=E4M3, device="cuda")
+        b = torch.empty((n, k), dtype=E4M3, device="cuda")
+        one = torch.empty(1, device="cuda")
+        shift = torch.empty(n, device="cuda") if bias else None
+        fn = lambda a, b, one: gemm(a, one, b, one, shift, torch.bfloat16, True)  # noqa: E731
+        graph = make_fx(fn, tracing_mode="real")(a, b, one).graph
+    assert len(shape_env.guards) == 0, "the launch must not specialize the graph"
+    return [node.kwargs for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+
+
+@pytest.mark.parametrize("m", [256, None], ids=["static", "dynamic"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_launch_is_recorded_by_make_fx(m, bias) -> None:
+    (launch,) = traced_kernels(m, bias=bias)
+    assert set(launch["kwargs"]) >= {"a", "a_scale_inv", "b", "b_scale_inv", "bias", "c"}
+    assert launch["grid"][0][0] > 0
+
+
+def test_split_k_is_two_launches() -> None:
+    assert len(traced_kernels(16, k=14336, n=4096)) == 2
+
+
+def test_size_hint_of_a_plain_and_of_a_symbolic_size() -> None:
+    shape_env = ShapeEnv()
+    size = FakeTensorMode(shape_env=shape_env).from_tensor(torch.empty(48, 3), static_shapes=False).shape[0]
+    assert isinstance(size, torch.SymInt)
+    assert (size_hint(48), size_hint(size), size_hint(size * 2)) == (48, 48, 96)
+    assert size_hint(shape_env.create_unbacked_symint(), fallback=7) == 7
+    assert len(shape_env.guards) == 0
+
+
+# -- the kernel, on a GPU --------------------------------------------------------------------------
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+on_gpu = lambda test: gpu[0](gpu[1](test))  # noqa: E731
+
+GPU_SHAPES = [
+    (128, 256, 96),
+    (64, 128, 64),
+    (1, 4096, 4096),
+    (16, 14336, 4096),
+    (16, 4096, 14336),
+    (320, 336, 64),
+    (336, 320, 4096),
+    (1000, 1024, 4096),
+    (8192, 1024, 512),
+    (2048, 4096, 4096),
+    (512, 14336, 4096),
+    (200, 100, 208),  # rows of 200 bytes: masked stores
+    (1000, 4095, 256),
+    (17, 33, 4112),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_kernel_is_the_float64_product(shape, fast) -> None:
+    for (a_dtype, b_dtype), out_dtype in zip(((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)), OUT, strict=True):
+        a, sa, b, sb, bias = operands(*shape, a_dtype, b_dtype, device="cuda")
+        want = in_float64(a, sa, b, sb, bias)
+        got = gemm(a, sa, b, sb, bias, out_dtype, fast)
+        assert got.dtype == out_dtype and got.shape == shape[:2]
+        assert relative_error(got, want) < 1e-2
+        if not fast and out_dtype == torch.float32:
+            assert relative_error(got, want) < 1e-3
+
+
+@on_gpu
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_every_tile_is_right_and_repeats_itself(tile) -> None:
+    a, sa, b, sb, bias = operands(1000, 1040, 2064, E5M2, device="cuda")
+    want = in_float64(a, sa, b, sb, bias)
+    first = gemm_with_tile(tile, a, sa, b, sb, bias, torch.bfloat16)
+    assert relative_error(first, want) < 1e-2
+    for _ in range(3):
+        assert torch.equal(gemm_with_tile(tile, a, sa, b, sb, bias, torch.bfloat16), first)
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("out_dtype", OUT, ids=str)
+@pytest.mark.parametrize("shape", [(1000, 1024, 4096), (16, 4096, 14336), (200, 100, 208)], ids=str)
+def test_fused_bias_is_bit_equal_to_an_addition_of_its_own(shape, out_dtype, fast) -> None:
+    a, sa, b, sb, bias = operands(*shape, device="cuda")
+    product = gemm(a, sa, b, sb, None, torch.float32, fast)
+    fused = gemm(a, sa, b, sb, bias, out_dtype, fast)
+    assert torch.equal(fused, (product + bias.float()).to(out_dtype))
+
+
+@on_gpu
+def test_nan_and_infinity_pass_through() -> None:
+    a, sa, b, sb, _ = operands(64, 64, 64, E5M2, device="cuda")
+    a[3, 5] = float("nan")
+    got = gemm(a, sa, b, sb, None, torch.float32, False)
+    assert got[3].isnan().all() and not got[:3].isnan().any() and not got[4:].isnan().any()
