@@ -278,7 +278,7 @@ def gemm_reduce_kernel(
     inside = offsets < SIZE
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT_K):
-        total += tl.load(parts + part * SIZE.to(tl.int64) + offsets, mask=inside, other=0.0)
+        total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)
     value = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
     if HAS_BIAS:
         value += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)

@@ -67,6 +67,7 @@ class Tile:
             f"s{self.num_stages}",
         ]
         parts += ["halves"] if self.halves else []
+        parts += [f"{self.ctas_per_sm}/sm"] if self.ctas_per_sm > 1 else []
         parts += [f"k/{self.split_k}"] if self.split_k > 1 else []
         return " ".join(parts)
 
@@ -76,20 +77,29 @@ def _with_splits(tile: Tile, *splits: int) -> list[Tile]:
 
 
 TILES: tuple[Tile, ...] = (
+    # Large products.
     Tile(128, 256, 128, 8, 3, fast=True, tflops=1390),
     Tile(128, 256, 128, 8, 4, fast=True, tflops=1385),
     Tile(256, 128, 128, 8, 3, fast=True, tflops=1360),
+    # Too few tiles of that size to fill the GPU.
     *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1150), 2, 4),
+    Tile(128, 128, 128, 8, 6, fast=True, tflops=1150),
     Tile(128, 128, 128, 4, 3, fast=True, tflops=1100, ctas_per_sm=2),
+    # Decoding: a few rows of A, all the time goes into reading B.
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
     *_with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
+    *_with_splits(Tile(64, 64, 256, 4, 3, fast=True, tflops=520, ctas_per_sm=2), 2, 4),
+    Tile(64, 32, 256, 4, 4, fast=True, tflops=300, ctas_per_sm=2),
+    # The same three groups for slow accumulation.
     Tile(128, 256, 128, 8, 3, fast=False, tflops=1220, halves=True),
     Tile(128, 256, 128, 8, 4, fast=False, tflops=1215, halves=True),
     Tile(64, 256, 128, 4, 2, fast=False, tflops=900, halves=True, ctas_per_sm=2),
     *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=980), 2, 4),
+    Tile(128, 128, 128, 8, 6, fast=False, tflops=980),
     Tile(128, 128, 128, 8, 4, fast=False, tflops=970, halves=True),
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=750), 2, 4),
     *_with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
+    *_with_splits(Tile(64, 64, 128, 4, 5, fast=False, tflops=500, ctas_per_sm=2), 2, 4),
 )
 
 
