@@ -26,7 +26,7 @@ class Tile:
     """One way to run the GEMM.
 
     fast:        for fast accumulation, or for slow: block_k is then how many products go between two fp32 additions.
-    tflops:      speed of the main loop on a full H200.
+    tflops:      speed of the main loop on a full H200, an estimate until a sweep has been read into it.
     halves:      slow accumulation in two products of half the width, so that only half a tile of terms lives
                  beside the sum: 128x256 does not fit in the registers otherwise.
     split_k:     parts of K computed by different programs into fp32 and added, in order, by a second kernel.

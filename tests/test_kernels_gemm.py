@@ -106,14 +106,13 @@ def test_the_choice_fits_the_shape(fast) -> None:
 # -- launching from a traced graph, no GPU needed --------------------------------------------------
 
 
-def traced_kernels(m, k: int = 64, n: int = 128, bias: bool = True) -> list[dict]:
-    """The launches recorded for fake CUDA operands; `m` is a number, or None for a symbolic one."""
+def traced_kernels(m: int, n: int, k: int, bias: bool = True, dynamic: str = "") -> list[dict]:
+    """The launches recorded for fake CUDA operands; the sizes named in `dynamic` ("m", "k") are symbolic."""
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env) as mode:
-        if m is None:
-            real = torch.empty(256, k)
-            fake = mode.from_tensor(real, static_shapes=False)
-            m = fake.shape[0]
+        symbols = mode.from_tensor(torch.empty(m, k // 16), static_shapes=False).shape
+        m = symbols[0] if "m" in dynamic else m
+        k = symbols[1] * 16 if "k" in dynamic else k
         a = torch.empty((m, k), dtype=E4M3, device="cuda")
         b = torch.empty((n, k), dtype=E4M3, device="cuda")
         one = torch.empty(1, device="cuda")
@@ -124,16 +123,16 @@ def traced_kernels(m, k: int = 64, n: int = 128, bias: bool = True) -> list[dict
     return [node.kwargs for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
 
 
-@pytest.mark.parametrize("m", [256, None], ids=["static", "dynamic"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_launch_is_recorded_by_make_fx(m, bias) -> None:
-    (launch,) = traced_kernels(m, bias=bias)
+@pytest.mark.parametrize("dynamic", ["", "m", "k"], ids=["static", "dynamic m", "dynamic k"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_the_launch_is_recorded_by_make_fx(dynamic, bias) -> None:
+    (launch,) = traced_kernels(256, 128, 64, bias, dynamic)
     assert set(launch["kwargs"]) >= {"a", "a_scale_inv", "b", "b_scale_inv", "bias", "c"}
     assert launch["grid"][0][0] > 0
 
 
 def test_split_k_is_two_launches() -> None:
-    assert len(traced_kernels(16, k=14336, n=4096)) == 2
+    assert len(traced_kernels(16, 4096, 14336)) == 2
 
 
 def test_size_hint_of_a_plain_and_of_a_symbolic_size() -> None:
@@ -147,8 +146,11 @@ def test_size_hint_of_a_plain_and_of_a_symbolic_size() -> None:
 
 # -- the kernel, on a GPU --------------------------------------------------------------------------
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-on_gpu = lambda test: gpu[0](gpu[1](test))  # noqa: E731
+
+def on_gpu(test):
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))
+
 
 GPU_SHAPES = [
     (128, 256, 96),
