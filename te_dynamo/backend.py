@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from te_dynamo.capture import begin_graph, publish, record
+from te_dynamo.capture import begin_graph, publish, record, uncached
 from te_dynamo.cache_key import cache_key
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
-from te_dynamo.passes.fuser import fuse
+from te_dynamo.passes.fuser import fuse, fusion_key
 from te_dynamo.passes.match import match
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.report import Report
@@ -111,12 +111,13 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         token = _phase.set(phase)
         try:
-            return compile_fx_inner(graph_module, inputs, **kwargs)
+            with uncached():  # autograd compiles a CUDA backward on its own thread, where capture()'s patches do not hold
+                return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)
 
     patches = dict(compilation.options.inductor)
-    key = cache_key(compilation.options)
+    key = cache_key(compilation.options, fusion_key())
     for hook, stage in (
         ("joint_custom_pre_pass", compilation.joint),
         ("post_grad_custom_pre_pass", lambda graph: compilation.divided(graph, _phase.get())),

@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 
 from te_dynamo.options import Options
-from te_dynamo.passes.fuser import fusion_key
 
 __all__ = ["cache_key"]
 
 
-def cache_key(options: Options) -> str:
-    """A digest of the package's sources, Triton's version, the options and the registered fusions."""
-    text = "\n".join((_sources_digest(), repr(options), fusion_key()))
+def cache_key(options: Options, registered_fusions: str) -> str:
+    """A digest of the package's sources, torch's and Triton's versions, the options and the registered fusions' sources."""
+    text = "\n".join((_sources_digest(), repr(options), registered_fusions))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
