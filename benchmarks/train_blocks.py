@@ -207,8 +207,8 @@ def summarize(candidates: list[Candidate]) -> None:
     for candidate, median in zip(candidates, medians, strict=True):
         row, samples = candidate.row, sorted(s for round_ in candidate.samples for s in round_)
         row.step_ms = median
-        row.p20_ms = samples[int(0.2 * (len(samples) - 1))]
-        row.p80_ms = samples[int(0.8 * (len(samples) - 1))]
+        row.p20_ms = samples[round(0.2 * (len(samples) - 1))]
+        row.p80_ms = samples[round(0.8 * (len(samples) - 1))]
         row.ratio_to_bf16 = medians[0] / median
 
 
