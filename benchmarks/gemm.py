@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+
 from te_dynamo.kernels.gemm import gemm_kernel, gemm_with_tile, kernel_options
 from te_dynamo.kernels.gemm_tiles import TILES, Tile, choose_tile, estimated_us
 from te_dynamo.kernels.launch import multiprocessor_count

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 import triton
+
 from te_dynamo.kernels.activation import activation_backward_quantize
 from te_dynamo.kernels.norm import rms_norm_quantize
-from te_dynamo.kernels.quantize import Tile, cast_tile, quantize
+from te_dynamo.kernels.quantize import Tile, quantize
 from te_dynamo.kernels.swiglu import swiglu_backward_quantize, swiglu_quantize
 
 SHAPES = ((8192, 4096), (8192, 14336), (14336, 4096))
@@ -107,7 +108,6 @@ def measure(rows: int, columns: int, copy: float, only: str, sweeping: bool) -> 
         chosen = milliseconds(lambda: function(None))  # noqa: B023
         print(f"{rows}x{columns}".ljust(12), name.ljust(28), row(chosen), flush=True)
         if sweeping:
-            print("    chosen", cast_tile(rows, columns, columnwise, inputs))
             for time, tile in sweep(function, columnwise)[:6]:
                 print("   ", row(time), tile, flush=True)
 

@@ -7,7 +7,8 @@ half.
 
 A quantizing launcher makes two launches. The first writes one partial amax a program; every program of the
 second reduces all partials by itself, so that there is no atomic, no memset and no third launch. The second
-launch walks the tensor from its end, where the first one stopped: that part is still in the cache.
+launch is persistent, so that a program does that once for many tiles, and walks the tensor from its end, where
+the first one stopped: that part is still in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Fp8Buffers", "rows_and_columns", "round_up_16", "tile_count"]
+from te_dynamo.kernels.launch import multiprocessor_count
+
+__all__ = ["Fp8Buffers", "cast_launches", "program_count", "round_up_16", "rows_and_columns"]
 
 FLOAT32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
@@ -109,9 +112,15 @@ def tile_origin(tile, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def tile_from_the_end(K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(first row, first column) of this program's tile, the last tile first."""
-    return tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), K, BLOCK_M, BLOCK_K)
+def tile_total(M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tiles of an [M, K] tensor."""
+    return tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+
+
+@triton.jit
+def tile_from_the_end(index, tiles, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first row, first column) of the tile with that number counted from the last one."""
+    return tile_origin(tiles - 1 - index, K, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -182,10 +191,30 @@ def round_up_16(n: Size) -> Size:
     return (n + 15) // 16 * 16
 
 
-def tile_count(rows: Size, columns: Size, block_m: int, block_k: int) -> Size:
-    """Programs of a launch with one tile each; at least one, so that an empty tensor still gets its scale."""
-    count = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k)
-    return max(count, 1) if isinstance(count, int) else count
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Of a persistent launch: as many as are resident at once with the tiles in use, so that loads hide behind stores."""
+
+
+def program_count(rows: Size, columns: Size, block_m: int, block_k: int, device: torch.device) -> int:
+    """Programs of a persistent launch: no more than tiles, but one at least, which writes an empty tensor's scale.
+
+    A symbolic `rows` takes as many as the device runs; those without a tile do nothing.
+    """
+    most = PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(device)
+    if not (isinstance(rows, int) and isinstance(columns, int)):
+        return most
+    return min(max(triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k), 1), most)
+
+
+def cast_launches(rowwise: bool, columnwise: bool, itemsize: int) -> list[tuple[bool, bool]]:
+    """(rowwise, columnwise) of the launches that fill both buffers: one, or two where x has 4-byte elements.
+
+    Triton 3.6 stores a wrong transpose of an fp32 tile that is also stored by rows (seen on an H200; 16-bit tiles and
+    a transpose by itself are right).
+    """
+    if rowwise and columnwise and itemsize == 4:
+        return [(True, False), (False, True)]
+    return [(rowwise, columnwise)]
 
 
 class Fp8Buffers:
@@ -218,13 +247,12 @@ class Fp8Buffers:
 
     def constants(self, power_of_two: bool, eps: float) -> dict[str, Any]:
         """The compile-time arguments that go with `pointers`."""
-        return {
-            "FMAX": torch.finfo(self.fp8_dtype).max,
-            "EPS": float(eps),
-            "POWER_OF_TWO": power_of_two,
-            "ROWWISE": self.data is not None,
-            "COLUMNWISE": self.transpose is not None,
-        }
+        return {"FMAX": torch.finfo(self.fp8_dtype).max, "EPS": float(eps), "POWER_OF_TWO": power_of_two}
+
+    def launches(self, itemsize: int) -> list[dict[str, bool]]:
+        """ROWWISE and COLUMNWISE of each launch that fills these buffers from a tensor of that element size."""
+        launches = cast_launches(self.data is not None, self.transpose is not None, itemsize)
+        return [{"ROWWISE": rowwise, "COLUMNWISE": columnwise} for rowwise, columnwise in launches]
 
     def as_list(self) -> list[torch.Tensor]:
         """[data?, transpose?, scale_inv], the order in which te.quantize returns them."""

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
 from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
-from triton.language.extra import libdevice
 
 __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
@@ -48,7 +49,7 @@ def gemm(
     """
     check_operands(a, b, bias, out_dtype)
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    tile = choose_tile(m, n, k, fast_accum, multiprocessor_count(a.device))
+    tile = choose_tile(m, n, k, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize)
     return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 

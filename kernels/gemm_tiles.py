@@ -78,26 +78,26 @@ def _with_splits(tile: Tile, *splits: int) -> list[Tile]:
 
 TILES: tuple[Tile, ...] = (
     # Large products.
-    Tile(128, 256, 128, 8, 3, fast=True, tflops=1390),
-    Tile(128, 256, 128, 8, 4, fast=True, tflops=1385),
-    Tile(256, 128, 128, 8, 3, fast=True, tflops=1360),
+    Tile(128, 256, 128, 8, 3, fast=True, tflops=1320),
+    Tile(128, 256, 128, 8, 4, fast=True, tflops=1310),
+    Tile(256, 128, 128, 8, 3, fast=True, tflops=1280),
     # Too few tiles of that size to fill the GPU.
-    *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1150), 2, 4),
-    Tile(128, 128, 128, 8, 6, fast=True, tflops=1150),
-    Tile(128, 128, 128, 4, 3, fast=True, tflops=1100, ctas_per_sm=2),
+    *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1230), 2, 4),
+    Tile(128, 128, 128, 8, 6, fast=True, tflops=1230),
+    Tile(128, 128, 128, 4, 3, fast=True, tflops=1240, ctas_per_sm=2),
     # Decoding: a few rows of A, all the time goes into reading B.
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
     *_with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
     *_with_splits(Tile(64, 64, 256, 4, 3, fast=True, tflops=520, ctas_per_sm=2), 2, 4),
     Tile(64, 32, 256, 4, 4, fast=True, tflops=300, ctas_per_sm=2),
     # The same three groups for slow accumulation.
-    Tile(128, 256, 128, 8, 3, fast=False, tflops=1220, halves=True),
-    Tile(128, 256, 128, 8, 4, fast=False, tflops=1215, halves=True),
-    Tile(64, 256, 128, 4, 2, fast=False, tflops=900, halves=True, ctas_per_sm=2),
-    *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=980), 2, 4),
-    Tile(128, 128, 128, 8, 6, fast=False, tflops=980),
-    Tile(128, 128, 128, 8, 4, fast=False, tflops=970, halves=True),
-    *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=750), 2, 4),
+    Tile(128, 256, 128, 8, 3, fast=False, tflops=930, halves=True),
+    Tile(128, 256, 128, 8, 4, fast=False, tflops=1005, halves=True),
+    Tile(64, 256, 128, 4, 2, fast=False, tflops=805, halves=True, ctas_per_sm=2),
+    *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=905), 2, 4),
+    Tile(128, 128, 128, 8, 6, fast=False, tflops=905),
+    Tile(128, 128, 128, 8, 4, fast=False, tflops=855, halves=True),
+    *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=680), 2, 4),
     *_with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
     *_with_splits(Tile(64, 64, 128, 4, 5, fast=False, tflops=500, ctas_per_sm=2), 2, 4),
 )
@@ -115,16 +115,25 @@ def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> fl
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> Tile:
-    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T.
+def choose_tile(
+    m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
+) -> Tile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
 
-    It looks at neither the dtype of C nor the bias: a GEMM keeps its order of summation, and so its bits, when
-    a fusion gives it either. So a candidate must fit with the widest C.
+    Neither the bias nor the width of C changes the order of summation, so a GEMM keeps its bits when a fusion gives it
+    either: the candidates are those that fit with the widest C, and a narrower one only lets more loads be in flight.
     """
     candidates = [tile for tile in TILES if tile.fast == fast_accum and tile.fits(out_bytes=4)]
     if not stores_by_descriptor(n):
         candidates = [tile for tile in candidates if tile.narrow]
-    return min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
+    chosen = min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
+    return max(_of_any_depth(chosen, out_bytes), key=lambda tile: tile.tflops)
+
+
+def _of_any_depth(chosen: Tile, out_bytes: int) -> list[Tile]:
+    """`chosen` and the candidates that differ from it in their number of stages alone."""
+    same = {"num_stages": chosen.num_stages, "tflops": chosen.tflops}
+    return [chosen, *(tile for tile in TILES if dataclasses.replace(tile, **same) == chosen and tile.fits(out_bytes))]
 
 
 def stores_by_descriptor(n: int) -> bool:

@@ -20,18 +20,20 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     abs_bits,
     load_scale,
     load_tile,
     mul_rn,
+    program_count,
     rows_and_columns,
     store_partial_amax,
     store_quantized_tile,
     store_tile,
-    tile_count,
     tile_from_the_end,
+    tile_total,
 )
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import Tile, cast_tile, quantize_reference
@@ -146,7 +148,9 @@ def _squares(values, mean, start, K, LAYER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_statistics(row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+def _row_statistics(
+    row_start, first, K, EPS_NORM: tl.constexpr, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):
     """(mean, rstd) of a row whose first BLOCK values are `first` (fp32); mean is 0 unless LAYER."""
     count = K * 1.0
     mean = 0.0
@@ -161,7 +165,7 @@ def _row_statistics(row_start, first, K, eps, LAYER: tl.constexpr, ONE_BLOCK: tl
         for start in range(BLOCK, K, BLOCK):
             total += _squares(_load_columns(row_start, start, K, BLOCK), mean, start, K, LAYER, BLOCK)
     variance = tl.div_rn(tl.sum(total, axis=0), count)
-    return mean, tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    return mean, tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + tl.full((), EPS_NORM, tl.float32)))
 
 
 @triton.jit
@@ -212,7 +216,7 @@ def norm_rows_kernel(
     partials,
     M,
     K,
-    eps,
+    EPS_NORM: tl.constexpr,  # not a float argument: Inductor would pass it as fp64
     LAYER: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -234,7 +238,7 @@ def norm_rows_kernel(
         following = _load_columns(
             row_start + tl.cast(programs, tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
         )
-        row_mean, row_rstd = _row_statistics(row_start, first, K, eps, LAYER, ONE_BLOCK, BLOCK)
+        row_mean, row_rstd = _row_statistics(row_start, first, K, EPS_NORM, LAYER, ONE_BLOCK, BLOCK)
         tl.store(rstd + row, row_rstd)
         if LAYER:
             tl.store(mean + row, row_mean)
@@ -294,33 +298,37 @@ def norm_cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of y, made again from the rows' statistics, to every output that is asked for."""
-    row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
-    values = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-    # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
-    rows = row + tl.arange(0, BLOCK_M)
-    row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
-    result = _normalize(
-        values,
-        row_mean,
-        tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None],
-        weight,
-        bias,
-        column + tl.arange(0, BLOCK_K)[None, :],
-        K,
-        LAYER,
-        HAS_WEIGHT,
-        HAS_BIAS,
-        CAST_BEFORE_WEIGHT,
-        ZERO_CENTERED,
-        x.dtype.element_ty,
-    )
-    if KEEP_OUTPUT:
-        store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
-    # Past the last row y is bias, but the transpose's padding is zero.
-    result = tl.where((rows < M)[:, None], result, 0.0)
+    """Every tile of y, made again from the rows' statistics, to every output that is asked for."""
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    store_quantized_tile(result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        values = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
+        rows = row + tl.arange(0, BLOCK_M)
+        row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
+        result = _normalize(
+            values,
+            row_mean,
+            tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None],
+            weight,
+            bias,
+            column + tl.arange(0, BLOCK_K)[None, :],
+            K,
+            LAYER,
+            HAS_WEIGHT,
+            HAS_BIAS,
+            CAST_BEFORE_WEIGHT,
+            ZERO_CENTERED,
+            x.dtype.element_ty,
+        )
+        if KEEP_OUTPUT:
+            store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+        # Past the last row y is bias, but the transpose's padding is zero.
+        result = tl.where((rows < M)[:, None], result, 0.0)
+        store_quantized_tile(
+            result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+        )
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -433,7 +441,7 @@ def _rows(
         partials=partials,
         M=rows,
         K=columns,
-        eps=eps,
+        EPS_NORM=eps,
         QUANTIZE=y is None,
         ONE_BLOCK=columns <= block,
         BLOCK=block,
@@ -457,25 +465,27 @@ def _cast(
     rows, columns = rows_and_columns(x)
     y = [torch.empty_like(x)] if keep_output else []
     block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None)
-    launch(
-        norm_cast_kernel,
-        (tile_count(rows, columns, block_m, block_k),),
-        x=x,
-        **norm,
-        mean=mean,
-        rstd=rstd,
-        partials=partials,
-        y=y[0] if y else x,
-        M=rows,
-        K=columns,
-        KEEP_OUTPUT=keep_output,
-        **buffers.pointers(unused=x),
-        **quantization,
-        PARTIALS=ROW_PROGRAMS,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
+    for number, usage in enumerate(buffers.launches(x.element_size())):
+        launch(
+            norm_cast_kernel,
+            (program_count(rows, columns, block_m, block_k, x.device),),
+            x=x,
+            **norm,
+            mean=mean,
+            rstd=rstd,
+            partials=partials,
+            y=y[0] if y else x,
+            M=rows,
+            K=columns,
+            KEEP_OUTPUT=keep_output and number == 0,
+            **buffers.pointers(unused=x),
+            **quantization,
+            **usage,
+            PARTIALS=ROW_PROGRAMS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
     return y
 
 

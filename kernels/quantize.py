@@ -8,29 +8,35 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,
     abs_bits,
     load_scale,
     load_tile,
+    program_count,
     round_up_16,
     rows_and_columns,
     store_partial_amax,
     store_quantized_tile,
-    tile_count,
     tile_from_the_end,
     tile_origin,
+    tile_total,
 )
 from te_dynamo.kernels.launch import launch, size_hint
 
-__all__ = ["PARTIALS", "Tile", "amax_tile", "cast_tile", "quantize", "quantize_reference"]
+__all__ = ["CAST_TILE", "PARTIALS", "Tile", "amax_tile", "cast_tile", "quantize", "quantize_reference"]
 
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""
 
 Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
+
+
+CAST_TILE: Tile = (128, 128, 8)
+"""Of `quantize` and of the norms: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------
@@ -104,11 +110,15 @@ def quantize_cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of x: scale, cast, store."""
-    row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
-    value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+    """Every tile of x: scale, cast, store."""
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    store_quantized_tile(value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        store_quantized_tile(
+            value, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+        )
 
 
 # --- launcher -----------------------------------------------------------------------------------------------
@@ -148,20 +158,22 @@ def quantize(
             num_warps=warps,
         )
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise)
-    launch(
-        quantize_cast_kernel,
-        (tile_count(rows, columns, block_m, block_k),),
-        x=x,
-        partials=partials,
-        M=rows,
-        K=columns,
-        **buffers.pointers(unused=x),
-        **buffers.constants(power_of_two, eps),
-        PARTIALS=1 if amax is not None else PARTIALS,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
+    for usage in buffers.launches(x.element_size()):
+        launch(
+            quantize_cast_kernel,
+            (program_count(rows, columns, block_m, block_k, x.device),),
+            x=x,
+            partials=partials,
+            M=rows,
+            K=columns,
+            **buffers.pointers(unused=x),
+            **buffers.constants(power_of_two, eps),
+            **usage,
+            PARTIALS=1 if amax is not None else PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
     return buffers.as_list()
 
 
@@ -175,8 +187,8 @@ def amax_tile(columns: int, inputs: int = 1) -> Tile:
     return elements // block_k, block_k, 8
 
 
-def cast_tile(rows: Size, columns: int, columnwise: bool, inputs: int = 1) -> Tile:
-    """Tile of a cast launch that reads `inputs` tensors.
+def cast_tile(rows: Size, columns: int, columnwise: bool, large: Tile = CAST_TILE, inputs: int = 1) -> Tile:
+    """Tile of a cast launch that reads `inputs` tensors: `large` (the kernel's own choice), or a small one.
 
     With a transpose, its side of the tile fills whole 128-byte lines of fp8, unless the tensor is too small
     to give every multiprocessor several such tiles. Without one, only rows count.
@@ -185,4 +197,4 @@ def cast_tile(rows: Size, columns: int, columnwise: bool, inputs: int = 1) -> Ti
         return amax_tile(columns, inputs)
     if size_hint(rows) * columns < 4 * 132 * 128 * 128:
         return 64, 64, 4
-    return (128, 64, 8) if inputs <= 2 else (64, 64, 8)
+    return large

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+
 from te_dynamo.kernels.activation import activate, activate_backward
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
@@ -23,13 +24,14 @@ from te_dynamo.kernels.fp8 import (
     abs_bits,
     load_scale,
     load_tile,
+    program_count,
     rows_and_columns,
     store_partial_amax,
     store_quantized_tile,
     store_tile,
-    tile_count,
     tile_from_the_end,
     tile_origin,
+    tile_total,
 )
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
@@ -44,6 +46,11 @@ __all__ = [
     "swiglu_quantize_reference",
     "swiglu_reference",
 ]
+
+
+FORWARD_TILE: Tile = (128, 64, 4)
+BACKWARD_TILE: Tile = (64, 64, 4)
+"""Of the cast launches, the fastest on an H200 at 8192x14336 (benchmarks/quantize.py --sweep)."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------
@@ -146,16 +153,19 @@ def swiglu_write_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of the result to every output that is asked for."""
-    row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
-    result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-    if KEEP_OUTPUT:
-        store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+    """Every tile of the result to every output that is asked for."""
     if ROWWISE or COLUMNWISE:
         scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-        store_quantized_tile(
-            result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-        )
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        if KEEP_OUTPUT:
+            store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE or COLUMNWISE:
+            store_quantized_tile(
+                result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            )
 
 
 # --- kernels: backward --------------------------------------------------------------------------------------
@@ -229,33 +239,24 @@ def swiglu_backward_write_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of dgate and dup to every output that is asked for."""
-    row, column = tile_from_the_end(K, BLOCK_M, BLOCK_K)
-    g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-    if KEEP_OUTPUT:
-        store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
-        store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
+    """Every tile of dgate and dup to every output that is asked for."""
     if ROWWISE or COLUMNWISE:
-        gate_scale = load_scale(gate_partials, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-        store_quantized_tile(
-            g,
-            gate_scale,
-            row,
-            column,
-            M,
-            K,
-            gate_data,
-            gate_transpose,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            BLOCK_M,
-            BLOCK_K,
-        )
-        up_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-        store_quantized_tile(
-            u, up_scale, row, column, M, K, up_data, up_transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-        )
+        g_scale = load_scale(gate_partials, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+        u_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        if KEEP_OUTPUT:
+            store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
+            store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE or COLUMNWISE:
+            store_quantized_tile(
+                g, g_scale, row, column, M, K, gate_data, gate_transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            )
+            store_quantized_tile(
+                u, u_scale, row, column, M, K, up_data, up_transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            )
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     block_m, block_k, warps = amax_tile(sizes["K"], inputs=2)
     launch(
         swiglu_write_kernel,
-        (tile_count(sizes["M"], sizes["K"], block_m, block_k),),
+        (program_count(sizes["M"], sizes["K"], block_m, block_k, gate.device),),
         gate=gate,
         up=up,
         partials=gate,
@@ -328,23 +329,25 @@ def swiglu_quantize(
     )
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise)
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, inputs=2)
-    launch(
-        swiglu_write_kernel,
-        (tile_count(rows, columns, block_m, block_k),),
-        gate=gate,
-        up=up,
-        partials=partials,
-        y=y,
-        **sizes,
-        KEEP_OUTPUT=keep_output,
-        **buffers.pointers(unused=gate),
-        **buffers.constants(power_of_two, eps),
-        PARTIALS=PARTIALS,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, FORWARD_TILE, inputs=2)
+    for number, usage in enumerate(buffers.launches(gate.element_size())):
+        launch(
+            swiglu_write_kernel,
+            (program_count(rows, columns, block_m, block_k, gate.device),),
+            gate=gate,
+            up=up,
+            partials=partials,
+            y=y,
+            **sizes,
+            KEEP_OUTPUT=keep_output and number == 0,
+            **buffers.pointers(unused=gate),
+            **buffers.constants(power_of_two, eps),
+            **usage,
+            PARTIALS=PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
     return [*([y] if keep_output else []), *buffers.as_list()]
 
 
@@ -356,7 +359,7 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
     unused = {f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")}
     launch(
         swiglu_backward_write_kernel,
-        (tile_count(sizes["M"], sizes["K"], block_m, block_k),),
+        (program_count(sizes["M"], sizes["K"], block_m, block_k, gate.device),),
         dy=dy,
         gate=gate,
         up=up,
@@ -411,26 +414,28 @@ def swiglu_backward_quantize(
     gate_buffers, up_buffers = (
         Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise) for _ in range(2)
     )
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, inputs=3)
-    launch(
-        swiglu_backward_write_kernel,
-        (tile_count(rows, columns, block_m, block_k),),
-        dy=dy,
-        gate=gate,
-        up=up,
-        **partials,
-        dgate=dgate,
-        dup=dup,
-        **sizes,
-        KEEP_OUTPUT=keep_output,
-        **gate_buffers.pointers(unused=gate, prefix="gate_"),
-        **up_buffers.pointers(unused=gate, prefix="up_"),
-        **gate_buffers.constants(power_of_two, eps),
-        PARTIALS=PARTIALS,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE, inputs=3)
+    for number, usage in enumerate(gate_buffers.launches(gate.element_size())):
+        launch(
+            swiglu_backward_write_kernel,
+            (program_count(rows, columns, block_m, block_k, gate.device),),
+            dy=dy,
+            gate=gate,
+            up=up,
+            **partials,
+            dgate=dgate,
+            dup=dup,
+            **sizes,
+            KEEP_OUTPUT=keep_output and number == 0,
+            **gate_buffers.pointers(unused=gate, prefix="gate_"),
+            **up_buffers.pointers(unused=gate, prefix="up_"),
+            **gate_buffers.constants(power_of_two, eps),
+            **usage,
+            PARTIALS=PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
     return [*grads, *gate_buffers.as_list(), *up_buffers.as_list()]
 
 

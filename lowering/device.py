@@ -117,9 +117,7 @@ def _call(driver: Any, name: str, *args: Any) -> Any:
 
 def _unloadable(name: str, error: Exception) -> str:
     if "not found" in str(error).lower() and f'"{name}"' in str(error):
-        problem = (
-            f"the installed NVIDIA driver is too old for cuda-python: it lacks {name}; update the driver"
-        )
+        problem = f"the installed NVIDIA driver is too old for cuda-python: it lacks {name}; update the driver"
     else:
         problem = "there is no NVIDIA driver library (libcuda) here; install the driver, or run on the CPU"
     return f"te_dynamo: {problem} ({error})"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from te_dynamo.passes.graph import call_like, calls, replace_items
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.define import is_te
 from te_dynamo.ops.quantize import quantize
+from te_dynamo.passes.graph import call_like, calls, replace_items
 from te_dynamo.quantizers import Quantizer
 
 __all__ = ["merge_common_subexpressions"]

@@ -17,10 +17,10 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 
-from te_dynamo.passes import fusions as shipped
 from torch.fx import Graph
 
 from te_dynamo.errors import TeError
+from te_dynamo.passes import fusions as shipped
 
 __all__ = [
     "Fusion",

@@ -5,7 +5,6 @@ Needed where part of a forward is recomputed in backward (checkpointing), or whe
 
 from __future__ import annotations
 
-from te_dynamo.passes.graph import call_like, calls, item_users, replace_items
 from torch.fx import Graph, Node
 
 from te_dynamo.errors import QuantizationError
@@ -13,6 +12,7 @@ from te_dynamo.ops.activation import activation_quantize
 from te_dynamo.ops.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.ops.quantize import quantize
 from te_dynamo.ops.swiglu import swiglu_quantize
+from te_dynamo.passes.graph import call_like, calls, item_users, replace_items
 from te_dynamo.quantizers import Quantizer
 
 __all__ = ["drop_unread_usages"]

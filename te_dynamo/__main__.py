@@ -29,9 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, device, and how each recipe runs here")
     explain = commands.add_parser("explain", help="what the backend makes of a model, a row per linear")
-    explain.add_argument(
-        "target", help="module.path:callable; the callable takes nothing and returns (model, args)"
-    )
+    explain.add_argument("target", help="module.path:callable; the callable takes nothing and returns (model, args)")
     explain.add_argument("--recipe", help="name of a recipe (default: float8_current_scaling)")
     explain.add_argument(
         "--codegen",

@@ -5,6 +5,7 @@ Each function names the release that needs it. Nothing else in the package asks 
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ def _members(cls: type) -> dict[str, MemberType] | None:
         return None
     members = {}
     for base in cls.__mro__:
-        members.update(dict.fromkeys(base.__dict__.get("__annotations__", ()), MemberType.USE_REAL))
+        members.update(dict.fromkeys(inspect.get_annotations(base), MemberType.USE_REAL))
         for name, member in vars(base).items():
             if callable(member) and not name.startswith("__"):
                 members[name] = MemberType.INLINED

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from te_dynamo.capture import begin_graph, publish, record, uncached
 from te_dynamo.cache_key import cache_key
+from te_dynamo.capture import begin_graph, publish, record, uncached
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
@@ -111,7 +111,9 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         token = _phase.set(phase)
         try:
-            with uncached():  # autograd compiles a CUDA backward on its own thread, where capture()'s patches do not hold
+            with (
+                uncached()
+            ):  # autograd compiles a CUDA backward on its own thread, where capture()'s patches do not hold
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)

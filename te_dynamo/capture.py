@@ -125,9 +125,7 @@ class Captured:
         if stage not in STAGES:
             raise MissingStageError(f"te_dynamo: no stage {stage!r}; the stages are {', '.join(STAGES)}")
         seen = f"captured: {', '.join(self.stages)}" if self._graphs else "nothing was captured"
-        raise MissingStageError(
-            f"te_dynamo: stage {stage!r} was not captured ({seen}). {self._why_missing(stage)}"
-        )
+        raise MissingStageError(f"te_dynamo: stage {stage!r} was not captured ({seen}). {self._why_missing(stage)}")
 
     def _why_missing(self, stage: str) -> str:
         if not self._graphs:
@@ -138,9 +136,7 @@ class Captured:
         if "inference" in self._graphs and stage != "inference":
             return "The graph was compiled for inference: nothing required grad, or grad mode was off."
         if stage.endswith("backward"):
-            return (
-                "The backward graph is compiled by the first backward(), which must happen inside capture()."
-            )
+            return "The backward graph is compiled by the first backward(), which must happen inside capture()."
         if stage.endswith("inference"):
             return "The graph was compiled for training: call the model under torch.no_grad()."
         return "The pipeline stopped before it, or codegen='eager' has no such stage."

@@ -75,8 +75,7 @@ class Explanation:
             "linears": [dataclasses.asdict(match) for match in self.linears],
             "norms_activations": [dataclasses.asdict(match) for match in self.norms_activations],
             "fusions": [
-                {"phase": phase, "fusion": fusion, "count": count}
-                for (phase, fusion), count in self._fusions().items()
+                {"phase": phase, "fusion": fusion, "count": count} for (phase, fusion), count in self._fusions().items()
             ],
             "lowered": [
                 {"phase": phase, "op": op, "runs": runs, "count": count}
@@ -214,10 +213,7 @@ def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     buffers = [(module, dict(module._buffers)) for module in modules]
     copies = {
-        id(b): (b, b._version, b.detach().clone())
-        for _, named in buffers
-        for b in named.values()
-        if b is not None
+        id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
     }
     devices = {tensor.device.index for tensor in _tensors((args, kwargs)) if tensor.is_cuda}
     with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):

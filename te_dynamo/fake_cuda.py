@@ -154,9 +154,7 @@ def _plan(roots: set[Node], wanted: set[Node]) -> tuple[set[Node], dict[Node, in
     return needed, waiting
 
 
-def _call(
-    node: Node, grads: dict[int, Tensor], needed: set[Node]
-) -> list[tuple[tuple[Node, int], Tensor | None]]:
+def _call(node: Node, grads: dict[int, Tensor], needed: set[Node]) -> list[tuple[tuple[Node, int], Tensor | None]]:
     """(edge, gradient) for each needed edge below `node`; gradients None where nothing arrived at `node`."""
     edges: list[Any] = [edge for edge in node.next_functions if edge[0] is not None]
     if not any(child in needed for child, _ in edges):
@@ -170,9 +168,7 @@ def _call(
             values = [value for value, wanted in zip(result, node.needs_input_grad, strict=False) if wanted]
         else:
             result = _as_list(node(*arguments))  # type: ignore[operator]
-            values = [
-                value for value, edge in zip(result, node.next_functions, strict=True) if edge[0] is not None
-            ]
+            values = [value for value, edge in zip(result, node.next_functions, strict=True) if edge[0] is not None]
     return [(edge, value) for edge, value in zip(edges, values, strict=True) if edge[0] in needed]
 
 
@@ -252,9 +248,7 @@ def _move(model: nn.Module) -> None:
     for module in model.modules():
         owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for tensors in owners:
-            tensors.update(
-                {name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)}
-            )
+            tensors.update({name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)})
 
 
 @contextlib.contextmanager

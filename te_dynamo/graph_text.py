@@ -182,13 +182,9 @@ class _Printer:
             return f"attribute {node.target}", str(node.target).split(".")[-1].strip("_")
         if node.op == "call_method":
             receiver, *rest = node.args
-            return f"{self._argument(receiver)}.{node.target}({self._arguments(rest, node.kwargs)})", str(
-                node.target
-            )
+            return f"{self._argument(receiver)}.{node.target}({self._arguments(rest, node.kwargs)})", str(node.target)
         if node.op == "call_module":
-            return f"self.{node.target}({self._arguments(node.args, node.kwargs)})", str(node.target).split(
-                "."
-            )[-1]
+            return f"self.{node.target}({self._arguments(node.args, node.kwargs)})", str(node.target).split(".")[-1]
         target: Any = node.target
         if target in _INFIX and len(node.args) == 2:
             left, right = map(self._argument, node.args)
@@ -270,9 +266,7 @@ class _Printer:
             text = f"{DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
             wrapper = type(value).__name__
             return (
-                text
-                if wrapper in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor")
-                else f"{wrapper}({text})"
+                text if wrapper in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor") else f"{wrapper}({text})"
             )
         if isinstance(value, (tuple, list)):
             items = ", ".join(map(self._type, value))
@@ -325,9 +319,7 @@ def _callable_name(target: Any) -> str:
     return name
 
 
-def _normalized(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def _normalized(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments by schema: those at their default dropped, bools and what follows a gap by name."""
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])

@@ -76,11 +76,15 @@ def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
     checked = []
     for index, rule in enumerate(value):
         if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
-            raise InvalidOptionError(f"te_dynamo: rules[{index}] must be (regular expression, recipe or None), got {rule!r}")
+            raise InvalidOptionError(
+                f"te_dynamo: rules[{index}] must be (regular expression, recipe or None), got {rule!r}"
+            )
         try:
             re.compile(rule[0])
         except re.error as error:
-            raise InvalidOptionError(f"te_dynamo: rules[{index}]: {rule[0]!r} is not a regular expression: {error}") from None
+            raise InvalidOptionError(
+                f"te_dynamo: rules[{index}]: {rule[0]!r} is not a regular expression: {error}"
+            ) from None
         checked.append((rule[0], _recipe(rule[1])))
     return tuple(checked)
 

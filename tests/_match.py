@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from te_dynamo.passes.match import match
 from torch import Tensor, fx
 
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.options import Options
+from te_dynamo.passes.match import match
 from te_dynamo.report import MatchRecord, Report
 
 FP8 = "float8_current_scaling"

@@ -179,9 +179,7 @@ def test_fake_cuda_traces_what_a_cpu_run_traces():
 
 
 def test_fake_cuda_inference_and_dynamic_sizes():
-    graphs = capture_on_fake_cuda(
-        Gated, gated_inputs, backward=False, backend=recording_backend, dynamic=True
-    )
+    graphs = capture_on_fake_cuda(Gated, gated_inputs, backward=False, backend=recording_backend, dynamic=True)
     assert graphs.stages == ["match", "inference"]
     assert "x: bf16[s0, 8] = input" in graphs["match"]
 
@@ -235,6 +233,4 @@ def inductor_recording_last_pass(gm, example_inputs):
         stages.append("backward" if kwargs.get("is_backward") else inference)
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
-    return compile_fx(
-        gm, example_inputs, inner_compile=inner, config_patches={"post_grad_custom_post_pass": Record()}
-    )
+    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches={"post_grad_custom_post_pass": Record()})

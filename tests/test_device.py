@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+
 from te_dynamo.lowering import device
 
 
@@ -48,9 +49,7 @@ def fake_driver(**overrides):
     driver = types.SimpleNamespace(**{name: call(name) for name in results})
     driver.cuDeviceGet = lambda index: (Status.CUDA_SUCCESS, index)
     driver.cuDeviceGetAttribute = lambda kind, _: (Status.CUDA_SUCCESS, ATTRIBUTES[kind])
-    driver.CUdevice_attribute = types.SimpleNamespace(
-        **{f"CU_DEVICE_ATTRIBUTE_{name}": name for name in ATTRIBUTES}
-    )
+    driver.CUdevice_attribute = types.SimpleNamespace(**{f"CU_DEVICE_ATTRIBUTE_{name}": name for name in ATTRIBUTES})
     return driver
 
 

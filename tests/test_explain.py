@@ -34,9 +34,7 @@ def breaking(x):
 @pytest.fixture(autouse=True)
 def backend(monkeypatch):
     torch._dynamo.reset()
-    module = importlib.import_module(
-        "te_dynamo.explain"
-    )  # the package's attribute of that name is the function
+    module = importlib.import_module("te_dynamo.explain")  # the package's attribute of that name is the function
     monkeypatch.setattr(module, "_te_backend", lambda: recording_backend)
 
 
@@ -102,9 +100,7 @@ def test_html_is_one_page(net, tmp_path):
 def test_coverage_without_linears_is_zero():
     found = explain(torch.sin, torch.ones(3))
     assert found.coverage == 0.0
-    assert str(found).startswith(
-        "coverage 0.0% of linear FLOPs in no recipe, 0 of 0 linears; 1 graph, 0 graph breaks"
-    )
+    assert str(found).startswith("coverage 0.0% of linear FLOPs in no recipe, 0 of 0 linears; 1 graph, 0 graph breaks")
     assert Explanation([], []).to_dict()["coverage"] == 0.0
 
 
@@ -164,18 +160,14 @@ def make_net():
 
 def test_command_line(capsys, tmp_path):
     page = tmp_path / "page.html"
-    assert (
-        command_line.main(["explain", f"{__name__}:make_net", "--codegen", "eager", "--html", str(page)]) == 0
-    )
+    assert command_line.main(["explain", f"{__name__}:make_net", "--codegen", "eager", "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("coverage 66.7%")
     assert "options {'codegen': 'eager'}" in printed
     assert page.exists()
 
 
-@pytest.mark.parametrize(
-    "target", ["no_colon", "no_such_module_here:f", f"{__name__}:nothing", f"{__name__}:json"]
-)
+@pytest.mark.parametrize("target", ["no_colon", "no_such_module_here:f", f"{__name__}:nothing", f"{__name__}:json"])
 def test_command_line_refuses_a_wrong_target(capsys, target):
     with pytest.raises(SystemExit) as stopped:
         command_line.main(["explain", target])

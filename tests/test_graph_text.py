@@ -16,9 +16,7 @@ from te_dynamo.testing import graph_text
 
 OUTSIDE = torch.library.Library("te_test", "DEF")
 OUTSIDE.define("split(Tensor x, float factor, bool fast, int count=2, bool flag=False) -> Tensor[]")
-OUTSIDE.impl(
-    "split", lambda x, factor, fast, count=2, flag=False: list(x.chunk(count)), "CompositeExplicitAutograd"
-)
+OUTSIDE.impl("split", lambda x, factor, fast, count=2, flag=False: list(x.chunk(count)), "CompositeExplicitAutograd")
 
 
 def texts(model, *inputs, dynamic=False):
@@ -35,9 +33,7 @@ def texts(model, *inputs, dynamic=False):
 
             return compile_graph
 
-        return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))(
-            gm, example_inputs
-        )
+        return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))(gm, example_inputs)
 
     torch._dynamo.reset()
     outputs = torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)
@@ -54,9 +50,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         left, right = self.fc1(x * self.scale).chunk(2, -1)
-        return self.blocks[0](F.silu(left)) * right.transpose(0, 1).reshape(x.shape[0], -1)[:, None, 0].to(
-            x.dtype
-        )
+        return self.blocks[0](F.silu(left)) * right.transpose(0, 1).reshape(x.shape[0], -1)[:, None, 0].to(x.dtype)
 
 
 class Checkpointed(nn.Module):
@@ -167,7 +161,7 @@ tag_activation_checkpoint: (f32[4, 8],) = tag_activation_checkpoint(body, x, fc.
         relu: f32[4, 8] = F.relu(linear)
         return relu
 add: f32[4, 8] = x + tag_activation_checkpoint[0]
-return add""",  # noqa: E501
+return add""",
     )
 
 
@@ -183,9 +177,7 @@ def hand_made():
     second = graph.call_function(split, (x,), {"factor": 2.0, "fast": False, "flag": True, "count": 2})
     item = graph.call_function(operator.getitem, (first, 1))
     config = Float8CurrentScalingQuantizer(columnwise=False)
-    last = graph.call_function(
-        F.dropout, (item, config, torch.float8_e4m3fn, None, saved), {"training": [1, (x,)]}
-    )
+    last = graph.call_function(F.dropout, (item, config, torch.float8_e4m3fn, None, saved), {"training": [1, (x,)]})
     graph.output((last, graph.call_function(operator.getitem, (second, 0))))
     return graph
 

@@ -17,6 +17,7 @@ from kernel_cases import (
     needs_cuda,
     run_poisoned,
 )
+
 from te_dynamo.kernels import activation as act
 from te_dynamo.kernels import swiglu as glu
 from te_dynamo.kernels.quantize import quantize, quantize_reference

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from te_dynamo.kernels import activation, norm, quantize, swiglu
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -18,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+
+from te_dynamo.kernels import activation, norm, quantize, swiglu
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
@@ -39,14 +40,12 @@ def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "
             signature[name] = "constexpr"
             continue
         signature[name] = (
-            "fp32" if name == "eps"
-            else "i32" if name in SIZES
+            "i32" if name in SIZES
             else "*fp32" if name in POINTERS
             else "*fp8e4nv" if name in FP8
             else f"*{weight if name in ('weight', 'bias') else dtype}"
         )  # fmt: skip
-        if name != "eps":
-            attributes[(index,)] = [["tt.divisibility", 16]]
+        attributes[(index,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=TARGET, options={"num_warps": warps})
@@ -80,14 +79,17 @@ def amax_cases():
 
 def cast_cases(rows: int, columnwise: bool = True):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
-    one, two, three = (quantize.cast_tile(rows, 4096, columnwise, inputs) for inputs in (1, 2, 3))
+    one = quantize.cast_tile(rows, 4096, columnwise)
+    of_activation = quantize.cast_tile(rows, 4096, columnwise, activation.CAST_TILE, 2)
+    forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE, 2)
+    backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE, 3)
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
         for backward in (False, True):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": backward}
-            yield activation.activation_write_kernel, *tiled(two if backward else one, **flags, **partials)
-    yield swiglu.swiglu_write_kernel, *tiled(two, KEEP_OUTPUT=True, **partials)
-    yield swiglu.swiglu_backward_write_kernel, *tiled(three, KEEP_OUTPUT=True, **partials)
+            yield activation.activation_write_kernel, *tiled(of_activation, **flags, **partials)
+    yield swiglu.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
+    yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, **partials)
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": norm.ROW_PROGRAMS}
@@ -145,7 +147,7 @@ def reduction_layouts(compiled) -> list[str]:
 def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
     block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
-    flags |= {"ZERO_CENTERED": False, "ONE_BLOCK": columns <= block, "BLOCK": block}
+    flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
     layouts = []
     for fused in (False, True):
         compiled = compile_kernel(norm.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)

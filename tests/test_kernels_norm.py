@@ -15,6 +15,7 @@ from kernel_cases import (
     needs_cuda,
     run_poisoned,
 )
+
 from te_dynamo.kernels import norm
 from te_dynamo.kernels.quantize import quantize, quantize_reference
 

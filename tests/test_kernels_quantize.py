@@ -17,6 +17,7 @@ from kernel_cases import (
     needs_cuda,
     run_poisoned,
 )
+
 from te_dynamo.kernels.quantize import quantize, quantize_reference
 
 SHAPES = ((1, 32), (128, 128), (303, 300), (256, 272))

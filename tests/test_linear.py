@@ -71,7 +71,7 @@ def test_double_backward_says_so() -> None:
     x, weight, bias = operands(6)
     y = torch.ops.te.linear(x, weight, bias, CONFIG)[0]
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(TeError, match="double backward.*recipe None"):
+    with pytest.raises(TeError, match=r"double backward.*recipe None"):
         dx.sum().backward()
 
 
@@ -88,7 +88,7 @@ def test_the_operation_is_what_torch_expects_of_it(rows: int, bias: bool) -> Non
 
 
 def test_operands_that_are_not_contiguous() -> None:
-    x, weight, bias = operands(6)
+    _, weight, bias = operands(6)
     wide = torch.randn(32, 6, dtype=torch.bfloat16).t().requires_grad_()
     y = torch.ops.te.linear(wide, weight, bias, CONFIG)[0]
     expected = torch.ops.te.linear(wide.detach().contiguous(), weight, bias, CONFIG)[0]

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from _match import Matched
 from expecttest import assert_expected_inline
-from te_dynamo.passes.match.mutation import written_by
-from te_dynamo.passes.match.where import module_path, source_line
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
+
+from te_dynamo.passes.match.mutation import written_by
+from te_dynamo.passes.match.where import module_path, source_line
 
 torch.manual_seed(0)
 

@@ -93,7 +93,7 @@ def test_unflatten_with_a_missing_buffer_names_it() -> None:
     held = quantizer().quantize(torch.randn(4, 16))
     names, metadata = held.__tensor_flatten__()
     buffers = {n: getattr(held, n) for n in names if n != "transpose"}
-    with pytest.raises(QuantizationError, match="'transpose' is missing.*shape \\(4, 16\\)"):
+    with pytest.raises(QuantizationError, match=r"'transpose' is missing.*shape \(4, 16\)"):
         QuantizedTensorStorage.__tensor_unflatten__(buffers, metadata)
 
 
@@ -109,7 +109,7 @@ def test_bad_configuration_is_an_error_at_once() -> None:
         quantizer(fp8_format="e3m4")
     with pytest.raises(QuantizationError, match="amax_epsilon"):
         Float8CurrentScalingQuantizer(amax_epsilon=-1.0)
-    with pytest.raises(TypeError, match="process group is|value"):
+    with pytest.raises(TypeError, match="compare equal"):
         Float8CurrentScalingQuantizer(amax_epsilon=object())  # type: ignore[arg-type]
     with pytest.raises(QuantizationError, match="rank 0"):
         TensorProto((), torch.float32, quantizer())
@@ -117,5 +117,5 @@ def test_bad_configuration_is_an_error_at_once() -> None:
 
 def test_an_operand_that_was_never_allocated_is_an_error() -> None:
     q: Quantizer = quantizer(True, False)
-    with pytest.raises(QuantizationError, match="columnwise data .* never allocated"):
+    with pytest.raises(QuantizationError, match=r"columnwise data .* never allocated"):
         q.operand(torch.ops.te.quantize(torch.randn(4, 16), q), columnwise=True)

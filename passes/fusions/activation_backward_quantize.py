@@ -15,13 +15,13 @@ For SwiGLU, both gradients (of gate and up) in one:
 
 from __future__ import annotations
 
-from te_dynamo.passes.fusions.producer import other_readers, quantize_of, read_item, take_over
-from te_dynamo.passes.graph import call_like, calls, getitem_after, item_users
 from torch.fx import Graph
 
 from te_dynamo.ops.activation import activation_backward, activation_backward_quantize
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.swiglu import swiglu_backward, swiglu_backward_quantize
+from te_dynamo.passes.fusions.producer import other_readers, quantize_of, read_item, take_over
+from te_dynamo.passes.graph import call_like, calls, getitem_after, item_users
 
 __all__ = ["fuse_activation_backward_quantize", "fuse_swiglu_backward_quantize"]
 

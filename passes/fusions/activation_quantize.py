@@ -7,12 +7,12 @@ after     h: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.swiglu_quantize(gate, up,
 
 from __future__ import annotations
 
-from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.graph import call_like, calls, getitem_after
 from torch.fx import Graph
 
 from te_dynamo.ops.activation import activation, activation_quantize
 from te_dynamo.ops.swiglu import swiglu, swiglu_quantize
+from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
+from te_dynamo.passes.graph import call_like, calls, getitem_after
 
 __all__ = ["fuse_activation_quantize"]
 

@@ -9,10 +9,10 @@ Both add in fp32 before the one rounding: bit-equal.
 
 from __future__ import annotations
 
-from te_dynamo.passes.graph import call_like, calls
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.gemm import add_bias, gemm
+from te_dynamo.passes.graph import call_like, calls
 
 __all__ = ["fuse_gemm_bias"]
 

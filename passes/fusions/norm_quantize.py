@@ -9,11 +9,11 @@ The norm's bf16 result is neither written nor read, unless someone else reads it
 
 from __future__ import annotations
 
-from te_dynamo.passes.fusions.producer import other_readers, quantize_of, read_item, take_over
-from te_dynamo.passes.graph import call_like, calls, item_users
 from torch.fx import Graph
 
 from te_dynamo.ops.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
+from te_dynamo.passes.fusions.producer import other_readers, quantize_of, read_item, take_over
+from te_dynamo.passes.graph import call_like, calls, item_users
 
 __all__ = ["fuse_norm_quantize"]
 

@@ -6,10 +6,10 @@ results, the quantizer's buffers]. It stands where the producer stood, so everyt
 
 from __future__ import annotations
 
-from te_dynamo.passes.graph import getitem_after, item_users
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.quantize import quantize
+from te_dynamo.passes.graph import getitem_after, item_users
 
 __all__ = ["other_readers", "quantize_of", "read_item", "take_over"]
 

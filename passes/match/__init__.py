@@ -28,10 +28,10 @@ function in `_AFTER_LINEARS` of bodies.py.
 
 from __future__ import annotations
 
-from te_dynamo.passes.match.bodies import Matcher
 from torch import fx
 
 from te_dynamo.options import Options
+from te_dynamo.passes.match.bodies import Matcher
 from te_dynamo.report import Report
 
 __all__ = ["match"]

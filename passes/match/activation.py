@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
 from te_dynamo.passes.match.mutation import refuses, written_by
 from te_dynamo.passes.match.readers import comes_from_linear, why_not_read_by_linear
 from te_dynamo.passes.match.values import (
@@ -26,8 +28,6 @@ from te_dynamo.passes.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
-from torch import fx
-
 from te_dynamo.report import MatchRecord
 
 __all__ = ["match_activation", "match_swiglu"]

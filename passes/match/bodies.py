@@ -12,14 +12,14 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import fx
+
+from te_dynamo.options import Options
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
 from te_dynamo.passes.match.linear import RecipeFor, match_linear
 from te_dynamo.passes.match.norm import match_norm
 from te_dynamo.passes.match.rms_norm import match_written_rms_norm
 from te_dynamo.passes.match.where import module_path
-from torch import fx
-
-from te_dynamo.options import Options
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
+from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.match.products import Sizes, products_of, without_casts
 from te_dynamo.passes.match.values import (
     FLOATS,
@@ -28,9 +31,6 @@ from te_dynamo.passes.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
-from torch import fx
-
-from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 

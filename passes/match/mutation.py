@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from te_dynamo.passes.match.values import tensor_of
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from te_dynamo.passes.match.values import tensor_of
 
 __all__ = ["refuses", "written_by"]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
 from te_dynamo.passes.match.mutation import refuses
 from te_dynamo.passes.match.readers import why_not_read_by_linear
 from te_dynamo.passes.match.values import (
@@ -27,8 +29,6 @@ from te_dynamo.passes.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
-from torch import fx
-
 from te_dynamo.report import MatchRecord
 
 __all__ = ["Norm", "left_norm", "match_norm", "replace_norm"]

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from te_dynamo.passes.match.values import calls, tensor_of
 from torch import fx
+
+from te_dynamo.passes.match.values import calls, tensor_of
 
 __all__ = ["Product", "Sizes", "products_of", "without_casts"]
 

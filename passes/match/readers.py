@@ -7,8 +7,9 @@ import operator
 
 import torch
 import torch.nn.functional as F
-from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 from torch import fx
+
+from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 
 __all__ = ["comes_from_linear", "why_not_read_by_linear"]
 

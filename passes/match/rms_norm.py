@@ -19,10 +19,10 @@ import operator
 from typing import Any
 
 import torch
-from te_dynamo.passes.match.norm import Norm, left_norm, replace_norm
-from te_dynamo.passes.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
 from torch import fx
 
+from te_dynamo.passes.match.norm import Norm, left_norm, replace_norm
+from te_dynamo.passes.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
 from te_dynamo.report import MatchRecord
 
 __all__ = ["match_written_rms_norm"]

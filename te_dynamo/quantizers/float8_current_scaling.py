@@ -48,7 +48,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.check_shape(shape)
         columns = shape[-1]
         rows = math.prod(shape[:-1])
-        dtype = FP8_DTYPES[self.fp8_format]  # not self.dtype: Dynamo, tracing this, cannot look a property up on a value
+        dtype = FP8_DTYPES[
+            self.fp8_format
+        ]  # not self.dtype: Dynamo, tracing this, cannot look a property up on a value
         buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.rowwise:
             buffers["data"] = ((rows, columns), dtype)
