@@ -156,10 +156,12 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
 ):
     """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]."""
-    HALF_N: tl.constexpr = BLOCK_N // 2
-    a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-    b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [HALF_N if HALVES else BLOCK_N, BLOCK_K])
-    c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BLOCK_M, HALF_N]) if DESCRIPTOR_STORE else None
+    # A tile leaves in two parts: its upper and lower half with HALVES "m", its left and right half otherwise.
+    PART_M: tl.constexpr = BLOCK_M // 2 if HALVES == "m" else BLOCK_M
+    PART_N: tl.constexpr = BLOCK_N if HALVES == "m" else BLOCK_N // 2
+    a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [PART_M, BLOCK_K])
+    b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [PART_N if HALVES == "n" else BLOCK_N, BLOCK_K])
+    c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
     tl.assume(K > 0)
     blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -175,16 +177,21 @@ def gemm_kernel(
         column = (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first_k = part * blocks * BLOCK_K
-        if HALVES:
-            left, right = _accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, BLOCK_M, HALF_N, BLOCK_K)
+        if HALVES == "m":
+            one, two = _accumulate_upper_lower(a_desc, b_desc, row, column, first_k, blocks, PART_M, BLOCK_N, BLOCK_K)
+        elif HALVES == "n":
+            one, two = _accumulate_left_right(a_desc, b_desc, row, column, first_k, blocks, BLOCK_M, PART_N, BLOCK_K)
         else:
-            left, right = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
+            one, two = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
+        # Computed only here: no register holds it through the loop.
+        row_2 = row + (PART_M if HALVES == "m" else 0)
+        column_2 = column + (0 if HALVES == "m" else PART_N)
         if SPLIT_K == 1:
-            left = _scale_and_shift(left, scale, bias, column, N, HAS_BIAS)
-            right = _scale_and_shift(right, scale, bias, column + HALF_N, N, HAS_BIAS)
+            one = _scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
+            two = _scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
         target = c + part.to(tl.int64) * M * N
-        _store(target, c_desc, left, row, column, M, N, DESCRIPTOR_STORE)
-        _store(target, c_desc, right, row, column + HALF_N, M, N, DESCRIPTOR_STORE)
+        _store(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
+        _store(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
 
 
 @triton.jit
@@ -214,7 +221,7 @@ def _accumulate(
 
 
 @triton.jit
-def _accumulate_halves(
+def _accumulate_left_right(
     a_desc,
     b_desc,
     row,
@@ -238,6 +245,31 @@ def _accumulate_halves(
         left += tl.dot(x, y_left.T)
         right += tl.dot(x, y_right.T)
     return left, right
+
+
+@triton.jit
+def _accumulate_upper_lower(
+    a_desc,
+    b_desc,
+    row,
+    column,
+    first_k,
+    blocks,
+    HALF_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The same, the upper half of the tile and then the lower."""
+    upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+    lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+    for block in range(blocks):
+        k = first_k + block * BLOCK_K
+        x_lower = a_desc.load([row + HALF_M, k])
+        x_upper = a_desc.load([row, k])
+        y = b_desc.load([column, k])
+        upper += tl.dot(x_upper, y.T)
+        lower += tl.dot(x_lower, y.T)
+    return upper, lower
 
 
 @triton.jit

@@ -55,6 +55,9 @@ ROW_PROGRAMS = 1024
 MAX_ROW_BYTES = 32768
 """Longest row that is held in registers; a longer one is read in pieces, several times."""
 
+CAST_TILE: Tile = (128, 64, 4)
+"""Of the cast launch, the fastest of eleven on an H200 at 8192x4096."""
+
 PIECE = 8192
 """Values in such a piece."""
 
@@ -464,7 +467,7 @@ def _cast(
     """Fills `buffers`; returns [y] when it is kept, else []."""
     rows, columns = rows_and_columns(x)
     y = [torch.empty_like(x)] if keep_output else []
-    block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None)
+    block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None, CAST_TILE)
     for number, usage in enumerate(buffers.launches(x.element_size())):
         launch(
             norm_cast_kernel,

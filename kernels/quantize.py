@@ -36,7 +36,7 @@ Tile = tuple[int, int, int]
 
 
 CAST_TILE: Tile = (128, 128, 8)
-"""Of `quantize` and of the norms: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
+"""Of `quantize`'s cast launch: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------

@@ -80,20 +80,23 @@ def amax_cases():
 def cast_cases(rows: int, columnwise: bool = True):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
     one = quantize.cast_tile(rows, 4096, columnwise)
-    of_activation = quantize.cast_tile(rows, 4096, columnwise, activation.CAST_TILE, 2)
+    of_activation = [
+        quantize.cast_tile(rows, 4096, columnwise, tile, 2)
+        for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE)
+    ]
     forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE, 2)
     backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE, 3)
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
         for backward in (False, True):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": backward}
-            yield activation.activation_write_kernel, *tiled(of_activation, **flags, **partials)
+            yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
     yield swiglu.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
     yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, **partials)
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": norm.ROW_PROGRAMS}
-        yield norm.norm_cast_kernel, *tiled(one, **flags)
+        yield norm.norm_cast_kernel, *tiled(quantize.cast_tile(rows, 4096, columnwise, norm.CAST_TILE), **flags)
 
 
 def name_of(value: Any) -> str | None:
