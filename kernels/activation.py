@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
+from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     abs_bits,
@@ -408,7 +407,9 @@ def _quantize(
         BLOCK_K=block_k,
         num_warps=warps,
     )
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE if backward else FORWARD_TILE, inputs=2)
+    block_m, block_k, warps = tile or cast_tile(
+        rows, columns, columnwise, BACKWARD_TILE if backward else FORWARD_TILE, inputs=2
+    )
     y = torch.empty_like(x) if keep_output else x
     bias_partials = x
     if bias_grad:

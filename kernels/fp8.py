@@ -17,9 +17,8 @@ import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
+from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.launch import multiprocessor_count
 
 __all__ = ["Fp8Buffers", "cast_launches", "program_count", "round_up_16", "rows_and_columns"]

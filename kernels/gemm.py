@@ -18,10 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra import libdevice
 
+from te_dynamo.kernels._triton import libdevice, tl, triton
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
 from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
 
@@ -156,11 +154,11 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
 ):
     """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]."""
-    # A tile leaves in two parts: its upper and lower half with HALVES "m", its left and right half otherwise.
-    PART_M: tl.constexpr = BLOCK_M // 2 if HALVES == "m" else BLOCK_M
-    PART_N: tl.constexpr = BLOCK_N if HALVES == "m" else BLOCK_N // 2
+    # A tile leaves in two parts: its upper and its lower half with HALVES, its left and its right half otherwise.
+    PART_M: tl.constexpr = BLOCK_M // 2 if HALVES else BLOCK_M
+    PART_N: tl.constexpr = BLOCK_N if HALVES else BLOCK_N // 2
     a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [PART_M, BLOCK_K])
-    b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [PART_N if HALVES == "n" else BLOCK_N, BLOCK_K])
+    b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
     c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
     tl.assume(K > 0)
     blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
@@ -177,15 +175,13 @@ def gemm_kernel(
         column = (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first_k = part * blocks * BLOCK_K
-        if HALVES == "m":
-            one, two = _accumulate_upper_lower(a_desc, b_desc, row, column, first_k, blocks, PART_M, BLOCK_N, BLOCK_K)
-        elif HALVES == "n":
-            one, two = _accumulate_left_right(a_desc, b_desc, row, column, first_k, blocks, BLOCK_M, PART_N, BLOCK_K)
+        if HALVES:
+            one, two = _accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, PART_M, BLOCK_N, BLOCK_K)
         else:
             one, two = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
         # Computed only here: no register holds it through the loop.
-        row_2 = row + (PART_M if HALVES == "m" else 0)
-        column_2 = column + (0 if HALVES == "m" else PART_N)
+        row_2 = row + (PART_M if HALVES else 0)
+        column_2 = column + (0 if HALVES else PART_N)
         if SPLIT_K == 1:
             one = _scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
             two = _scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
@@ -221,34 +217,7 @@ def _accumulate(
 
 
 @triton.jit
-def _accumulate_left_right(
-    a_desc,
-    b_desc,
-    row,
-    column,
-    first_k,
-    blocks,
-    BLOCK_M: tl.constexpr,
-    HALF_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Slow accumulation, one half of the tile after the other: terms of one half are all beside the sum."""
-    left = tl.zeros((BLOCK_M, HALF_N), tl.float32)
-    right = tl.zeros((BLOCK_M, HALF_N), tl.float32)
-    for block in range(blocks):
-        k = first_k + block * BLOCK_K
-        # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
-        # both products, and one warp group can add while the other multiplies.
-        y_right = b_desc.load([column + HALF_N, k])
-        y_left = b_desc.load([column, k])
-        x = a_desc.load([row, k])
-        left += tl.dot(x, y_left.T)
-        right += tl.dot(x, y_right.T)
-    return left, right
-
-
-@triton.jit
-def _accumulate_upper_lower(
+def _accumulate_halves(
     a_desc,
     b_desc,
     row,
@@ -259,11 +228,13 @@ def _accumulate_upper_lower(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same, the upper half of the tile and then the lower."""
+    """Slow accumulation, one half of the tile after the other: terms of one half are all beside the sum."""
     upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
     lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
     for block in range(blocks):
         k = first_k + block * BLOCK_K
+        # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
+        # both products, and one warp group can add while the other multiplies.
         x_lower = a_desc.load([row + HALF_M, k])
         x_upper = a_desc.load([row, k])
         y = b_desc.load([column, k])

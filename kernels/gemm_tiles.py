@@ -26,9 +26,9 @@ class Tile:
     """One way to run the GEMM.
 
     fast:        for fast accumulation, or for slow: block_k is then how many products go between two fp32 additions.
-    tflops:      speed of the main loop on a full H200, an estimate until a sweep has been read into it.
-    halves:      slow accumulation in two products, of half the width ("n") or height ("m"), so that only half a tile of terms lives
-                 beside the sum: 128x256 does not fit in the registers otherwise.
+    tflops:      speed of the main loop on a full H200: measured for the large tiles, an estimate for 64 rows.
+    halves:      slow accumulation in two products of half the height, so that only half a tile of terms lives beside the
+                 sum: a thread that holds 128 sums has no registers for 128 terms.
     split_k:     parts of K computed by different programs into fp32 and added, in order, by a second kernel.
     ctas_per_sm: programs that fit on one multiprocessor together.
     group_m:     rows of tiles that are walked together, column by column, so that both operands stay in the L2.
@@ -41,7 +41,7 @@ class Tile:
     num_stages: int
     fast: bool
     tflops: float
-    halves: str = ""
+    halves: bool = False
     split_k: int = 1
     ctas_per_sm: int = 1
     group_m: int = 8
@@ -66,7 +66,7 @@ class Tile:
             f"w{self.num_warps}",
             f"s{self.num_stages}",
         ]
-        parts += [f"halves of {self.halves}"] if self.halves else []
+        parts += ["halves"] if self.halves else []
         parts += [f"{self.ctas_per_sm}/sm"] if self.ctas_per_sm > 1 else []
         parts += [f"k/{self.split_k}"] if self.split_k > 1 else []
         return " ".join(parts)
@@ -78,26 +78,23 @@ def _with_splits(tile: Tile, *splits: int) -> list[Tile]:
 
 TILES: tuple[Tile, ...] = (
     # Large products.
-    Tile(128, 256, 128, 8, 3, fast=True, tflops=1320),
-    Tile(128, 256, 128, 8, 4, fast=True, tflops=1310),
-    Tile(256, 128, 128, 8, 3, fast=True, tflops=1280),
+    Tile(256, 128, 128, 8, 4, fast=True, tflops=1360),
+    Tile(128, 256, 128, 8, 4, fast=True, tflops=1325),
+    Tile(128, 256, 128, 8, 3, fast=True, tflops=1290),
+    Tile(256, 128, 128, 8, 3, fast=True, tflops=1260),
     # Too few tiles of that size to fill the GPU.
-    *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1230), 2, 4),
-    Tile(128, 128, 128, 8, 6, fast=True, tflops=1230),
-    Tile(128, 128, 128, 4, 3, fast=True, tflops=1240, ctas_per_sm=2),
+    Tile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
+    *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1250), 2, 4),
     # Decoding: a few rows of A, all the time goes into reading B.
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
     *_with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
     *_with_splits(Tile(64, 64, 256, 4, 3, fast=True, tflops=520, ctas_per_sm=2), 2, 4),
     Tile(64, 32, 256, 4, 4, fast=True, tflops=300, ctas_per_sm=2),
-    # The same three groups for slow accumulation.
-    Tile(128, 256, 128, 8, 3, fast=False, tflops=930, halves="n"),
-    Tile(128, 256, 128, 8, 4, fast=False, tflops=1005, halves="n"),
-    Tile(128, 128, 128, 4, 3, fast=False, tflops=1000, halves="m", ctas_per_sm=2),
-    Tile(64, 256, 128, 4, 2, fast=False, tflops=805, halves="n", ctas_per_sm=2),
-    *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=905), 2, 4),
-    Tile(128, 128, 128, 8, 6, fast=False, tflops=905),
-    Tile(128, 128, 128, 8, 4, fast=False, tflops=855, halves="n"),
+    # The same three groups for slow accumulation. Of two programs on a multiprocessor one adds while the other multiplies.
+    Tile(128, 128, 128, 4, 3, fast=False, tflops=1130, halves=True, ctas_per_sm=2),
+    Tile(256, 128, 128, 8, 4, fast=False, tflops=1045, halves=True),
+    Tile(256, 128, 128, 8, 3, fast=False, tflops=950, halves=True),
+    *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=900), 2, 4),
     *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=680), 2, 4),
     *_with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
     *_with_splits(Tile(64, 64, 128, 4, 5, fast=False, tflops=500, ctas_per_sm=2), 2, 4),
@@ -121,20 +118,18 @@ def choose_tile(
 ) -> Tile:
     """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
 
-    Neither the bias nor the width of C changes the order of summation, so a GEMM keeps its bits when a fusion gives it
-    either: the candidates are those that fit with the widest C, and a narrower one only lets more loads be in flight.
+    A fusion may change the width of C but not its bits. Neither the tile's sides nor its stages change the order in which
+    a sum is made; the parts of K do, so how many there are is decided as for the widest C.
     """
-    candidates = [tile for tile in TILES if tile.fast == fast_accum and tile.fits(out_bytes=4)]
+
+    def best(candidates: list[Tile]) -> Tile:
+        return min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
+
+    candidates = [tile for tile in TILES if tile.fast == fast_accum]
     if not stores_by_descriptor(n):
         candidates = [tile for tile in candidates if tile.narrow]
-    chosen = min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
-    return max(_of_any_depth(chosen, out_bytes), key=lambda tile: tile.tflops)
-
-
-def _of_any_depth(chosen: Tile, out_bytes: int) -> list[Tile]:
-    """`chosen` and the candidates that differ from it in their number of stages alone."""
-    same = {"num_stages": chosen.num_stages, "tflops": chosen.tflops}
-    return [chosen, *(tile for tile in TILES if dataclasses.replace(tile, **same) == chosen and tile.fits(out_bytes))]
+    widest = best([tile for tile in candidates if tile.fits(out_bytes=4)])
+    return best([tile for tile in candidates if tile.split_k == widest.split_k and tile.fits(out_bytes)])
 
 
 def stores_by_descriptor(n: int) -> bool:

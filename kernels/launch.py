@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from te_dynamo.kernels._triton import triton
 
 __all__ = ["launch", "multiprocessor_count", "size_hint"]
 

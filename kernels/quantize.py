@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,

@@ -14,9 +14,8 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
+from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.activation import activate, activate_backward
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,

@@ -197,7 +197,7 @@ def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.Monke
 
 def test_slow_accumulation_adds_in_fp32_after_every_block() -> None:
     """Each half leaves the tensor core after 4 instructions of 32 products, 128 in all, for fp32 additions."""
-    tile = next(tile for tile in TILES if tile.halves and tile.block_n == 256)
+    tile = next(tile for tile in TILES if tile.halves and tile.block_m == 256)
     ptx = compile_case(gemm_case(tile, "e4m3.e4m3", torch.bfloat16, False, 4096)).ptx
     additions_of_a_thread = tile.block_m * tile.block_n // (32 * tile.num_warps)
     assert ptx.count("wgmma.mma_async") == 2 * 4
