@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["libdevice", "tl", "triton"]
+__all__ = ["INSTALLED", "libdevice", "tl", "triton"]
 
 
 class _Absent:
@@ -21,12 +21,11 @@ class _Absent:
         return args[0] if args and callable(args[0]) else self
 
 
-triton: Any
-tl: Any
-libdevice: Any
 try:
     import triton
     import triton.language as tl
     from triton.language.extra import libdevice
 except ImportError:
-    triton = tl = libdevice = _Absent()
+    triton = tl = libdevice = _Absent()  # type: ignore[assignment]
+
+INSTALLED = not isinstance(triton, _Absent)

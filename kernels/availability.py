@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import NamedTuple
 
 import torch
+
+from te_dynamo.kernels._triton import INSTALLED
 
 __all__ = ["MINIMUM_CAPABILITY", "Availability", "kernels_available"]
 
@@ -26,7 +27,7 @@ def kernels_available(device: torch.device) -> Availability:
     """Whether the FP8 kernels run on `device`; the reason is a clause that a message can end with."""
     if device.type != "cuda":
         return Availability(False, f"device {device.type} has no FP8 kernels")
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return Availability(False, "Triton is not installed")
     if not torch.cuda.is_available():
         return Availability(False, "torch finds no CUDA driver or device")

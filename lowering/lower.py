@@ -8,6 +8,7 @@ aten operations are Inductor's to fuse.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,7 @@ def _launches(node: Node) -> Callable[..., Any]:
     """What is traced in place of `node`: a function of the operation's own arguments."""
     if node.target is quantize and written_by_inductor(node.args[0]):
         return lambda x, quantizer: quantize_with_amax(x, quantizer, amax_by_rows(x))
+    assert isinstance(node.target, torch._ops.OpOverload)
     return KERNELS[node.target]
 
 
@@ -77,7 +79,7 @@ def _inline(graph: Graph, node: Node) -> None:
     values = [n.meta["val"] for n in inputs]
     trace = make_fx(dispatch_functionalize(implementation), select_decomp_table(), tracing_mode="real")
     try:
-        with detect_fake_mode(values):
+        with detect_fake_mode(values) or contextlib.nullcontext():
             traced = trace(*values)
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{_where(node)}: {error}") from error
@@ -114,9 +116,15 @@ def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
                 raise LoweringError(
                     f"{node.target}: its results are read by {reader.target}, not by index{_where(node)}"
                 )
-            reader.replace_all_uses_with(results[reader.args[1]])
+            reader.replace_all_uses_with(results[_index(reader)])
             graph.erase_node(reader)
     graph.erase_node(node)
+
+
+def _index(reader: Node) -> int:
+    index = reader.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def _device(node: Node) -> torch.device:

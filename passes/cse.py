@@ -58,9 +58,7 @@ def _merge_equal(graph: Graph) -> int:
 def _merge_usages(graph: Graph) -> int:
     groups: dict[Any, list[Node]] = {}
     for node in calls(graph, quantize):
-        source, quantizer = node.args
-        assert isinstance(quantizer, Quantizer)
-        groups.setdefault((source, quantizer.with_usage(True, True), _tag(node)), []).append(node)
+        groups.setdefault((node.args[0], _quantizer(node).with_usage(True, True), _tag(node)), []).append(node)
     merged = 0
     for (source, both, _), nodes in groups.items():
         if len({node.args[1] for node in nodes}) < 2:
@@ -69,11 +67,17 @@ def _merge_usages(graph: Graph) -> int:
         shape = tuple(source.meta["val"].shape)
         position = {name: i for i, name in enumerate(both._describe_buffers(shape))}
         for node in nodes:
-            names = list(node.args[1]._describe_buffers(shape))
+            names = list(_quantizer(node)._describe_buffers(shape))
             replace_items(node, union, {i: position[name] for i, name in enumerate(names)})
             graph.erase_node(node)
         merged += len(nodes) - 1
     return merged
+
+
+def _quantizer(node: Node) -> Quantizer:
+    quantizer = node.args[1]
+    assert isinstance(quantizer, Quantizer)
+    return quantizer
 
 
 def _tag(node: Node) -> Any:

@@ -57,6 +57,7 @@ def match_activation(node: fx.Node) -> MatchRecord | None:
         given = arguments(node, "input", "approximate") or {}
         approximate = given.get("approximate", "none")
         return _replace("gelu", torch.ops.te.gelu.default, (given.get("input"),), (approximate,), (node,))
+    nodes: tuple[fx.Node, ...]
     if calls(node, _RELU, {"relu", "relu_"}):
         kind, op = "relu", torch.ops.te.relu.default
         x, nodes = (arguments(node, "input", "inplace") or {}).get("input"), (node,)

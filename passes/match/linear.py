@@ -70,7 +70,7 @@ def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
     record, recipe = _record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, bias)
-    if record.reason:
+    if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return record
     out = tensor_of(node)

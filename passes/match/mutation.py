@@ -97,7 +97,7 @@ def _written_by_body(node: fx.Node) -> list[fx.Node]:
     """A higher-order op writes what its body writes; one without a body in the graph may write anything it is
     given."""
     owner = node.graph.owning_module
-    bodies = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies: list[Any] = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
     bodies = [b for b in bodies if isinstance(b, fx.GraphModule)]
     if bodies and not any(written_by(n) for body in bodies for n in body.graph.nodes):
         return []

@@ -47,7 +47,7 @@ class Norm:
     """
 
     kind: str
-    x: fx.Node
+    x: Any  # a node
     weights: tuple[fx.Node | None, ...]
     options: tuple[Any, ...]
     nodes: tuple[fx.Node, ...]

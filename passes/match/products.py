@@ -39,7 +39,7 @@ _CAST_METHODS = {"to", "type_as", "float", "bfloat16", "half"}
 class Product:
     """One linear in another dress: its weight, its sizes and why it stays."""
 
-    weight: fx.Node
+    weight: Any  # the node of the weight
     sizes: Sizes
     reason: str
 

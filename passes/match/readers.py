@@ -47,7 +47,7 @@ def comes_from_linear(node: fx.Node) -> bool:
         source = node.args[0]
         if calls(node, {operator.getitem}):
             if _is_te_linear(source):
-                return node.args[1] == 0
+                return bool(node.args[1] == 0)
             if not calls(source, _PARTS, _PART_METHODS) and tensor_of(source) is None:
                 return False
         elif not calls(node, _PARTS, _PART_METHODS) and not (

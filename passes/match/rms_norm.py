@@ -131,7 +131,7 @@ def _product(root: _Root) -> fx.Node | None:
     r = root.nodes[-1]
     for user in r.users:
         if calls(user, *_MUL) and not user.kwargs:
-            other = next((o for o in _operands(user) if o is not r), None)
+            other: Any = next((o for o in _operands(user) if o is not r), None)
             if other is not None and _before_casts(other)[0] is _before_casts(root.f)[0]:
                 return user
     return None
@@ -158,11 +158,11 @@ def _read_weight(node: fx.Node, normed: fx.Node, found: _Scaling) -> bool:
     if not calls(node, *_MUL) or node.kwargs or tensor_of(node) is None:
         return False
     value = tensor_of(normed)
-    other = next((o for o in _operands(node) if o is not normed), None)
+    other: Any = next((o for o in _operands(node) if o is not normed), None)
     weight = tensor_of(other)
     if weight is None or tuple(weight.shape) != (value.shape[-1],) or tensor_of(node).dtype != value.dtype:
         return False
-    inner = []
+    inner: list[fx.Node] = []
     if weight.dtype == torch.float32:  # what is cast up, or raised by one in fp32, te.rms_norm does itself
         if calls(other, *_ADD) and not other.kwargs:
             base, one = _ordered(other, lambda operand: tensor_of(operand) is not None)

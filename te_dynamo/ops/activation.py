@@ -10,9 +10,9 @@ import torch
 
 from te_dynamo.kernels import activation as kernels
 from te_dynamo.ops.define import expand_in_compiler, te_op
-from te_dynamo.ops.quantize import kernel_arguments, quantized_fake
+from te_dynamo.ops.fakes import column_sums, like, quantized
+from te_dynamo.ops.quantize import kernel_arguments
 from te_dynamo.quantizers import Quantizer
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = [
     "activation",
@@ -25,27 +25,19 @@ __all__ = [
 ]
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
-    return TensorProto(x.shape, x.dtype, device=x.device).create_tensor()
-
-
-def _column_sums(x: torch.Tensor) -> torch.Tensor:
-    return TensorProto((x.shape[-1],), torch.float32, device=x.device).create_tensor()
-
-
 # The dialect.
 
 
 @te_op(reference=kernels.activation_reference, kernel=kernels.activation)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """kind(x): "gelu" (erf), "gelu_tanh", "silu" or "relu"."""
-    return _like(x)
+    return like(x)
 
 
 @te_op(reference=kernels.activation_backward_reference, kernel=kernels.activation_backward)
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """dy * kind'(x)."""
-    return _like(x)
+    return like(x)
 
 
 # The user's functions, with their gradients.
@@ -75,7 +67,7 @@ def _gelu_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
 @te_op(reference=_gelu, setup_context=_gelu_setup, backward=_gelu_backward)
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """GELU by erf (approximate "none") or by tanh ("tanh")."""
-    return _like(x)
+    return like(x)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +81,7 @@ def _silu_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
 @te_op(reference=_silu, setup_context=_save_x, backward=_silu_backward)
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x)."""
-    return _like(x)
+    return like(x)
 
 
 def _relu(x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +95,7 @@ def _relu_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
 @te_op(reference=_relu, setup_context=_save_x, backward=_relu_backward)
 def relu(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)."""
-    return _like(x)
+    return like(x)
 
 
 for _overload, _expansion in ((gelu, _gelu), (silu, _silu), (relu, _relu)):
@@ -126,7 +118,7 @@ def _activation_quantize(implementation: Any) -> Any:
 )
 def activation_quantize(x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool) -> list[torch.Tensor]:
     """[y if keep_output, *buffers]: y = te.activation(x, kind), buffers = te.quantize(y)."""
-    return ([_like(x)] if keep_output else []) + quantized_fake(x, quantizer)
+    return ([like(x)] if keep_output else []) + quantized(x, quantizer)
 
 
 def _activation_backward_quantize(implementation: Any) -> Any:
@@ -146,6 +138,6 @@ def activation_backward_quantize(
     dy: torch.Tensor, x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool, bias_grad: bool
 ) -> list[torch.Tensor]:
     """[dx if keep_output, te.bias_grad(dx) if bias_grad, *te.quantize(dx)] of dx = te.activation_backward(dy, x, kind)."""
-    kept = [_like(x)] if keep_output else []
-    sums = [_column_sums(x)] if bias_grad else []
-    return kept + sums + quantized_fake(x, quantizer)
+    kept = [like(x)] if keep_output else []
+    sums = [column_sums(x)] if bias_grad else []
+    return kept + sums + quantized(x, quantizer)

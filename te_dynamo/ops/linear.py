@@ -16,6 +16,7 @@ import torch
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.ops.define import expand_in_compiler, te_op
+from te_dynamo.ops.fakes import of_proto
 from te_dynamo.ops.gemm import add_bias, bias_grad, gemm
 from te_dynamo.ops.quantize import quantize
 from te_dynamo.quantizers import Quantizer
@@ -221,7 +222,7 @@ def linear(
 ) -> list[torch.Tensor]:
     """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in FP8; x's dtype bf16, fp16 or fp32."""
     out, to_save = linear_forward_fake(LinearFwdArgs(x, weight, bias, config))
-    return [out.create_tensor(), *to_save]
+    return [of_proto(out), *to_save]
 
 
 expand_in_compiler(linear, _expansion)

@@ -3,26 +3,17 @@
 Backward is written in aten operations: Inductor fuses it with the residual gradient that it is added to.
 """
 
-import math
 from typing import Any, Optional
 
 import torch
 
 from te_dynamo.kernels import norm as kernels
 from te_dynamo.ops.define import te_op
-from te_dynamo.ops.quantize import kernel_arguments, quantized_fake
+from te_dynamo.ops.fakes import like, quantized, row_statistic
+from te_dynamo.ops.quantize import kernel_arguments
 from te_dynamo.quantizers import Quantizer
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["layer_norm", "layer_norm_quantize", "rms_norm", "rms_norm_quantize"]
-
-
-def _like(x: torch.Tensor) -> torch.Tensor:
-    return TensorProto(x.shape, x.dtype, device=x.device).create_tensor()
-
-
-def _per_row(x: torch.Tensor) -> torch.Tensor:
-    return TensorProto((math.prod(x.shape[:-1]),), torch.float32, device=x.device).create_tensor()
 
 
 def _keep_dims(statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +63,7 @@ def rms_norm(
     cast_before_weight: round to x's dtype before the product with the weight, as Hugging Face's Llama does.
     rstd: fp32 (rows,).
     """
-    return _like(x), _per_row(x)
+    return like(x), row_statistic(x)
 
 
 def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -110,7 +101,7 @@ def layer_norm(
     x: torch.Tensor, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd): y = (x - mean) * rsqrt(var + eps) * weight + bias; mean and rstd fp32 (rows,)."""
-    return _like(x), _per_row(x), _per_row(x)
+    return like(x), row_statistic(x), row_statistic(x)
 
 
 def _rms_norm_quantize(implementation: Any) -> Any:
@@ -144,7 +135,7 @@ def rms_norm_quantize(
     keep_output: bool,
 ) -> list[torch.Tensor]:
     """[y if keep_output, rstd, *buffers]: (y, rstd) = te.rms_norm(...), buffers = te.quantize(y)."""
-    return ([_like(x)] if keep_output else []) + [_per_row(x)] + quantized_fake(x, quantizer)
+    return ([like(x)] if keep_output else []) + [row_statistic(x)] + quantized(x, quantizer)
 
 
 def _layer_norm_quantize(implementation: Any) -> Any:
@@ -174,4 +165,4 @@ def layer_norm_quantize(
     keep_output: bool,
 ) -> list[torch.Tensor]:
     """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm(...), buffers = te.quantize(y)."""
-    return ([_like(x)] if keep_output else []) + [_per_row(x), _per_row(x)] + quantized_fake(x, quantizer)
+    return ([like(x)] if keep_output else []) + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)

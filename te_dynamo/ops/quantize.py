@@ -5,10 +5,10 @@ import torch
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels import quantize as kernels
 from te_dynamo.ops.define import te_op
+from te_dynamo.ops.fakes import quantized
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
-from te_dynamo.tensor_proto import TensorProto
 
-__all__ = ["kernel_arguments", "quantize", "quantize_with_amax", "quantized_fake"]
+__all__ = ["kernel_arguments", "quantize", "quantize_with_amax"]
 
 
 def kernel_arguments(quantizer: Quantizer) -> tuple[torch.dtype, bool, bool, bool, float]:
@@ -17,11 +17,6 @@ def kernel_arguments(quantizer: Quantizer) -> tuple[torch.dtype, bool, bool, boo
         raise QuantizationError(f"te.quantize: no kernel for {type(quantizer).__name__}")
     q = quantizer
     return q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon
-
-
-def quantized_fake(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    """Buffers of `x` quantized, without data: what every operation that quantizes returns from its fake."""
-    return TensorProto(x.shape, x.dtype, quantizer, device=x.device).create_buffers()
 
 
 def _reference(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
@@ -40,4 +35,4 @@ def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor
 @te_op(reference=_reference, kernel=_kernel)
 def quantize(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
     """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers."""
-    return quantized_fake(x, quantizer)
+    return quantized(x, quantizer)

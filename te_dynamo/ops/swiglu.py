@@ -6,21 +6,17 @@ import torch
 
 from te_dynamo.kernels import swiglu as kernels
 from te_dynamo.ops.define import te_op
-from te_dynamo.ops.quantize import kernel_arguments, quantized_fake
+from te_dynamo.ops.fakes import like, quantized
+from te_dynamo.ops.quantize import kernel_arguments
 from te_dynamo.quantizers import Quantizer
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["swiglu", "swiglu_backward", "swiglu_backward_quantize", "swiglu_quantize"]
-
-
-def _like(x: torch.Tensor) -> torch.Tensor:
-    return TensorProto(x.shape, x.dtype, device=x.device).create_tensor()
 
 
 @te_op(reference=kernels.swiglu_backward_reference, kernel=kernels.swiglu_backward)
 def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(dgate, dup) of silu(gate) * up."""
-    return _like(gate), _like(up)
+    return like(gate), like(up)
 
 
 def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -39,7 +35,7 @@ def _swiglu_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 )
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, equal shapes and dtypes."""
-    return _like(gate)
+    return like(gate)
 
 
 def _swiglu_quantize(implementation: Any) -> Any:
@@ -57,7 +53,7 @@ def swiglu_quantize(
     gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
 ) -> list[torch.Tensor]:
     """[y if keep_output, *buffers]: y = te.swiglu(gate, up), buffers = te.quantize(y)."""
-    return ([_like(gate)] if keep_output else []) + quantized_fake(gate, quantizer)
+    return ([like(gate)] if keep_output else []) + quantized(gate, quantizer)
 
 
 def _swiglu_backward_quantize(implementation: Any) -> Any:
@@ -77,5 +73,5 @@ def swiglu_backward_quantize(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
 ) -> list[torch.Tensor]:
     """[dgate, dup if keep_output, *te.quantize(dgate), *te.quantize(dup)], both with the same quantizer."""
-    kept = [_like(gate), _like(up)] if keep_output else []
-    return kept + quantized_fake(gate, quantizer) + quantized_fake(up, quantizer)
+    kept = [like(gate), like(up)] if keep_output else []
+    return kept + quantized(gate, quantizer) + quantized(up, quantizer)

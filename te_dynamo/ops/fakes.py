@@ -1,0 +1,42 @@
+"""What fakes return: tensors without data, every one made from a TensorProto."""
+
+import math
+
+import torch
+
+from te_dynamo.quantizers import Quantizer
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["column_sums", "like", "of_proto", "plain", "quantized", "row_statistic"]
+
+
+def of_proto(proto: TensorProto) -> torch.Tensor:
+    """The plain tensor that `proto` describes."""
+    tensor = proto.create_tensor()
+    assert isinstance(tensor, torch.Tensor), "a quantized proto gives buffers: use `quantized`"
+    return tensor
+
+
+def plain(shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """A tensor of that shape and dtype on x's device."""
+    return of_proto(TensorProto(shape, dtype, device=x.device))
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of x's shape, dtype and device."""
+    return plain(tuple(x.shape), x.dtype, x)
+
+
+def row_statistic(x: torch.Tensor) -> torch.Tensor:
+    """One fp32 number a row of x read as [M, K]: shape (M,)."""
+    return plain((math.prod(x.shape[:-1]),), torch.float32, x)
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """One fp32 number a column of x read as [M, K]: shape (K,)."""
+    return plain((x.shape[-1],), torch.float32, x)
+
+
+def quantized(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    """The buffers of x quantized, in the order of `TensorProto.inner_names`."""
+    return TensorProto(tuple(x.shape), x.dtype, quantizer, device=x.device).create_buffers()
