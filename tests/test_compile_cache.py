@@ -21,13 +21,14 @@ PROGRAM = textwrap.dedent(
     class MLP(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.up, self.down = torch.nn.RMSNorm(32, eps=1e-5), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+            self.norm, self.up, self.down = torch.nn.RMSNorm(32), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
         def forward(self, x):
             return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
     torch.manual_seed(0)
-    model = torch.compile(MLP().bfloat16(), backend="te", options=options)
-    model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().sum().backward()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.compile(MLP().to(device, torch.bfloat16), backend="te", options=options)
+    model(torch.randn(16, 32, device=device, dtype=torch.bfloat16)).float().square().sum().backward()
     print(json.dumps({
         "fx_hit": counters["inductor"]["fxgraph_cache_hit"], "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
         "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
@@ -75,6 +76,13 @@ def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
 
     again = compile_in_new_process(tmp_path)
     assert (again["aot_hit"], again["aot_miss"]) == (1, 0)
+
+
+@pytest.mark.gpu
+def test_second_process_hits_on_a_gpu(tmp_path: Path) -> None:
+    assert compile_in_new_process(tmp_path)["aot_miss"] == 1
+    warm = compile_in_new_process(tmp_path)
+    assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
 
 
 def test_key_covers_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
