@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,9 @@ import models
 pytestmark = pytest.mark.gpu
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "swiglu": lambda: models.SwiGLUMLP(256, 512),
+    "swiglu": lambda: models.GatedMLP(256, 512),
     "gelu": lambda: models.GeluMLP(256, 512),
-    "block": lambda: models.LlamaBlock(256, 512, 4, 2),
+    "block": lambda: models.llama_block(256, 512, 4, 2),
 }
 
 
@@ -43,7 +44,8 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tor
     y = model(x)
     torch.manual_seed(1)
     y.backward(torch.randn_like(y))
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    named = ((name.removeprefix("_orig_mod."), p) for name, p in model.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
     assert x.grad is not None
     return y.detach().clone(), {**gradients, "x": x.grad.clone()}
 
@@ -96,7 +98,7 @@ def test_inductors_code_launches_kernels_without_a_dispatcher_call() -> None:
     source = "\n".join(codes)
     assert "torch.ops.te" not in source
     for kernel in ("gemm_kernel", "norm_cast_kernel", "activation_write_kernel", "quantize_cast_kernel"):
-        assert f"{kernel}_0.run(" in source or f"{kernel}_1.run(" in source, kernel
+        assert re.search(rf"{kernel}_\d+\.run\(", source), kernel
 
 
 def test_every_operation_is_lowered_to_triton() -> None:
