@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch import Tensor, nn
 
 from te_dynamo import capture
 from te_dynamo.capture import Captured
@@ -184,16 +184,11 @@ def kernels_everywhere() -> Iterator[None]:
         yield
 
 
-def launches(graph: fx.Graph) -> list[str]:
-    """A line for each Triton launch in order: the kernel, and the arguments that it writes.
+def launches(text: str) -> str:
+    """Of a graph's text a line for each Triton launch: the kernel, and the arguments that it writes.
 
     Grids, tile sizes and the other arguments are left out: they belong to the kernels, and change with them.
     """
-    lines = []
-    for node in graph.nodes:
-        if "kernel_idx" in node.kwargs:
-            kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-            while not hasattr(kernel, "__name__"):
-                kernel = kernel.fn  # an autotuner around the jitted function
-            lines.append(f"{kernel.__name__} -> {', '.join(node.meta['val'])}")
-    return lines
+    found = re.findall(r"^\S+: \{(.*)\} = triton\.(\w+)\[", text, re.MULTILINE)
+    names = [(kernel, ", ".join(re.findall(r"(\w+): ", written))) for written, kernel in found]
+    return "\n".join(f"{kernel} -> {written}" for kernel, written in names)

@@ -57,7 +57,7 @@ return add_1""",
 
 
 def test_joint(graphs: dict[str, str]) -> None:
-    """Nine linears' worth of operands in 11 forward and 7 backward quantizations: q/k/v and gate/up share theirs."""
+    """Seven linears in 18 quantizations: 7 weights, 7 gradients, 4 inputs, since q, k and v share theirs, and gate and up."""
     assert_expected_inline(
         graphs["joint"],
         """\
