@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,15 +33,15 @@ __all__ = ["lower"]
 def lower(graph: Graph) -> list[tuple[str, str]]:
     """Rewrites in place; returns (operation, what runs it) of each te node. Raises LoweringError for one it cannot lower."""
     done = []
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not is_te(node.target):
-            continue
+    waiting = deque(_te_nodes(graph.nodes))
+    while waiting:
+        node = waiting.popleft()
         name = str(node.target).removesuffix(".default")
         device = _device(node)
         if node.target not in KERNELS:
             raise LoweringError(f"{name} has no implementation to lower to{_where(node)}")
         if node.target in REFERENCE_ONLY:
-            _inline(graph, node)
+            waiting.extendleft(reversed(_te_nodes(_inline(graph, node))))  # te.linear is made of te operations
             done.append((name, "Inductor"))
         elif kernels_available(device).ok:
             _inline(graph, node)
@@ -51,6 +52,10 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
     return done
 
 
+def _te_nodes(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.op == "call_function" and is_te(node.target)]
+
+
 def _launches(node: Node) -> Callable[..., Any]:
     """What is traced in place of `node`: a function of the operation's own arguments."""
     if node.target is quantize and written_by_inductor(node.args[0]):
@@ -59,8 +64,8 @@ def _launches(node: Node) -> Callable[..., Any]:
     return KERNELS[node.target]
 
 
-def _inline(graph: Graph, node: Node) -> None:
-    """Replaces `node` by the traced nodes of its implementation."""
+def _inline(graph: Graph, node: Node) -> list[Node]:
+    """Replaces `node` by the traced nodes of its implementation, and returns them in order."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
@@ -83,12 +88,14 @@ def _inline(graph: Graph, node: Node) -> None:
             traced = trace(*values)
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{_where(node)}: {error}") from error
-    results = _copy_into(graph, traced, node, inputs)
-    _replace(graph, node, results)
+    copies = _copy_into(graph, traced, node, inputs)
+    output = next(n for n in traced.graph.nodes if n.op == "output")
+    _replace(graph, node, [copies[result] for result in output.args[0]])
+    return [copies[n] for n in traced.graph.nodes if n.op == "call_function"]
 
 
-def _copy_into(graph: Graph, traced: torch.fx.GraphModule, node: Node, inputs: list[Node]) -> list[Node]:
-    """Copies the traced nodes before `node`; returns the nodes of its results."""
+def _copy_into(graph: Graph, traced: torch.fx.GraphModule, node: Node, inputs: list[Node]) -> dict[Node, Node]:
+    """Copies the traced nodes before `node`; returns the copy of each, the placeholders' being `inputs`."""
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
     for original in traced.graph.nodes:
@@ -103,8 +110,7 @@ def _copy_into(graph: Graph, traced: torch.fx.GraphModule, node: Node, inputs: l
             **original.meta,
         }
         copies[original] = copied
-    output = next(n for n in traced.graph.nodes if n.op == "output")
-    return [copies[result] for result in output.args[0]]
+    return copies
 
 
 def _replace(graph: Graph, node: Node, results: list[Node]) -> None:

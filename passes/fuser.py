@@ -14,8 +14,9 @@ order inside a fusion file does not matter; running the fuser twice changes noth
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch.fx import Graph
 
@@ -46,45 +47,60 @@ _KINDS = {
 _registered: dict[str, list[Fusion]] = {"joint": [], "forward": [], "backward": []}
 
 
-def _register(phase: str, fusion: Fusion) -> contextlib.AbstractContextManager[Fusion]:
+class _Registration(contextlib.AbstractContextManager["Fusion"]):
+    """What registering gives back: to call, the fusion itself, so that `register_*` decorates; as a context, its scope."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        functools.update_wrapper(self, fusion)
+
+    def __call__(self, graph: Graph) -> int:
+        return self.fusion(graph)
+
+    def __enter__(self) -> Fusion:
+        return self.fusion
+
+    def __exit__(self, *_: object) -> None:
+        unregister_fusion(self.fusion)
+
+
+def _register(phase: str, fusion: Fusion) -> _Registration:
+    fusion = _plain(fusion)
     if not callable(fusion):
         raise TypeError(f"a fusion is a function of a graph, got {type(fusion).__name__}")
     if any(fusion in fusions for fusions in _registered.values()):
         raise ValueError(f"fusion {_name(fusion)} is registered already; unregister_fusion() it first")
     _registered[phase].append(fusion)
-
-    @contextlib.contextmanager
-    def scope() -> Iterator[Fusion]:
-        try:
-            yield fusion
-        finally:
-            unregister_fusion(fusion)
-
-    return scope()
+    return _Registration(fusion)
 
 
-def register_forward_backward_fusion(fusion: Fusion) -> contextlib.AbstractContextManager[Fusion]:
-    """Registers a joint fusion. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
+def register_forward_backward_fusion(fusion: Fusion) -> _Registration:
+    """Registers a joint fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
     return _register("joint", fusion)
 
 
-def register_forward_fusion(fusion: Fusion) -> contextlib.AbstractContextManager[Fusion]:
-    """Registers a forward fusion. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
+def register_forward_fusion(fusion: Fusion) -> _Registration:
+    """Registers a forward fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
     return _register("forward", fusion)
 
 
-def register_backward_fusion(fusion: Fusion) -> contextlib.AbstractContextManager[Fusion]:
-    """Registers a backward fusion. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
+def register_backward_fusion(fusion: Fusion) -> _Registration:
+    """Registers a backward fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
     return _register("backward", fusion)
 
 
 def unregister_fusion(fusion: Fusion) -> None:
     """Takes a registered fusion out again. Raises ValueError if it is not registered."""
+    fusion = _plain(fusion)
     for fusions in _registered.values():
         if fusion in fusions:
             fusions.remove(fusion)
             return
     raise ValueError(f"fusion {_name(fusion)} is not registered")
+
+
+def _plain(fusion: Fusion) -> Fusion:
+    return fusion.fusion if isinstance(fusion, _Registration) else fusion
 
 
 def fusion_key() -> str:
@@ -110,16 +126,20 @@ def _run(fusion: Fusion, graph: Graph) -> int:
     for _ in range(_MOST_ROUNDS):
         try:
             times = fusion(graph)
+            if times:
+                graph.lint()
         except Exception as error:
-            raise TeError(
-                f'fusion {_name(fusion)} failed: {error}. options={{"fusions": False}} compiles the model without it'
-            ) from error
+            raise _error(fusion, f"failed: {error}") from error
         if not isinstance(times, int):
-            raise TeError(f"fusion {_name(fusion)} must return how often it fired, got {times!r}")
+            raise _error(fusion, f"must return how often it fired, got {times!r}")
         if times == 0:
             return total
         total += times
-    raise TeError(f"fusion {_name(fusion)} fired {_MOST_ROUNDS} times in a row without coming to an end")
+    raise _error(fusion, f"fired {_MOST_ROUNDS} times in a row without coming to an end")
+
+
+def _error(fusion: Fusion, problem: str) -> TeError:
+    return TeError(f'fusion {_name(fusion)} {problem}. options={{"fusions": False}} compiles the model without it')
 
 
 def _name(fusion: Fusion) -> str:
@@ -127,7 +147,10 @@ def _name(fusion: Fusion) -> str:
 
 
 def _source(fusion: Fusion) -> str:
+    """Its text, and the values it closes over: a factory's fusions differ in these alone."""
     try:
-        return inspect.getsource(fusion)
-    except (OSError, TypeError):
+        source = inspect.getsource(fusion)
+        cells = [cell.cell_contents for cell in getattr(fusion, "__closure__", None) or ()]
+    except (OSError, TypeError, ValueError):  # no source, not a function, a cell that is empty still
         return repr(fusion)
+    return f"{source}{cells!r}{getattr(fusion, '__defaults__', None)!r}"

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from te_dynamo.errors import TeError
+from te_dynamo.graph_names import name_inputs
 from te_dynamo.graph_text import graph_text
 from te_dynamo.report import Report
 
@@ -183,10 +184,23 @@ def record(stage: str, graph: fx.Graph, index: int) -> None:
         return
     if stage not in STAGES:
         raise MissingStageError(f"te_dynamo: no stage {stage!r}; the stages are {', '.join(STAGES)}")
-    entry = (graph_text(graph), _copy_graph(graph))
+    copy = _copy_graph(graph)
     with _lock:
+        name_inputs(copy, stage, _earlier(index))
+        entry = (graph_text(copy), copy)
         for captured in _captures:
             captured._graphs.setdefault(stage, {})[captured._number(index)] = entry
+
+
+def _earlier(index: int) -> dict[str, fx.Graph]:
+    """The stages that Dynamo graph `index` has passed while anybody captured."""
+    return {
+        stage: numbered[captured._order[index]][1]
+        for captured in _captures
+        if index in captured._order
+        for stage, numbered in captured._graphs.items()
+        if captured._order[index] in numbered
+    }
 
 
 def publish(report: Report, index: int) -> None:

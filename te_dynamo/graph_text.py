@@ -9,8 +9,11 @@
 
 What torch decides and may change is left out: its node numbers (values are numbered per operation), its
 symbols (s0, s1 by first appearance), overload names, `getitem` nodes of tuples (folded into their use),
-arguments at their default and addresses. What a reader needs stays: order, operands, shapes, dtypes,
-constants. Works on Torch-IR graphs and on aten graphs.
+arguments at their default and addresses; a cast is `x.to(f32)` in whatever operation it is written. What a
+reader needs stays: order, operands, shapes, dtypes, constants. Works on Torch-IR graphs and on aten graphs.
+
+An input is called what its `meta[NAME]` says, where te_dynamo.capture has put the user's name there
+("fc1.weight") or the forward graph's ("quantize[1]"), and otherwise what torch calls it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["DTYPE_NAMES", "graph_text"]
+__all__ = ["DTYPE_NAMES", "NAME", "graph_text", "input_name", "output_names"]
+
+NAME = "te_dynamo_name"
+"""Key of a placeholder's meta: the name to print it under."""
 
 DTYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -73,6 +79,15 @@ def graph_text(graph: fx.Graph | fx.GraphModule) -> str:
     if not isinstance(graph, fx.Graph):
         raise TypeError(f"graph_text: expected torch.fx.Graph or GraphModule, got {type(graph).__name__}")
     return "\n".join(_Printer(graph, _Symbols()).lines())
+
+
+def output_names(graph: fx.Graph) -> list[tuple[str, Any]]:
+    """(name in graph_text, value) of each result that `graph` returns; the value None where it is no node."""
+    printer = _Printer(graph, _Symbols())
+    printer.lines()
+    results = next(iter(graph.find_nodes(op="output"))).args[0]
+    results = results if isinstance(results, (tuple, list)) else [results]
+    return [(printer._argument(r), _value(r) if isinstance(r, fx.Node) else None) for r in results]
 
 
 class _Symbols:
@@ -164,7 +179,7 @@ class _Printer:
         while name in self._taken:
             number += 1
             name = f"{base}_{number}"
-        self._taken.add(name)
+        self._taken.update((name, name.split("[")[0]))  # beside an input "quantize[1]", no other value is "quantize"
         self._names[node] = name
         return name
 
@@ -172,7 +187,7 @@ class _Printer:
         value = _value(node)
         if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
             return self._symbols.text(value)
-        return _clean_placeholder(str(node.target))
+        return node.meta.get(NAME) or input_name(str(node.target))
 
     # calls
 
@@ -195,6 +210,8 @@ class _Printer:
             return f"{self._argument(sliced)}[{', '.join(map(self._argument, items))}]", "getitem"
         if "kernel_idx" in node.kwargs:
             return self._kernel_launch(node)
+        if (dtype := _cast_to(node)) is not None:
+            return f"{self._argument(node.args[0])}.to({self._argument(dtype)})", "to"
         name = _callable_name(target)
         text = f"{name}({self._arguments(*_normalized(target, node.args, node.kwargs))})"
         return text, name.split(".")[-1].strip("_")
@@ -291,7 +308,17 @@ def _is_projection(node: fx.Node) -> bool:
     return isinstance(value, (tuple, list, dict)) or value is _UNKNOWN
 
 
-def _clean_placeholder(name: str) -> str:
+def _cast_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype that `node` casts to, if it does nothing else: eager graphs and Inductor's spell it differently."""
+    dtype = None
+    if node.target is torch.ops.prims.convert_element_type.default:
+        dtype = node.args[1]
+    elif node.target is torch.ops.aten._to_copy.default and list(node.kwargs) == ["dtype"]:
+        dtype = node.kwargs["dtype"]
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def input_name(name: str) -> str:
     """Dynamo's `L_self_modules_fc1_parameters_weight_` as "fc1.weight"; AOTAutograd's names as they are."""
     if re.fullmatch(r"(primals|tangents)_\d+|arg\d+_\d+", name):
         return name

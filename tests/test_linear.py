@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_dynamo.errors import TeError
-from te_dynamo.ops.linear import LinearConfig
+from te_dynamo.ops.linear import LinearConfig, LinearFwdArgs, linear_forward
 from te_dynamo.recipe import Float8CurrentScaling
 
 CONFIG = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)
@@ -95,3 +96,27 @@ def test_operands_that_are_not_contiguous() -> None:
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     (gradient,) = torch.autograd.grad(y.t().contiguous().sum(), wide)
     assert gradient.shape == wide.shape
+
+
+class TargetsSeen(TorchDispatchMode):
+    """The names of what is dispatched outside our operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_two_dimensional_operands_need_no_view() -> None:
+    """The GEMM's [M, N] is the output as it is: no view of it in the graph, none to pay for in eager."""
+    _, weight, bias = operands(6)
+    for leading, views in (((6,), 0), ((2, 3), 1)):
+        seen = TargetsSeen()
+        with torch.no_grad(), seen:
+            linear_forward(LinearFwdArgs(torch.randn(*leading, 32, dtype=torch.bfloat16), weight, bias, CONFIG))
+        assert (
+            sum(name.startswith(("aten::view", "aten::reshape", "aten::_unsafe_view")) for name in seen.names) == views
+        )

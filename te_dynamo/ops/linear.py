@@ -130,7 +130,12 @@ def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
     if config.input_requires_grad:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=True)
-    return product.reshape(*args.x.shape[:-1], args.weight.shape[0]), to_save
+    return _with_leading(product, args.x), to_save
+
+
+def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """product [M, N] with the leading dimensions of `like` [..., K], whose product M is; no view where that is [M, K]."""
+    return product if like.dim() == 2 else product.reshape(*like.shape[:-1], product.shape[-1])
 
 
 def linear_forward_fake(args: LinearFwdArgs) -> tuple[TensorProto, list[torch.Tensor]]:
@@ -180,7 +185,7 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
             args.x_dtype,
             config.dgrad_fast_accum,
         )
-        dx = dx.reshape(*dy.shape[:-1], dx.shape[-1])
+        dx = _with_leading(dx, dy)
     if args.requires_wgrad:
         operand = quantizer.operand(dy_buffers, columnwise=True)
         dweight = gemm(*operand, args.x_columnwise, args.x_scale_inv, None, args.weight_dtype, config.wgrad_fast_accum)
