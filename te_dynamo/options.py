@@ -73,6 +73,10 @@ def _recipe(value: Any) -> Recipe | None:
 
 
 def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidOptionError(
+            f"te_dynamo: rules must be a list of (regular expression, recipe or None) pairs, got {value!r}"
+        )
     checked = []
     for index, rule in enumerate(value):
         if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
@@ -85,7 +89,10 @@ def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
             raise InvalidOptionError(
                 f"te_dynamo: rules[{index}]: {rule[0]!r} is not a regular expression: {error}"
             ) from None
-        checked.append((rule[0], _recipe(rule[1])))
+        try:
+            checked.append((rule[0], _recipe(rule[1])))
+        except InvalidOptionError as error:
+            raise InvalidOptionError(f"{error} (in rules[{index}])") from None
     return tuple(checked)
 
 
@@ -97,11 +104,24 @@ def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str,
     if mode is not None and mode != "default" and mode not in modes:
         raise InvalidOptionError.unknown("mode", mode, [*modes, "default"])
     result: dict[str, Any] = dict(modes.get(mode or "default", {}))
-    known = {name.replace("-", "_"): name for name in inductor.list_options()}
+    known = inductor.list_options()
     for name, value in options.items():
         if name in _OWN:
             continue
-        if name.replace("-", "_") not in known:
-            raise InvalidOptionError.unknown("option", name, [*_OWN, *known])
-        result[name.replace("-", "_")] = value
+        theirs = str(name).replace("-", "_")
+        if theirs not in known:
+            raise InvalidOptionError.unknown("option", name, _OWN, known, "those of torch._inductor.list_options()")
+        _check_type(theirs, value)
+        result[theirs] = value
     return result
+
+
+def _check_type(name: str, value: Any) -> None:
+    """As torch.compile's own backend does: a plain type is checked, a generic or a union is not."""
+    from torch._inductor import config
+
+    wanted = config.get_type(name)  # type: ignore[attr-defined]
+    if isinstance(wanted, type) and wanted is not Any and not isinstance(value, wanted):
+        raise InvalidOptionError(
+            f"te_dynamo: Inductor's option {name!r} takes a value of type {wanted.__name__}, got {value!r}"
+        )

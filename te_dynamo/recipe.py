@@ -43,7 +43,8 @@ class Recipe:
 class Float8CurrentScaling(Recipe):
     """One fp32 scale a tensor, from the tensor's present amax.
 
-    forward_format, backward_format: "e4m3" or "e5m2".
+    forward_format: "e4m3". backward_format: "e4m3" or "e5m2". FP8 tensor cores do not multiply e5m2 by e5m2, and an input
+        and a weight have one format. Raises InvalidOptionError for another.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of amax before the scale is computed.
     """
@@ -55,8 +56,11 @@ class Float8CurrentScaling(Recipe):
     power_of_two_scales: bool = False
     amax_epsilon: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.input_quantizer(), self.grad_output_quantizer()  # a bad field is an error here, not at the first linear
+    def __post_init__(self) -> None:  # a bad field is an error here, not at the first linear
+        for field, formats in (("forward_format", ("e4m3",)), ("backward_format", ("e4m3", "e5m2"))):
+            if getattr(self, field) not in formats:
+                raise InvalidOptionError.unknown(field, getattr(self, field), formats)
+        self.input_quantizer()
 
     def _quantizer(self, fp8_format: str) -> Float8CurrentScalingQuantizer:
         return Float8CurrentScalingQuantizer(

@@ -40,4 +40,9 @@ __all__ = ["match"]
 def match(gm: fx.GraphModule, options: Options, report: Report) -> None:
     """Rewrites Dynamo's graph `gm` in place and appends a MatchRecord to `report.matches` for every linear
     and for every norm and activation that was matched or left."""
-    report.matches.extend(Matcher(options).match(gm))
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
+    # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
+    # that saves: recomputation, which does not compile, would save less.
+    with _disable_saved_tensors_hooks_during_tracing():
+        report.matches.extend(Matcher(options).match(gm))

@@ -27,6 +27,7 @@ from te_dynamo.passes.match.values import (
     emit_getitem,
     emit_method,
     erase_unused,
+    fixed,
     left_as_plain,
     tensor_of,
 )
@@ -118,14 +119,14 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
     shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
     if len(shape) != 2 or rank < 1:
         return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
-    n, k = shape
-    if not (isinstance(n, int) and isinstance(k, int)):
-        return f"its weight has the dynamic shape [{n}, {k}]; te.linear needs N and K fixed"
+    n, k = map(fixed, shape)
+    if n is None or k is None:
+        return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
     if n % ALIGNMENT or k % ALIGNMENT or not n or not k:
         return f"N = {n}, K = {k}: FP8 GEMMs need N and K to be multiples of {ALIGNMENT}"
-    if any(isinstance(size, int) and size == 0 for size in tensor_of(x).shape[:-1]):
+    if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
     return ""
 

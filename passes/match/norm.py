@@ -25,7 +25,10 @@ from te_dynamo.passes.match.values import (
     emit,
     emit_getitem,
     erase_unused,
+    fixed,
+    is_number,
     left_as_plain,
+    number,
     tensor_of,
 )
 from te_dynamo.passes.match.where import module_path, source_line
@@ -43,7 +46,7 @@ class Norm:
 
     nodes:   the user's nodes, `last` at the end.
     weights: weight for rms_norm, (weight, bias) for layer_norm; [N] each, or None.
-    options: what follows them in the operation's schema.
+    options: what follows them in the operation's schema, eps first.
     """
 
     kind: str
@@ -98,8 +101,9 @@ def replace_norm(norm: Norm) -> MatchRecord:
     if reason:
         return left_norm(norm.kind, last, reason)
     graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
+    eps, *flags = norm.options
     with graph.inserting_before(last):
-        new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, *norm.options), last), 0)
+        new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *flags), last), 0)
     record = _record(norm.kind, last)
     last.replace_all_uses_with(new)
     erase_unused(graph, norm.nodes)
@@ -113,14 +117,15 @@ def _reason(norm: Norm) -> str:
     if out.dtype != x.dtype:
         dtypes = f"its output is {dtype_name(out.dtype)}, its input {dtype_name(x.dtype)}"
         return f"{dtypes}; te.{norm.kind} keeps the dtype"
-    if not isinstance(x.shape[-1], int):
+    columns = fixed(x.shape[-1])
+    if columns is None:
         return f"its last dimension is dynamic ({x.shape[-1]})"
     for weight in norm.weights:
-        if weight is not None and tuple(tensor_of(weight).shape) != (x.shape[-1],):
-            return f"its weight or bias has shape {list(tensor_of(weight).shape)}; expected [{x.shape[-1]}]"
+        if weight is not None and tuple(tensor_of(weight).shape) != (columns,):
+            return f"its weight or bias has shape {list(tensor_of(weight).shape)}; expected [{columns}]"
         if weight is not None and tensor_of(weight).dtype not in FLOATS:
             return f"its weight or bias is {dtype_name(tensor_of(weight).dtype)}"
-    if not isinstance(norm.options[0], (int, float)):
+    if not is_number(norm.options[0]):
         return "its eps is not a Python number"
     return ""
 

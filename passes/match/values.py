@@ -22,7 +22,10 @@ __all__ = [
     "emit_getitem",
     "emit_method",
     "erase_unused",
+    "fixed",
+    "is_number",
     "left_as_plain",
+    "number",
     "sole_user",
     "tensor_of",
 ]
@@ -60,6 +63,24 @@ def arguments(node: fx.Node, *names: str) -> dict[str, Any] | None:
     if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
         return None
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def fixed(size: int | torch.SymInt) -> int | None:
+    """A size as a Python int, also where Dynamo traced it as a symbol that the graph has since fixed to one value; None
+    where it is dynamic."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def is_number(argument: Any) -> bool:
+    """Whether a call's argument is a Python number, or was one until torch.compile(dynamic=True) made it an input."""
+    if isinstance(argument, fx.Node):
+        argument = argument.meta.get("example_value")
+    return isinstance(argument, (int, float, torch.SymInt, torch.SymFloat))
+
+
+def number(argument: Any) -> float:
+    """The value of what `is_number` accepts. Of an input it becomes a guard, and Dynamo traces anew with the number."""
+    return float(argument.meta["example_value"] if isinstance(argument, fx.Node) else argument)
 
 
 def sole_user(node: fx.Node) -> fx.Node | None:
