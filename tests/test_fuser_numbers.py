@@ -1,0 +1,177 @@
+"""Fusing changes no bit: outputs and every gradient, with and without the fusions, on the CPU's reference path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from snapshot_models import FFN, HIDDEN, MODELS, Result, compiled_run, shape_for
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_dynamo import capture
+
+
+def assert_same_bits(fused: Result, plain: Result) -> None:
+    """Equal in every bit, but for the sign of zero."""
+    pairs = {f"output {i}": pair for i, pair in enumerate(zip(fused.outputs, plain.outputs, strict=True))}
+    pairs |= {name: (gradient, plain.gradients[name]) for name, gradient in fused.gradients.items()}
+    for name, (a, b) in pairs.items():
+        assert a.dtype == b.dtype and a.isfinite().all(), name
+        assert torch.equal(a, b), f"{name} differs by {(a - b).abs().max()}"
+        assert a.count_nonzero() > 0, f"{name} is all zero: nothing was compared"
+
+
+def compare(model: type[nn.Module], shape: Sequence[int], dtype: torch.dtype) -> dict[str, str]:
+    """Compares a run with fusions to one without; returns the fused graphs' texts."""
+    torch.manual_seed(2)
+    x = torch.randn(*shape).to(dtype)
+    with capture() as graphs:
+        fused = compiled_run(model, {"codegen": "eager"})(x)
+    assert graphs.reports[0].fusions, "nothing was fused"
+    assert all(match.matched for match in graphs.reports[0].matches)
+    assert_same_bits(fused, compiled_run(model, {"codegen": "eager", "fusions": False})(x))
+    return {stage: graphs[stage] for stage in graphs.stages}
+
+
+ALL = [
+    pytest.param(name, rows, dtype, marks=pytest.mark.slow if name == "block" and rows == 1 else ())
+    for name in MODELS
+    for rows in (1, 19)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "dtype"), ALL)
+def test_fused_training_equals_unfused(name: str, rows: int, dtype: torch.dtype) -> None:
+    compare(MODELS[name], shape_for(MODELS[name], rows), dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_inference_equals_unfused(name: str) -> None:
+    x = torch.randn(*shape_for(MODELS[name], 19), dtype=torch.bfloat16)
+    fused, plain = (compiled_run(MODELS[name], {"codegen": "eager", "fusions": on})(x, False) for on in (True, False))
+    assert_same_bits(fused, plain)
+
+
+# ---- a result that is written in FP8 and read in the model's precision too (keep_output)
+
+
+class NormReadTwice(nn.Module):
+    """The norm's result is also the residual, as in models that normalise the stream itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.RMSNorm(HIDDEN, eps=1e-5), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return h + self.fc(h)
+
+
+class LayerNormReturned(nn.Module):
+    """The LayerNorm's result is also an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(x)
+        return self.fc(h), h
+
+
+class ActivationReadTwice(nn.Module):
+    """Two linears and a product read one GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.a, self.b = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN), nn.Linear(FFN, FFN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.gelu(self.up(x), approximate="tanh")
+        return self.a(h), self.b(h) * h
+
+
+class SwigluReadTwice(nn.Module):
+    """SwiGLU's result is also an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.silu(self.gate(x)) * self.up(x)
+        return self.down(h), h
+
+
+class GradientReadTwice(nn.Module):
+    """The gradient of the activation's input goes to the linear, in FP8, and to a parameter that was added, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+        self.shift = nn.Parameter(torch.zeros(FFN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x) + self.shift))
+
+
+class SwigluGradientsReadTwice(nn.Module):
+    """The same for both gradients of SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+        self.shift = nn.Parameter(torch.zeros(FFN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x) + self.shift) * (self.up(x) + self.shift))
+
+
+KEPT = {
+    NormReadTwice: ("forward", "te.rms_norm_quantize"),
+    LayerNormReturned: ("forward", "te.layer_norm_quantize"),
+    ActivationReadTwice: ("forward", "te.activation_quantize"),
+    SwigluReadTwice: ("forward", "te.swiglu_quantize"),
+    GradientReadTwice: ("backward", "te.activation_backward_quantize"),
+    SwigluGradientsReadTwice: ("backward", "te.swiglu_backward_quantize"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", KEPT)
+def test_a_result_read_in_both_precisions_is_kept(model: type[nn.Module], dtype: torch.dtype) -> None:
+    """One operation writes both; the numbers are those of the two by themselves."""
+    stage, operation = KEPT[model]
+    text = compare(model, (19, HIDDEN), dtype)[stage]
+    lines = [line for line in text.splitlines() if f"= {operation}(" in line]
+    assert len(lines) == 1 and "keep_output=True" in lines[0]
+
+
+# ---- a forward that is recomputed
+
+
+class Checkpointed(nn.Module):
+    """A SwiGLU MLP under torch.utils.checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MODELS["swiglu"]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=False)
+
+
+def test_a_recomputed_forward_is_fused_in_the_backward_graph() -> None:
+    """Forward saves the input only; backward makes the column copies that it needs, and those alone."""
+    texts = compare(Checkpointed, (19, HIDDEN), torch.bfloat16)
+    forward, backward = texts["forward"], texts["backward"]
+    assert "te.rms_norm_quantize(" in forward and "te.swiglu_quantize(" in forward
+    assert "row+column" not in forward, "forward made column copies that nobody saves"
+    assert "te.rms_norm_quantize(" in backward and "te.swiglu_backward_quantize(" in backward
+    (swiglu,) = [line for line in backward.splitlines() if "= te.swiglu_quantize(" in line]
+    assert "e4m3[column]" in swiglu
