@@ -86,7 +86,7 @@ def test_inductor_computes_what_the_graphs_say(name: str, dtype: torch.dtype) ->
     assert relative(through_inductor[0], as_they_are[0]) < 5e-3
     assert 0 < relative(through_inductor[0], exact[0]) < 0.08
     for parameter, gradient in through_inductor[1].items():
-        assert relative(gradient, as_they_are[1][parameter]) < 2e-2, parameter
+        assert relative(gradient, as_they_are[1][parameter]) < 5e-2, parameter
         assert relative(gradient, exact[1][parameter]) < 0.15, parameter
 
 
