@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 __all__ = ["amax_by_rows", "written_by_inductor"]
 
@@ -29,5 +30,7 @@ def written_by_inductor(tensor: Node) -> bool:
 
 
 def amax_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """max|x| in fp32, shape [1], rows first: the row maxima fuse with a kernel that works by rows. NaN propagates."""
+    """max|x| in fp32, shape [1], rows first: the row maxima fuse with a kernel that works by rows. NaN propagates, no rows give 0."""
+    if guard_or_false(x.numel() == 0):
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
     return x.abs().amax(-1).amax().to(torch.float32).reshape(1)

@@ -293,6 +293,15 @@ def test_amax_by_rows_is_the_amax(dtype: torch.dtype, special: float | None) -> 
     torch.testing.assert_close(amax, x.float().abs().max().reshape(1), rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_tensor_without_rows(gpu: None) -> None:
+    """An expert that got no token: its amax is 0, and nothing fails while compiling."""
+    assert amax_by_rows(torch.empty(0, 64, dtype=torch.bfloat16, device="cuda")).shape == (1,)
+    graph = fx.Graph()
+    total = call(graph, aten.add.Tensor, *inputs(graph, bf16(0, 64), bf16(0, 64)))
+    lower(finish(graph, call(graph, te.quantize.default, total, ROWS)))
+    assert not any(is_te(target) for target in targets(graph))
+
+
 # ---- whole models
 
 
