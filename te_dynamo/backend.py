@@ -29,6 +29,7 @@ from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import fuse, fusion_key
 from te_dynamo.passes.match import match
 from te_dynamo.passes.usage import drop_unread_usages
+from te_dynamo.passes.views import read_through_views
 from te_dynamo.report import Report
 
 __all__ = ["te"]
@@ -47,7 +48,7 @@ def te(
     """The backend that the entry point `te` names. Raises InvalidOptionError for an option that does not exist."""
     compilation = _Compilation(Options.parse(options, mode), Report(), begin_graph())
     gm = _private_copy(gm)
-    match(gm, compilation.options, compilation.report)
+    match(gm, compilation.options, compilation.report, example_inputs)
     compilation.record("match", gm.graph)
     _warn_if_emulated(compilation.report, gm)
     compiler = _compile_with_inductor if compilation.options.codegen == "inductor" else _compile_eager
@@ -68,14 +69,14 @@ class _Compilation:
         record(stage, graph, self.index)
 
     def joint(self, graph: Graph) -> None:
-        merge_common_subexpressions(graph)
+        self._simplify(graph)
         self._fuse(graph, "joint")
         if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
             self.record("joint", graph)
 
     def divided(self, graph: Graph, phase: str) -> None:
         if phase == "inference":  # has no joint graph before it
-            merge_common_subexpressions(graph)
+            self._simplify(graph)
         self._fuse(graph, phase)
         drop_unread_usages(graph)
         self.record(phase, graph)
@@ -84,6 +85,10 @@ class _Compilation:
         for op, runs in lower(graph):
             self.report.lowered.append((phase, op, runs))
         self.record(f"lower.{phase}", graph)
+
+    def _simplify(self, graph: Graph) -> None:
+        read_through_views(graph)
+        merge_common_subexpressions(graph)
 
     def _fuse(self, graph: Graph, phase: str) -> None:
         if self.options.fusions:

@@ -93,7 +93,7 @@ def _find_versions(found: Diagnosis) -> None:
         found.problems.append(
             f"Triton cannot be imported ({error}); install the one that torch {torch.__version__} ships with"
         )
-    found.versions += [("cuda-python", _installed("cuda-python")), ("Python", platform.python_version())]
+    found.versions += [("cuda-bindings", _installed("cuda-bindings")), ("Python", platform.python_version())]
 
 
 def _find_backend(found: Diagnosis) -> None:

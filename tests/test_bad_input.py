@@ -109,7 +109,6 @@ class Broken(nn.Module):
         return self.head(self.inner(x))
 
 
-@pytest.mark.xfail(strict=True, reason="behind a graph break a path begins at the module whose forward is compiled")
 def test_rules_find_module_paths_behind_a_graph_break() -> None:
     explanation = te_dynamo.explain(Broken(), torch.randn(4, 32), options={**EAGER, "rules": [("^head$", None)]})
     assert [(row.module, row.matched) for row in explanation.linears] == [("inner.0", True), ("head", False)]

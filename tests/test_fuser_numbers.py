@@ -175,3 +175,23 @@ def test_a_recomputed_forward_is_fused_in_the_backward_graph() -> None:
     assert "te.rms_norm_quantize(" in backward and "te.swiglu_backward_quantize(" in backward
     (swiglu,) = [line for line in backward.splitlines() if "= te.swiglu_quantize(" in line]
     assert "e4m3[column]" in swiglu
+
+
+def test_a_view_between_a_norm_and_a_linear_does_not_stop_their_fusion() -> None:
+    class Viewed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc = torch.nn.RMSNorm(64, eps=1e-5), torch.nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.norm(x).view(-1, 64)).unflatten(0, x.shape[:2])
+
+    torch.manual_seed(0)
+    model, x = Viewed().bfloat16(), torch.randn(2, 16, 64, dtype=torch.bfloat16)
+    with capture() as graphs:
+        y = torch.compile(model, backend="te", options={"codegen": "eager"})(x)
+        y.sum().backward()
+    assert "te.rms_norm_quantize" in graphs["forward"] and "te.rms_norm(" not in graphs["forward"]
+    torch._dynamo.reset()
+    unfused = torch.compile(model, backend="te", options={"codegen": "eager", "fusions": False})(x)
+    torch.testing.assert_close(y, unfused, rtol=0, atol=0)

@@ -14,6 +14,7 @@ forward, backward and what is saved.
     readers.py      what "next to a matched linear" means
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
     where.py        module path and source line of a node
+    root.py         where in the whole model these paths begin, behind a graph break too
     values.py       what a node calls, which tensor it gives, how a te node replaces it
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); that of
@@ -28,21 +29,29 @@ function in `_AFTER_LINEARS` of bodies.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import fx
 
 from te_dynamo.options import Options
 from te_dynamo.passes.match.bodies import Matcher
+from te_dynamo.passes.match.root import in_whole_model
 from te_dynamo.report import Report
 
 __all__ = ["match"]
 
 
-def match(gm: fx.GraphModule, options: Options, report: Report) -> None:
+def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: Sequence[Any] = ()) -> None:
     """Rewrites Dynamo's graph `gm` in place and appends a MatchRecord to `report.matches` for every linear
-    and for every norm and activation that was matched or left."""
+    and for every norm and activation that was matched or left.
+
+    example_inputs: what Dynamo gives a backend beside the graph; the parameters among them tell where in the whole model
+    the graph's paths begin.
+    """
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
-    with _disable_saved_tensors_hooks_during_tracing():
+    with _disable_saved_tensors_hooks_during_tracing(), in_whole_model(gm.graph, example_inputs):
         report.matches.extend(Matcher(options).match(gm))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import re
 
 import torch
 from torch import fx
 
-__all__ = ["module_path", "source_line"]
+__all__ = ["OWNERS", "clean_path", "module_path", "parameter_name", "path_prefix", "source_line"]
+
+OWNERS = "te_dynamo_owners"
+"""Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (root.py)."""
+
+path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dynamo_path_prefix", default=None)
+"""What stands before every path of the graph being matched ("" or "layers.0."); None where that is not known."""
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -22,17 +29,27 @@ _WRAPPERS = {
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
-    """The path of the module whose forward made the node, as `named_modules` spells it
+    """The path of the module whose forward made the node, as `named_modules` of the whole model spells it
     ("layers.0.mlp.down_proj"); without one the path of the weight's owner; "" for the model itself and where
     the graph says nothing."""
     stack = node.meta.get("nn_module_stack")
-    if stack:
-        return _clean(next(reversed(stack.values()))[0])
-    source = getattr(weight, "_dynamo_source", None)
+    local = clean_path(next(reversed(stack.values()))[0]) if stack else parameter_name(weight).rpartition(".")[0]
+    prefix = path_prefix.get()
+    if prefix is not None:
+        return f"{prefix}{local}".removesuffix(".")
+    owners = weight.meta.get(OWNERS, []) if weight is not None else []
+    last = local.rpartition(".")[2]
+    return next((owner for owner in owners if owner.rpartition(".")[2] == last), owners[0] if owners else local)
+
+
+def parameter_name(placeholder: fx.Node | None) -> str:
+    """A graph input as the compiled function spells it ("down_proj.weight"), "" where Dynamo does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return ""
-    name = source.name() if callable(source.name) else source.name  # a method up to torch 2.11, a property after
-    return _clean(name).rpartition(".")[0]
+    return clean_path(
+        source.name() if callable(source.name) else source.name
+    )  # a method up to torch 2.11, a property after
 
 
 def source_line(node: fx.Node) -> str:
@@ -45,7 +62,7 @@ def source_line(node: fx.Node) -> str:
     return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
 
 
-def _clean(name: str) -> str:
+def clean_path(name: str) -> str:
     """A name in Dynamo's spelling ("L['self']._modules['layers']._modules['0']") as a module path
     ("layers.0")."""
     name = _INDEX.sub(r".\1", _ROOT.sub("", name))

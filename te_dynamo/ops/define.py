@@ -83,8 +83,7 @@ def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., An
 def _refuse_double_backward(name: str, ctx: Any, *grads: Any) -> Any:
     raise TeError(
         f"{name} has no derivative: it is part of the backward of an FP8 operation, so this is a double backward, which "
-        "te_dynamo does not support. Use recipe None for the layers that need second derivatives "
-        '(options={"rules": [("path", None)]}).'
+        "te_dynamo does not support, as torch.compile does not; run what needs second derivatives without it."
     )
 
 

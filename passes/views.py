@@ -1,0 +1,43 @@
+"""Operations that read a tensor as [M, K] read it through views that keep K.
+
+    before    view: bf16[32, 64] = aten.view(rms_norm[0], [32, 64])         rms_norm[0]: bf16[2, 16, 64]
+              quantize = te.quantize(view, e4m3[row+column])
+    after     quantize = te.quantize(rms_norm[0], e4m3[row+column])
+
+So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear does not stand between their fusion.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.ops.gemm import bias_grad
+from te_dynamo.ops.quantize import quantize
+from te_dynamo.passes.graph import calls
+
+__all__ = ["read_through_views"]
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+
+
+def read_through_views(graph: Graph) -> int:
+    """Rewires in place; returns how many views are read through. Views that nobody reads any more stay for dead-code removal."""
+    read = 0
+    for node in calls(graph, quantize, bias_grad):
+        view = node.args[0]
+        while isinstance(view, Node) and view.target in _VIEWS and _keeps_columns(view):
+            source = view.args[0]
+            assert isinstance(source, Node)
+            node.update_arg(0, source)
+            view, read = source, read + 1
+    return read
+
+
+def _keeps_columns(view: Node) -> bool:
+    source = view.args[0]
+    assert isinstance(source, Node)
+    before, after = source.meta["val"], view.meta["val"]
+    same = before.dim() >= 1 and after.dim() >= 1 and isinstance(before.shape[-1], int)
+    return same and before.shape[-1] == after.shape[-1] and before.is_contiguous()
