@@ -11,6 +11,7 @@ forward, backward and what is saved.
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
     rms_norm.py     RMSNorm written out in the model
     activation.py   gelu, silu, relu, silu(a) * b
+    autocast.py     whether autocast may be on where a node stands
     readers.py      what "next to a matched linear" means
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
     where.py        module path and source line of a node

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.ops.linear import LinearConfig
+from te_dynamo.passes.match.autocast import may_be_autocast
 from te_dynamo.passes.match.products import Sizes, products_of, without_casts
 from te_dynamo.passes.match.values import (
     FLOATS,
@@ -110,6 +111,9 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
     for name, operand in (("input", x), ("weight", weight), ("bias", bias), ("output", node)):
         if operand is not None and tensor_of(operand).dtype not in FLOATS:
             return f"its {name} is {dtype_name(tensor_of(operand).dtype)}; te.linear takes bf16, fp16 and fp32"
+    dtypes = {tensor_of(operand).dtype for operand in (x, weight, bias) if operand is not None}
+    if len(dtypes) > 1 and not may_be_autocast(node, tensor_of(x).device):
+        return f"its operands are {' and '.join(sorted(map(dtype_name, dtypes)))} without autocast"
     if tensor_of(x).dtype == tensor_of(weight).dtype != out:  # autocast casts both; anything else is not autocast
         return "" if out in (torch.bfloat16, torch.float16) else f"its output is {dtype_name(out)}, unlike its operands"
     return ""
