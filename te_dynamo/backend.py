@@ -116,9 +116,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         token = _phase.set(phase)
         try:
-            with (
-                uncached()
-            ):  # autograd compiles a CUDA backward on its own thread, where capture()'s patches do not hold
+            # Autograd compiles a CUDA backward on a thread of its own, where capture()'s patches do not hold.
+            with uncached():
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)
