@@ -9,12 +9,14 @@ So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.quantize import quantize
-from te_dynamo.passes.graph import calls
+from te_dynamo.passes.graph import call_like, calls
 
 __all__ = ["read_through_views"]
 
@@ -26,12 +28,14 @@ def read_through_views(graph: Graph) -> int:
     """Rewires in place; returns how many views are read through. Views that nobody reads any more stay for dead-code removal."""
     read = 0
     for node in calls(graph, quantize, bias_grad):
-        view = node.args[0]
-        while isinstance(view, Node) and view.target in _VIEWS and _keeps_columns(view):
-            source = view.args[0]
-            assert isinstance(source, Node)
-            node.update_arg(0, source)
-            view, read = source, read + 1
+        source: Any = node.args[0]
+        while source.target in _VIEWS and _keeps_columns(source):
+            source, read = source.args[0], read + 1
+        if source is not node.args[0]:
+            # A node of its own, not another argument: torch keeps what it knows of a node's arguments in its meta.
+            assert isinstance(node.target, torch._ops.OpOverload)
+            node.replace_all_uses_with(call_like(graph, node.target, (source, *node.args[1:]), node))
+            graph.erase_node(node)
     return read
 
 

@@ -195,3 +195,22 @@ def test_a_view_between_a_norm_and_a_linear_does_not_stop_their_fusion() -> None
     torch._dynamo.reset()
     unfused = torch.compile(model, backend="te", options={"codegen": "eager", "fusions": False})(x)
     torch.testing.assert_close(y, unfused, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_linear_reads_through_the_view_of_a_single_head() -> None:
+    """Inductor checks an operation's arguments against those it was traced with: here a view of another rank."""
+
+    class OneHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 1, 64)).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+            return self.out(mixed.reshape(*x.shape))
+
+    torch.manual_seed(0)
+    model, x = OneHead().bfloat16(), torch.randn(4, 32, 64, dtype=torch.bfloat16)
+    torch.compile(model, backend="te")(x).sum().backward()

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from te_dynamo.kernels import activation, norm, quantize, swiglu
+from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
@@ -134,7 +134,9 @@ def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, 
 @pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
     for kernel, constants, warps in cast_cases(rows, columnwise):
-        assert_no_spills(compile_kernel(kernel, constants, warps, dtype, "fp32"), tmp_path)
+        for by_rows, by_columns in fp8.cast_launches(True, columnwise, 4 if dtype == "fp32" else 2):
+            launched = {**constants, "ROWWISE": by_rows, "COLUMNWISE": by_columns}
+            assert_no_spills(compile_kernel(kernel, launched, warps, dtype, "fp32"), tmp_path)
 
 
 def reduction_layouts(compiled) -> list[str]:
