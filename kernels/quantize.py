@@ -194,6 +194,5 @@ def cast_tile(rows: Size, columns: int, columnwise: bool, large: Tile = CAST_TIL
     """
     if not columnwise:
         return amax_tile(columns, inputs)
-    if size_hint(rows) * columns < 4 * 132 * 128 * 128:
-        return 64, 64, 4
-    return large
+    small = size_hint(rows) * columns < 4 * 132 * 128 * 128
+    return (64, 64, 4) if small and large[0] * large[1] > 64 * 64 else large
