@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule
 
 from te_dynamo.cache_key import cache_key
-from te_dynamo.capture import begin_graph, publish, record, uncached
+from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
@@ -47,12 +48,11 @@ def te(
 ) -> Callable[..., Any]:
     """The backend that the entry point `te` names. Raises InvalidOptionError for an option that does not exist."""
     compilation = _Compilation(Options.parse(options, mode), Report(), begin_graph())
-    gm = _private_copy(gm)
-    match(gm, compilation.options, compilation.report, example_inputs)
-    compilation.record("match", gm.graph)
-    _warn_if_emulated(compilation.report, gm)
-    compiler = _compile_with_inductor if compilation.options.codegen == "inductor" else _compile_eager
-    compiled = compiler(gm, example_inputs, compilation)
+    try:
+        compiled = _compile(_private_copy(gm), example_inputs, compilation)
+    except RestartAnalysis:
+        abandon(compilation.index)
+        raise
     publish(compilation.report, compilation.index)
     return compiled
 
@@ -93,6 +93,14 @@ class _Compilation:
     def _fuse(self, graph: Graph, phase: str) -> None:
         if self.options.fusions:
             self.report.fusions += [(phase, name, times) for name, times in fuse(graph, phase)]
+
+
+def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
+    match(gm, compilation.options, compilation.report, example_inputs)
+    compilation.record("match", gm.graph)
+    _warn_if_emulated(compilation.report, gm)
+    compiler = _compile_with_inductor if compilation.options.codegen == "inductor" else _compile_eager
+    return compiler(gm, example_inputs, compilation)
 
 
 def _private_copy(gm: GraphModule) -> GraphModule:

@@ -27,6 +27,7 @@ __all__ = [
     "STAGES",
     "Captured",
     "MissingStageError",
+    "abandon",
     "active",
     "begin_graph",
     "capture",
@@ -111,14 +112,14 @@ class Captured:
         if not self._graphs:
             return "no graph captured"
         sections = []
-        for number in range(len(self._order)):
+        for number in sorted(self._order.values()):
             for stage in self.stages:
                 if number in self._graphs[stage]:
                     sections.append(f"# graph {number}, {stage}\n{self._graphs[stage][number][0]}")
         return "\n\n".join(sections)
 
     def _number(self, index: int) -> int:
-        return self._order.setdefault(index, len(self._order))
+        return self._order.setdefault(index, max(self._order.values(), default=-1) + 1)
 
     def _stage(self, stage: str) -> dict[int, tuple[str, fx.Graph]]:
         if stage in self._graphs:
@@ -201,6 +202,17 @@ def _earlier(index: int) -> dict[str, fx.Graph]:
         for stage, numbered in captured._graphs.items()
         if captured._order[index] in numbered
     }
+
+
+def abandon(index: int) -> None:
+    """Forgets Dynamo graph `index`: Dynamo gives up the attempt and traces the function again."""
+    with _lock:
+        for captured in _captures:
+            number = captured._order.pop(index, -1)
+            captured._reports.pop(number, None)
+            for numbered in captured._graphs.values():
+                numbered.pop(number, None)
+            captured._graphs = {stage: numbered for stage, numbered in captured._graphs.items() if numbered}
 
 
 def publish(report: Report, index: int) -> None:

@@ -368,3 +368,11 @@ def test_a_mode_goes_with_our_options_when_it_is_spelled_out() -> None:
     actual = gradients(torch.compile(model, backend="te", options=options), model, x)
     with fp8_linears(skip=(model.down.weight,)):
         assert_close(actual, gradients(model, model, x), SAME)
+
+
+def test_an_attempt_that_dynamo_restarts_is_not_captured_twice() -> None:
+    """Under dynamic=True a norm's eps is an input at first; fixing it makes Dynamo trace again."""
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64)).bfloat16()
+    with te_dynamo.capture() as graphs:
+        torch.compile(model, backend="te", options={"codegen": "eager"}, dynamic=True)(torch.randn(9, 32).bfloat16())
+    assert len(graphs) == len(graphs.reports) == len(graphs.all("match")) == 1
