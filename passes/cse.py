@@ -6,6 +6,7 @@ of one tensor that differ only in what they keep (rowwise, columnwise) become on
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,19 +14,12 @@ from torch.fx import Graph, Node
 
 from te_dynamo.ops.define import is_te
 from te_dynamo.ops.quantize import quantize
-from te_dynamo.passes.graph import call_like, calls, replace_items
+from te_dynamo.passes.graph import RESHAPES, call_like, calls, replace_items
 from te_dynamo.quantizers import Quantizer
 
 __all__ = ["merge_common_subexpressions"]
 
-_aten = torch.ops.aten
-_VIEWS = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.reshape.default,
-    _aten.permute.default,
-    _aten.t.default,
-}
+_VIEWS = {*RESHAPES, torch.ops.aten.permute.default, torch.ops.aten.t.default}
 
 
 def merge_common_subexpressions(graph: Graph) -> int:
@@ -34,8 +28,6 @@ def merge_common_subexpressions(graph: Graph) -> int:
 
 
 def _merge_equal(graph: Graph) -> int:
-    import operator
-
     first: dict[Any, Node] = {}
     merged = 0
     for node in list(graph.nodes):

@@ -12,7 +12,10 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-__all__ = ["calls", "call_like", "getitem_after", "item_users", "replace_items"]
+__all__ = ["RESHAPES", "calls", "call_like", "getitem_after", "item_users", "read_item", "replace_items"]
+
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+"""The operations that give a tensor another shape over the same data in the same order."""
 
 
 def calls(graph: Graph, *targets: torch._ops.OpOverload) -> Iterator[Node]:
@@ -53,26 +56,31 @@ def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...]
     return node
 
 
-def replace_items(old: Node, new: Node, index_map: dict[int, int]) -> None:
-    """Makes every reader of `old`'s result i read `new`'s result index_map[i]; `old` is left without readers of those."""
-    for index, readers in item_users(old).items():
-        if index not in index_map:
-            continue
-        for reader in readers:
-            with reader.graph.inserting_before(reader):
-                item = reader.graph.call_function(operator.getitem, (new, index_map[index]))
-            item.meta.update(reader.meta)
-            item.meta["val"] = new.meta["val"][index_map[index]]
-            reader.replace_all_uses_with(item)
-            reader.graph.erase_node(reader)
-
-
 def getitem_after(node: Node, index: int) -> Node:
     """A getitem of `node`'s result `index`, right after it."""
     with node.graph.inserting_after(node):
         item = node.graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]
     return item
+
+
+def read_item(node: Node, index: int, readers: list[Node]) -> None:
+    """`readers` (nodes whose value is what `node` returns at `index`) are replaced by that item and erased."""
+    item = getitem_after(node, index)
+    item.meta.update({key: value for key, value in readers[0].meta.items() if key != "val"})
+    for reader in readers:
+        reader.replace_all_uses_with(item)
+        reader.graph.erase_node(reader)
+
+
+def replace_items(old: Node, new: Node, index_map: dict[int, int]) -> None:
+    """Makes every reader of `old`'s result i read `new`'s result index_map[i]; `old` is left without readers of those.
+
+    `new` stands before `old`.
+    """
+    for index, readers in item_users(old).items():
+        if index in index_map:
+            read_item(new, index_map[index], readers)
 
 
 def _fake_mode_of(args: Any) -> Any:

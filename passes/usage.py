@@ -26,16 +26,15 @@ def drop_unread_usages(graph: Graph) -> int:
     narrowed = 0
     for node in calls(graph, *_ONE_RESULT_QUANTIZED):
         position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
-        results = len(node.meta["val"])
-        names = list(quantizer._describe_buffers(tuple(_quantized_shape(node))))
-        before = results - len(names)
-        read = {i - before for i in item_users(node)}
-        narrower = _narrowest(quantizer, tuple(_quantized_shape(node)), {names[i] for i in read if i >= 0})
+        shape = _quantized_shape(node)
+        names = list(quantizer._describe_buffers(shape))
+        before = len(node.meta["val"]) - len(names)
+        narrower = _narrowest(quantizer, shape, {names[i - before] for i in item_users(node) if i >= before})
         if narrower == quantizer:
             continue
         args = (*node.args[:position], narrower, *node.args[position + 1 :])
         replacement = call_like(graph, node.target, args, node)
-        kept = list(narrower._describe_buffers(tuple(_quantized_shape(node))))
+        kept = list(narrower._describe_buffers(shape))
         index_map = {i: i for i in range(before)}
         index_map |= {before + i: before + kept.index(name) for i, name in enumerate(names) if name in kept}
         replace_items(node, replacement, index_map)

@@ -16,12 +16,9 @@ from torch.fx import Graph, Node
 
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.quantize import quantize
-from te_dynamo.passes.graph import call_like, calls
+from te_dynamo.passes.graph import RESHAPES, call_like, calls
 
 __all__ = ["read_through_views"]
-
-_aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 
 
 def read_through_views(graph: Graph) -> int:
@@ -29,7 +26,7 @@ def read_through_views(graph: Graph) -> int:
     read = 0
     for node in calls(graph, quantize, bias_grad):
         source: Any = node.args[0]
-        while source.target in _VIEWS and _keeps_columns(source):
+        while source.target in RESHAPES and _keeps_columns(source):
             source, read = source.args[0], read + 1
         if source is not node.args[0]:
             # A node of its own, not another argument: torch keeps what it knows of a node's arguments in its meta.

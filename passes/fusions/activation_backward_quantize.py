@@ -20,8 +20,8 @@ from torch.fx import Graph
 from te_dynamo.ops.activation import activation_backward, activation_backward_quantize
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.swiglu import swiglu_backward, swiglu_backward_quantize
-from te_dynamo.passes.fusions.producer import other_readers, quantize_of, read_item, take_over
-from te_dynamo.passes.graph import call_like, calls, getitem_after, item_users
+from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
+from te_dynamo.passes.graph import call_like, calls, getitem_after, item_users, read_item
 
 __all__ = ["fuse_activation_backward_quantize", "fuse_swiglu_backward_quantize"]
 
@@ -39,7 +39,7 @@ def fuse_activation_backward_quantize(graph: Graph) -> int:
         fused = call_like(graph, activation_backward_quantize, args, node)
         take_over(graph, fused, keep_output + (sums is not None), quantized)
         if sums is not None:
-            read_item(graph, fused, int(keep_output), [sums])
+            read_item(fused, int(keep_output), [sums])
         if keep_output:
             node.replace_all_uses_with(getitem_after(fused, 0))
         graph.erase_node(node)
@@ -64,7 +64,7 @@ def fuse_swiglu_backward_quantize(graph: Graph) -> int:
         take_over(graph, fused, position, quantized[1])
         for index, gradient in enumerate(gradients):
             if keep_output:
-                read_item(graph, fused, index, [gradient])
+                read_item(fused, index, [gradient])
             else:
                 graph.erase_node(gradient)
         graph.erase_node(node)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from te_dynamo.ops.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from te_dynamo.passes.fusions.producer import other_readers, quantize_of, read_item, take_over
-from te_dynamo.passes.graph import call_like, calls, item_users
+from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
+from te_dynamo.passes.graph import call_like, calls, item_users, read_item
 
 __all__ = ["fuse_norm_quantize"]
 
@@ -35,9 +35,9 @@ def fuse_norm_quantize(graph: Graph) -> int:
         take_over(graph, fused, keep_output + statistics, quantized)
         for index, readers in results.items():
             if index > 0:
-                read_item(graph, fused, keep_output + index - 1, readers)
+                read_item(fused, keep_output + index - 1, readers)
         if keep_output:
-            read_item(graph, fused, 0, outputs)
+            read_item(fused, 0, outputs)
         else:
             graph.erase_node(outputs[0])
         graph.erase_node(node)

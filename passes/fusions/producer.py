@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.quantize import quantize
-from te_dynamo.passes.graph import getitem_after, item_users
+from te_dynamo.passes.graph import item_users, read_item
 
-__all__ = ["other_readers", "quantize_of", "read_item", "take_over"]
+__all__ = ["other_readers", "quantize_of", "take_over"]
 
 
 def quantize_of(y: Node) -> Node | None:
@@ -27,19 +27,7 @@ def other_readers(y: Node, *known: Node | None) -> list[Node]:
 
 def take_over(graph: Graph, fused: Node, position: int, buffers_of: Node) -> int:
     """Readers of the quantize node's buffers read `fused`'s results from `position` on; returns the position after them."""
-    count = len(buffers_of.meta["val"])
-    readers = item_users(buffers_of)
-    for index in range(count):
-        if index in readers:
-            read_item(graph, fused, position + index, readers[index])
+    for index, readers in item_users(buffers_of).items():
+        read_item(fused, position + index, readers)
     graph.erase_node(buffers_of)
-    return position + count
-
-
-def read_item(graph: Graph, fused: Node, index: int, readers: list[Node]) -> None:
-    """`readers` (nodes whose value is what `fused` returns at `index`) are replaced by that item and erased."""
-    item = getitem_after(fused, index)
-    item.meta.update({key: value for key, value in readers[0].meta.items() if key != "val"})
-    for reader in readers:
-        reader.replace_all_uses_with(item)
-        graph.erase_node(reader)
+    return position + len(buffers_of.meta["val"])

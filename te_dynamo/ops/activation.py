@@ -11,7 +11,7 @@ import torch
 from te_dynamo.kernels import activation as kernels
 from te_dynamo.ops.define import expand_in_compiler, te_op
 from te_dynamo.ops.fakes import column_sums, like, quantized
-from te_dynamo.ops.quantize import kernel_arguments
+from te_dynamo.ops.quantize import takes_quantizer
 from te_dynamo.quantizers import Quantizer
 
 __all__ = [
@@ -105,34 +105,18 @@ for _overload, _expansion in ((gelu, _gelu), (silu, _silu), (relu, _relu)):
 # With the result quantized: what fusion makes.
 
 
-def _activation_quantize(implementation: Any) -> Any:
-    def run(x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool) -> list[torch.Tensor]:
-        return implementation(x, kind, *kernel_arguments(quantizer), keep_output)
-
-    return run
-
-
 @te_op(
-    reference=_activation_quantize(kernels.activation_quantize_reference),
-    kernel=_activation_quantize(kernels.activation_quantize),
+    reference=takes_quantizer(kernels.activation_quantize_reference),
+    kernel=takes_quantizer(kernels.activation_quantize),
 )
 def activation_quantize(x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool) -> list[torch.Tensor]:
     """[y if keep_output, *buffers]: y = te.activation(x, kind), buffers = te.quantize(y)."""
     return ([like(x)] if keep_output else []) + quantized(x, quantizer)
 
 
-def _activation_backward_quantize(implementation: Any) -> Any:
-    def run(
-        dy: torch.Tensor, x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool, bias_grad: bool
-    ) -> list[torch.Tensor]:
-        return implementation(dy, x, kind, *kernel_arguments(quantizer), keep_output, bias_grad)
-
-    return run
-
-
 @te_op(
-    reference=_activation_backward_quantize(kernels.activation_backward_quantize_reference),
-    kernel=_activation_backward_quantize(kernels.activation_backward_quantize),
+    reference=takes_quantizer(kernels.activation_backward_quantize_reference),
+    kernel=takes_quantizer(kernels.activation_backward_quantize),
 )
 def activation_backward_quantize(
     dy: torch.Tensor, x: torch.Tensor, kind: str, quantizer: Quantizer, keep_output: bool, bias_grad: bool

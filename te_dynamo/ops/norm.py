@@ -10,7 +10,7 @@ import torch
 from te_dynamo.kernels import norm as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import like, quantized, row_statistic
-from te_dynamo.ops.quantize import kernel_arguments
+from te_dynamo.ops.quantize import takes_quantizer
 from te_dynamo.quantizers import Quantizer
 
 __all__ = ["layer_norm", "layer_norm_quantize", "rms_norm", "rms_norm_quantize"]
@@ -104,26 +104,9 @@ def layer_norm(
     return like(x), row_statistic(x), row_statistic(x)
 
 
-def _rms_norm_quantize(implementation: Any) -> Any:
-    def run(
-        x: torch.Tensor,
-        weight: Optional[torch.Tensor],
-        eps: float,
-        cast_before_weight: bool,
-        zero_centered: bool,
-        quantizer: Quantizer,
-        keep_output: bool,
-    ) -> list[torch.Tensor]:
-        return implementation(
-            x, weight, eps, cast_before_weight, zero_centered, *kernel_arguments(quantizer), keep_output
-        )
-
-    return run
-
-
 @te_op(
-    reference=_rms_norm_quantize(kernels.rms_norm_quantize_reference),
-    kernel=_rms_norm_quantize(kernels.rms_norm_quantize),
+    reference=takes_quantizer(kernels.rms_norm_quantize_reference),
+    kernel=takes_quantizer(kernels.rms_norm_quantize),
 )
 def rms_norm_quantize(
     x: torch.Tensor,
@@ -138,23 +121,9 @@ def rms_norm_quantize(
     return ([like(x)] if keep_output else []) + [row_statistic(x)] + quantized(x, quantizer)
 
 
-def _layer_norm_quantize(implementation: Any) -> Any:
-    def run(
-        x: torch.Tensor,
-        weight: Optional[torch.Tensor],
-        bias: Optional[torch.Tensor],
-        eps: float,
-        quantizer: Quantizer,
-        keep_output: bool,
-    ) -> list[torch.Tensor]:
-        return implementation(x, weight, bias, eps, *kernel_arguments(quantizer), keep_output)
-
-    return run
-
-
 @te_op(
-    reference=_layer_norm_quantize(kernels.layer_norm_quantize_reference),
-    kernel=_layer_norm_quantize(kernels.layer_norm_quantize),
+    reference=takes_quantizer(kernels.layer_norm_quantize_reference),
+    kernel=takes_quantizer(kernels.layer_norm_quantize),
 )
 def layer_norm_quantize(
     x: torch.Tensor,

@@ -1,5 +1,10 @@
 """`te.quantize`: a tensor into the buffers of its quantizer."""
 
+import functools
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
 import torch
 
 from te_dynamo.errors import QuantizationError
@@ -8,7 +13,7 @@ from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import quantized
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
 
-__all__ = ["kernel_arguments", "quantize", "quantize_with_amax"]
+__all__ = ["kernel_arguments", "quantize", "quantize_with_amax", "takes_quantizer"]
 
 
 def kernel_arguments(quantizer: Quantizer) -> tuple[torch.dtype, bool, bool, bool, float]:
@@ -19,20 +24,23 @@ def kernel_arguments(quantizer: Quantizer) -> tuple[torch.dtype, bool, bool, boo
     return q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon
 
 
-def _reference(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    return kernels.quantize_reference(x, *kernel_arguments(quantizer))
+def takes_quantizer(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's launcher or reference as an operation calls it: its `kernel_arguments` in the quantizer's place."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any) -> Any:
+        return implementation(
+            *chain.from_iterable(kernel_arguments(a) if isinstance(a, Quantizer) else (a,) for a in args)
+        )
+
+    return run
 
 
-def _kernel(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    return kernels.quantize(x, *kernel_arguments(quantizer))
+quantize_with_amax = takes_quantizer(kernels.quantize)
+"""The launches of `te.quantize` with a third argument, x's amax (fp32 [1]), where that is known already: one pass over x."""
 
 
-def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
-    """The kernel launches of `te.quantize` for a tensor whose amax (fp32 [1]) is known already: one pass over x."""
-    return kernels.quantize(x, *kernel_arguments(quantizer), amax)
-
-
-@te_op(reference=_reference, kernel=_kernel)
+@te_op(reference=takes_quantizer(kernels.quantize_reference), kernel=takes_quantizer(kernels.quantize))
 def quantize(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
     """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers."""
     return quantized(x, quantizer)

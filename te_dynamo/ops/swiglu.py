@@ -7,7 +7,7 @@ import torch
 from te_dynamo.kernels import swiglu as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import like, quantized
-from te_dynamo.ops.quantize import kernel_arguments
+from te_dynamo.ops.quantize import takes_quantizer
 from te_dynamo.quantizers import Quantizer
 
 __all__ = ["swiglu", "swiglu_backward", "swiglu_backward_quantize", "swiglu_quantize"]
@@ -38,16 +38,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return like(gate)
 
 
-def _swiglu_quantize(implementation: Any) -> Any:
-    def run(gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool) -> list[torch.Tensor]:
-        return implementation(gate, up, *kernel_arguments(quantizer), keep_output)
-
-    return run
-
-
 @te_op(
-    reference=_swiglu_quantize(kernels.swiglu_quantize_reference),
-    kernel=_swiglu_quantize(kernels.swiglu_quantize),
+    reference=takes_quantizer(kernels.swiglu_quantize_reference),
+    kernel=takes_quantizer(kernels.swiglu_quantize),
 )
 def swiglu_quantize(
     gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
@@ -56,18 +49,9 @@ def swiglu_quantize(
     return ([like(gate)] if keep_output else []) + quantized(gate, quantizer)
 
 
-def _swiglu_backward_quantize(implementation: Any) -> Any:
-    def run(
-        dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
-    ) -> list[torch.Tensor]:
-        return implementation(dy, gate, up, *kernel_arguments(quantizer), keep_output)
-
-    return run
-
-
 @te_op(
-    reference=_swiglu_backward_quantize(kernels.swiglu_backward_quantize_reference),
-    kernel=_swiglu_backward_quantize(kernels.swiglu_backward_quantize),
+    reference=takes_quantizer(kernels.swiglu_backward_quantize_reference),
+    kernel=takes_quantizer(kernels.swiglu_backward_quantize),
 )
 def swiglu_backward_quantize(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
