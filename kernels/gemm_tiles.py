@@ -11,7 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-__all__ = ["TILES", "Tile", "choose_tile", "estimated_us", "stores_by_descriptor"]
+__all__ = [
+    "SPECIALIZED",
+    "TILES",
+    "Tile",
+    "choose_tile",
+    "estimated_us",
+    "specialized_is_faster",
+    "specialized_stages",
+    "stores_by_descriptor",
+]
 
 _REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
@@ -101,6 +110,15 @@ TILES: tuple[Tile, ...] = (
 )
 
 
+SPECIALIZED = {
+    True: Tile(256, 128, 128, 12, 4, fast=True, tflops=1375),
+    False: Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True),
+}
+"""By fast accumulation: the tile of kernels/gemm_specialized.py. Its warps are the multiplying ones and those that copy."""
+
+_SPECIALIZED_MINIMUM_US = 50.0  # its call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+
+
 def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
     """The cost model's time of one GEMM in microseconds (module docstring)."""
     tiles = -(-m // tile.block_m) * -(-n // tile.block_n) * tile.split_k
@@ -130,6 +148,20 @@ def choose_tile(
         candidates = [tile for tile in candidates if tile.narrow]
     widest = best([tile for tile in candidates if tile.fits(out_bytes=4)])
     return best([tile for tile in candidates if tile.split_k == widest.split_k and tile.fits(out_bytes)])
+
+
+@functools.lru_cache(maxsize=4096)
+def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> bool:
+    """Whether to run C[m, n] = A[m, k] @ B[n, k]^T by kernels/gemm_specialized.py, whatever C's dtype."""
+    if not stores_by_descriptor(n):
+        return False
+    usual = estimated_us(choose_tile(m, n, k, fast_accum, multiprocessors), m, n, k, multiprocessors)
+    return _SPECIALIZED_MINIMUM_US <= estimated_us(SPECIALIZED[fast_accum], m, n, k, multiprocessors) < usual
+
+
+def specialized_stages(tile: Tile, out_bytes: int) -> int:
+    """As many stages of `tile` as fit beside half a tile of results of `out_bytes` each."""
+    return tile.num_stages if tile.fits(out_bytes) else tile.num_stages - 1
 
 
 def stores_by_descriptor(n: int) -> bool:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from te_dynamo.kernels._triton import triton
 
-__all__ = ["launch", "multiprocessor_count", "size_hint"]
+__all__ = ["is_hopper", "launch", "multiprocessor_count", "size_hint"]
 
 _H200_MULTIPROCESSORS = 132
 
@@ -54,3 +54,9 @@ def multiprocessor_count(device: torch.device) -> int:
     if not torch.cuda.is_available():
         return _H200_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has Hopper's tensor cores (wgmma, which its successors lack); True where no GPU can be asked."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9

@@ -59,7 +59,7 @@ def compile_for(
     capability: int = 90,
     **options: Any,
 ) -> PtxReport:
-    """Compiles `kernel` (a `triton.jit` function) for a CUDA capability; needs no GPU and no driver.
+    """Compiles `kernel` (a `triton.jit` or `gluon.jit` function) for a CUDA capability; needs no GPU and no driver.
 
     args:       type of each run-time argument as Triton writes it: "*fp8e4nv", "*fp8e5", "*bf16", "i32", "fp32".
     constexprs: value of each `tl.constexpr` argument.
@@ -74,7 +74,7 @@ def compile_for(
     if aligned is None:
         aligned = [name for name, kind in args.items() if kind.startswith("*")]
     names = kernel.arg_names
-    source = ASTSource(
+    source = _source_class(kernel)(
         fn=kernel,
         signature={name: args.get(name, "constexpr") for name in names},
         constexprs=dict(constexprs),
@@ -87,6 +87,14 @@ def compile_for(
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _report(compiled.asm["ptx"], compiled.metadata.shared, log.getvalue())
+
+
+def _source_class(kernel: Any) -> type[ASTSource]:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
 
 
 def _check_names(

@@ -1,9 +1,9 @@
 """The last stage: every te operation of a graph becomes what runs it.
 
 On a device with kernels, the operation's own launcher is traced in its place: the graph then holds Triton launches that
-Inductor writes into its code, without a dispatcher call. Elsewhere the operation stays an opaque call whose
-implementation is the reference. An operation with no kernel at all (te.add_bias, te.bias_grad) is always traced: its
-aten operations are Inductor's to fuse.
+Inductor writes into its code, without a dispatcher call. A large GEMM stays, for extern_gemm.py to have called. Elsewhere the
+operation stays an opaque call whose implementation is the reference. An operation with no kernel at all (te.add_bias,
+te.bias_grad) is always traced: its aten operations are Inductor's to fuse.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
+from te_dynamo.lowering.extern_gemm import is_extern
 from te_dynamo.ops import KERNELS, is_te
 from te_dynamo.ops.define import REFERENCE_ONLY
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
@@ -43,6 +44,8 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         if node.target in REFERENCE_ONLY:
             waiting.extendleft(reversed(_te_nodes(_inline(graph, node))))  # te.linear is made of te operations
             done.append((name, "Inductor"))
+        elif kernels_available(device).ok and is_extern(node):
+            done.append((name, "Gluon"))
         elif kernels_available(device).ok:
             _inline(graph, node)
             done.append((name, "Triton"))

@@ -1,0 +1,59 @@
+"""How Inductor's code calls the warp-specialized GEMM, which it cannot write a launch of: the kernel is in Gluon.
+
+`lower` leaves a `te.gemm` that this kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
+writes `extern_kernels.te_gemm(a, ..., out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from te_dynamo.kernels.availability import kernels_available
+from te_dynamo.kernels.gemm_specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm_tiles import specialized_is_faster
+from te_dynamo.kernels.launch import is_hopper, multiprocessor_count, size_hint
+from te_dynamo.ops.gemm import gemm
+
+__all__ = ["is_extern", "register"]
+
+_NAME = "te_gemm"
+
+
+def is_extern(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph for a device with kernels is a `te.gemm` that the specialized kernel runs fastest."""
+    if node.target is not gemm:
+        return False
+    a, b = node.args[0].meta["val"], node.args[2].meta["val"]
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    fast_accum = node.args[6]
+    return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
+
+
+@functools.cache
+def register() -> None:
+    """Tells Inductor; once a process, and also where its cache answers: the cached code calls by name."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.select_algorithm import extern_kernels
+
+    setattr(extern_kernels, _NAME, gemm_specialized_out)
+    opaque = fallback_handler(gemm)
+
+    @register_lowering(gemm, type_promotion_kind=None)
+    def lowered(a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, bias: Any, out_dtype: Any, fast_accum: Any) -> Any:
+        if not kernels_available(a.get_device()).ok:
+            return opaque(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
+        operands = [x for x in (a, a_scale_inv, b, b_scale_inv, bias) if x is not None]
+        inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+        size = [a.get_size()[0], b.get_size()[0]]
+        call = ir.ExternKernelOut(
+            layout=ir.FixedLayout(a.get_device(), out_dtype, size),
+            inputs=inputs,
+            kwargs={"fast_accum": fast_accum},
+            python_kernel_name=f"extern_kernels.{_NAME}",
+            op_overload=gemm,
+        )
+        return ir.TensorBox.create(call)
