@@ -328,9 +328,7 @@ def norm_cast_kernel(
             store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
         # Past the last row y is bias, but the transpose's padding is zero.
         result = tl.where((rows < M)[:, None], result, 0.0)
-        store_quantized_tile(
-            result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-        )
+        store_quantized_tile(result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

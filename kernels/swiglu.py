@@ -24,6 +24,7 @@ from te_dynamo.kernels.fp8 import (
     load_scale,
     load_tile,
     program_count,
+    rounded,
     rows_and_columns,
     store_partial_amax,
     store_quantized_tile,
@@ -114,7 +115,7 @@ def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: 
     """Tile of swiglu(gate, up), rounded to gate's dtype; zero outside [M, K]."""
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    return (activate(g, "silu") * u).to(gate.dtype.element_ty)
+    return rounded(activate(g, "silu") * u, gate.dtype.element_ty)
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def swiglu_write_kernel(
             store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE or COLUMNWISE:
             store_quantized_tile(
-                result, scale, row, column, M, K, data, transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
             )
 
 
@@ -179,7 +180,8 @@ def _backward_tiles(
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
     dgate = activate_backward(grad * u, g, "silu")
-    return dgate.to(gate.dtype.element_ty), (grad * activate(g, "silu")).to(gate.dtype.element_ty)
+    dup = grad * activate(g, "silu")
+    return rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
 
 
 @triton.jit
@@ -251,10 +253,10 @@ def swiglu_backward_write_kernel(
             store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE or COLUMNWISE:
             store_quantized_tile(
-                g, g_scale, row, column, M, K, gate_data, gate_transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                g, g_scale, row, column, M, K, gate_data, gate_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
             )
             store_quantized_tile(
-                u, u_scale, row, column, M, K, up_data, up_transpose, FMAX, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                u, u_scale, row, column, M, K, up_data, up_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
             )
 
 
@@ -278,7 +280,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     sizes = _sizes(gate, up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    block_m, block_k, warps = amax_tile(sizes["K"], inputs=2)
+    block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
         swiglu_write_kernel,
         (program_count(sizes["M"], sizes["K"], block_m, block_k, gate.device),),
@@ -314,7 +316,7 @@ def swiglu_quantize(
     sizes = _sizes(gate, up)
     rows, columns = sizes["M"], sizes["K"]
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
-    block_m, block_k, warps = amax_tile(columns, inputs=2)
+    block_m, block_k, warps = amax_tile(columns)
     launch(
         swiglu_amax_kernel,
         (PARTIALS,),
@@ -328,7 +330,7 @@ def swiglu_quantize(
     )
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise)
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, FORWARD_TILE, inputs=2)
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, FORWARD_TILE)
     for number, usage in enumerate(buffers.launches(gate.element_size())):
         launch(
             swiglu_write_kernel,
@@ -354,7 +356,7 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
     """(dgate, dup), contiguous, in gate's shape and dtype."""
     dy, sizes = dy.contiguous(), _sizes(gate, up)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    block_m, block_k, warps = amax_tile(sizes["K"], inputs=3)
+    block_m, block_k, warps = amax_tile(sizes["K"])
     unused = {f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")}
     launch(
         swiglu_backward_write_kernel,
@@ -395,7 +397,7 @@ def swiglu_backward_quantize(
     partials = {
         f"{grad}_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device) for grad in ("gate", "up")
     }
-    block_m, block_k, warps = amax_tile(columns, inputs=3)
+    block_m, block_k, warps = amax_tile(columns)
     launch(
         swiglu_backward_amax_kernel,
         (PARTIALS,),
@@ -413,7 +415,7 @@ def swiglu_backward_quantize(
     gate_buffers, up_buffers = (
         Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise) for _ in range(2)
     )
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE, inputs=3)
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE)
     for number, usage in enumerate(gate_buffers.launches(gate.element_size())):
         launch(
             swiglu_backward_write_kernel,

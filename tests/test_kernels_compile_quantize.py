@@ -72,21 +72,20 @@ def amax_cases():
     yield quantize.quantize_amax_kernel, *tiled(quantize.amax_tile(4096))
     for kind in activation.KINDS:
         for backward in (False, True):
-            tile = quantize.amax_tile(4096, 1 + backward)
+            tile = quantize.amax_tile(4096)
             yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
-    yield swiglu.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096, 2))
-    yield swiglu.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096, 3))
+    yield swiglu.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
+    yield swiglu.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
 
 
 def cast_cases(rows: int, columnwise: bool = True):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
     one = quantize.cast_tile(rows, 4096, columnwise)
     of_activation = [
-        quantize.cast_tile(rows, 4096, columnwise, tile, 2)
-        for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE)
+        quantize.cast_tile(rows, 4096, columnwise, tile) for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE)
     ]
-    forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE, 2)
-    backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE, 3)
+    forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE)
+    backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE)
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
         for backward in (False, True):
