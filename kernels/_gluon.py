@@ -8,7 +8,6 @@ from te_dynamo.kernels._triton import triton
 
 __all__ = ["async_load", "async_store", "gl", "gluon", "hopper", "mbarrier", "tma"]
 
-hopper: Any
 async_load: Any
 async_store: Any
 

@@ -10,8 +10,8 @@ Fast accumulation keeps the whole sum in the tensor core's accumulator, which ho
 the operands are FP8; slow accumulation adds what the tensor core makes of every 128 products to an fp32 sum.
 
 The kernel is persistent: each program takes tiles in turn, and loads of its next tile overlap the end of the
-last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer. Large products on
-Hopper are kernels/gemm_specialized.py's.
+last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer. Large products with
+slow accumulation are kernels/gemm_specialized.py's on Hopper.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def gemm(
     multiprocessors = multiprocessor_count(a.device)
     if is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessors):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast_accum=fast_accum, out=c)
+        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, out=c)
         return c
     tile = choose_tile(m, n, k, fast_accum, multiprocessors, out_dtype.itemsize)
     return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)

@@ -1,7 +1,7 @@
 """The FP8 GEMM of kernels/gemm.py for large products on Hopper, by warps that each do one thing.
 
 One warp copies tiles of A and B into a ring in shared memory; two groups of four warps multiply, the upper and the lower
-half of the tile. The groups wait for the copies only, never for each other: with slow accumulation one adds while the other
+half of the SPECIALIZED. The groups wait for the copies only, never for each other: with slow accumulation one adds while the other
 multiplies, which one program whose warps all run the same code cannot do. It is written in Gluon, and equals the other kernel
 bit for bit.
 
@@ -32,28 +32,28 @@ def gemm_specialized_out(
     b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    fast_accum: bool,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8; checks nothing."""
+    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K], by slow accumulation, to out [M, N]; N a multiple of 8.
+
+    Checks nothing.
+    """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
-    options = specialized_options(fast_accum, bias is not None, out.element_size())
+    options = specialized_options(bias is not None, out.element_size())
     programs = multiprocessor_count(a.device)
     launch(gemm_specialized_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, m, n, k, **options)
 
 
-def specialized_options(fast: bool, has_bias: bool, out_bytes: int) -> dict[str, int]:
+def specialized_options(has_bias: bool, out_bytes: int) -> dict[str, int]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
-    tile = SPECIALIZED[fast]
     return {
         "HAS_BIAS": has_bias,
-        "FAST": fast,
-        "STAGES": specialized_stages(tile, out_bytes),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        "STAGES": specialized_stages(out_bytes),
+        "BLOCK_M": SPECIALIZED.block_m,
+        "BLOCK_N": SPECIALIZED.block_n,
+        "BLOCK_K": SPECIALIZED.block_k,
+        "GROUP_M": SPECIALIZED.group_m,
         "num_warps": _GROUP_WARPS.value,
     }
 
@@ -70,7 +70,6 @@ def gemm_specialized_kernel(
     N,
     K,
     HAS_BIAS: gl.constexpr,
-    FAST: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -101,8 +100,8 @@ def gemm_specialized_kernel(
     size = (M, N, K)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), ring, result_of, size, HAS_BIAS, FAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
-            (_multiply, (gl.constexpr(1), ring, result_of, size, HAS_BIAS, FAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
+            (_multiply, (gl.constexpr(0), ring, result_of, size, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
+            (_multiply, (gl.constexpr(1), ring, result_of, size, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
             (_copy, (a_desc, b_desc, ring, size, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
         ],
         [_GROUP_WARPS, 1],
@@ -144,7 +143,6 @@ def _multiply(
     result_of,
     size,
     HAS_BIAS: gl.constexpr,
-    FAST: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -161,10 +159,7 @@ def _multiply(
     phase = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = _tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        if FAST:
-            upper, lower, stage, phase = _sum_fast(GROUP, ring, stage, phase, blocks, PART_M, BLOCK_N)
-        else:
-            upper, lower, stage, phase = _sum_slow(GROUP, ring, stage, phase, blocks, PART_M, BLOCK_N)
+        upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks, PART_M, BLOCK_N)
         row += GROUP * 2 * PART_M
         _store(c_tile, c_desc, _scale_and_shift(upper, scale, bias, column, N, HAS_BIAS), row, column)
         _store(c_tile, c_desc, _scale_and_shift(lower, scale, bias, column, N, HAS_BIAS), row + PART_M, column)
@@ -172,7 +167,7 @@ def _multiply(
 
 
 @gluon.jit
-def _sum_slow(GROUP: gl.constexpr, ring, stage, phase, blocks, PART_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, PART_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The two halves' sums over K: what the tensor core makes of each block is added in fp32."""
     a_tiles, b_tiles, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_GROUP_WARPS, 1], [16, BLOCK_N, 32])
@@ -189,29 +184,6 @@ def _sum_slow(GROUP: gl.constexpr, ring, stage, phase, blocks, PART_M: gl.conste
         mbarrier.arrive(empty.index(stage))
         lower += term
         stage, phase = _next_slot(stage, phase, a_tiles.shape[0])
-    return upper, lower, stage, phase
-
-
-@gluon.jit
-def _sum_fast(GROUP: gl.constexpr, ring, stage, phase, blocks, PART_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The two halves' sums over K, in the tensor core's accumulator; a block's products overlap the next one's wait."""
-    a_tiles, b_tiles, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_GROUP_WARPS, 1], [16, BLOCK_N, 32])
-    upper = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-    lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-    last = 0
-    for block in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        x_upper, x_lower, y = _operands(GROUP, a_tiles, b_tiles, stage, PART_M)
-        upper = hopper.warpgroup_mma(x_upper, y, upper, is_async=True)
-        lower = hopper.warpgroup_mma(x_lower, y, lower, is_async=True)
-        # Two products a block: all but these have ended, so the slot before may be filled again.
-        upper, lower = hopper.warpgroup_mma_wait(2, deps=[upper, lower])
-        mbarrier.arrive(empty.index(last), pred=block > 0)
-        last = stage
-        stage, phase = _next_slot(stage, phase, a_tiles.shape[0])
-    upper, lower = hopper.warpgroup_mma_wait(0, deps=[upper, lower])
-    mbarrier.arrive(empty.index(last))
     return upper, lower, stage, phase
 
 

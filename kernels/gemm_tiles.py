@@ -110,11 +110,8 @@ TILES: tuple[Tile, ...] = (
 )
 
 
-SPECIALIZED = {
-    True: Tile(256, 128, 128, 12, 4, fast=True, tflops=1375),
-    False: Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True),
-}
-"""By fast accumulation: the tile of kernels/gemm_specialized.py. Its warps are the multiplying ones and those that copy."""
+SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
+"""What kernels/gemm_specialized.py runs. Its warps are the multiplying ones and those that copy."""
 
 _SPECIALIZED_MINIMUM_US = 50.0  # its call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 
@@ -153,15 +150,15 @@ def choose_tile(
 @functools.lru_cache(maxsize=4096)
 def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> bool:
     """Whether to run C[m, n] = A[m, k] @ B[n, k]^T by kernels/gemm_specialized.py, whatever C's dtype."""
-    if not stores_by_descriptor(n):
+    if fast_accum or not stores_by_descriptor(n):
         return False
     usual = estimated_us(choose_tile(m, n, k, fast_accum, multiprocessors), m, n, k, multiprocessors)
-    return _SPECIALIZED_MINIMUM_US <= estimated_us(SPECIALIZED[fast_accum], m, n, k, multiprocessors) < usual
+    return _SPECIALIZED_MINIMUM_US <= estimated_us(SPECIALIZED, m, n, k, multiprocessors) < usual
 
 
-def specialized_stages(tile: Tile, out_bytes: int) -> int:
-    """As many stages of `tile` as fit beside half a tile of results of `out_bytes` each."""
-    return tile.num_stages if tile.fits(out_bytes) else tile.num_stages - 1
+def specialized_stages(out_bytes: int) -> int:
+    """As many stages of `SPECIALIZED` as fit beside half a tile of results of `out_bytes` each."""
+    return SPECIALIZED.num_stages if SPECIALIZED.fits(out_bytes) else SPECIALIZED.num_stages - 1
 
 
 def stores_by_descriptor(n: int) -> bool:

@@ -26,9 +26,9 @@ def is_extern(node: torch.fx.Node) -> bool:
     """Whether a node of a graph for a device with kernels is a `te.gemm` that the specialized kernel runs fastest."""
     if node.target is not gemm:
         return False
-    a, b = node.args[0].meta["val"], node.args[2].meta["val"]
+    a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
+    fast_accum = bool(node.args[6])
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    fast_accum = node.args[6]
     return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
 
 
@@ -52,7 +52,6 @@ def register() -> None:
         call = ir.ExternKernelOut(
             layout=ir.FixedLayout(a.get_device(), out_dtype, size),
             inputs=inputs,
-            kwargs={"fast_accum": fast_accum},
             python_kernel_name=f"extern_kernels.{_NAME}",
             op_overload=gemm,
         )

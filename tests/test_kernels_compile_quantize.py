@@ -82,15 +82,16 @@ def cast_cases(rows: int, columnwise: bool = True):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
     one = quantize.cast_tile(rows, 4096, columnwise)
     of_activation = [
-        quantize.cast_tile(rows, 4096, columnwise, tile) for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE)
+        quantize.cast_tile(rows, 4096, columnwise, tile)
+        for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE, activation.BIAS_GRAD_TILE)
     ]
     forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE)
     backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE)
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
-        for backward in (False, True):
-            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": backward}
-            yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
+        for backward, bias_grad in ((False, False), (True, False), (True, True)):
+            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": bias_grad}
+            yield activation.activation_write_kernel, *tiled(of_activation[backward + bias_grad], **flags, **partials)
     yield swiglu.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
     yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, **partials)
     for layer in (False, True):
