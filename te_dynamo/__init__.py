@@ -9,13 +9,22 @@ from te_dynamo.passes.fuser import (
     register_forward_fusion,
     unregister_fusion,
 )
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from te_dynamo.storage import Float8TensorStorage, QuantizedTensorStorage
 from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
+    "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8TensorStorage",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
     "QuantizedTensorStorage",
     "Quantizer",
     "TensorProto",

@@ -18,7 +18,10 @@ from te_dynamo.errors import QuantizationError
 if TYPE_CHECKING:
     from te_dynamo.storage import QuantizedTensorStorage
 
-__all__ = ["Quantizer"]
+__all__ = ["Buffers", "Quantizer"]
+
+Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Buffer name -> (shape, dtype), in the order in which `te.quantize` returns them."""
 
 _VALUE_TYPES = (bool, int, float, str, enum.Enum)
 
@@ -71,8 +74,8 @@ class Quantizer(metaclass=OpaqueMeta):
         if len(shape) < 1:
             raise QuantizationError(f"{type(self).__name__}: a tensor of rank 0 cannot be quantized")
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Buffer name -> (shape, dtype) for the usages that are on, in the order in which `te.quantize` returns them."""
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        """The contiguous buffers of a tensor of that shape, for the usages that are on."""
         raise NotImplementedError
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -96,11 +99,19 @@ class Quantizer(metaclass=OpaqueMeta):
         named = dict(zip(self._describe_buffers(tuple(tensor.shape)), buffers, strict=True))
         return QuantizedTensorStorage.from_metadata(named, self.create_metadata(tuple(tensor.shape), tensor.dtype))
 
-    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(data, scale_inv) as a GEMM reads them: K-major, contracting the last dimension, or the leading ones (columnwise).
+    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, ...]:
+        """What a GEMM reads: data, then its scales, contracting the last dimension, or the leading ones (columnwise).
 
         buffers: in the order of `_describe_buffers`, as `te.quantize` returns them.
         """
+        if not (self.columnwise if columnwise else self.rowwise):
+            wanted = "columnwise" if columnwise else "rowwise"
+            raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
+        names = list(self._describe_buffers((1, 1)))  # of any shape: names and order do not depend on it
+        return tuple(buffers[names.index(name)] for name in self._operand_names(columnwise))
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        """The buffers of that usage, data first."""
         raise NotImplementedError
 
     def describe(self) -> str:
