@@ -11,13 +11,15 @@ from te_dynamo.quantizers.nvfp4 import NVFP4Quantizer
 __all__ = ["check_linear", "check_product"]
 
 
-def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer) -> None:
-    """Raises QuantizationError, naming the GEMM, unless all three GEMMs of a linear can multiply their operands."""
-    for gemm, a, a_columnwise, b, b_columnwise in (
-        ("fprop", x, False, weight, False),
-        ("dgrad", dy, False, weight, True),
-        ("wgrad", dy, True, x, True),
-    ):
+def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
+    """Raises QuantizationError, naming the GEMM, unless the GEMMs of a linear can multiply their operands.
+
+    dy: None for gradients computed in high precision, where there is only fprop.
+    """
+    gemms = [("fprop", x, False, weight, False)]
+    if dy is not None:
+        gemms += [("dgrad", dy, False, weight, True), ("wgrad", dy, True, x, True)]
+    for gemm, a, a_columnwise, b, b_columnwise in gemms:
         try:
             check_product(a, a_columnwise, b, b_columnwise)
         except QuantizationError as error:
