@@ -24,9 +24,15 @@ __all__ = ["quantized_linears", "rounded"]
 
 
 def rounded(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Tensor:
-    """x after a round trip through that usage of its quantizer, as [M, K] in float64."""
+    """x after a round trip through that usage of its quantizer, as [M, K] in float64.
+
+    Read columnwise it has rows of zeros up to a multiple of 16: a Hadamard transform spreads values over those too.
+    """
     alone = quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
-    return alone.quantize(x.detach().contiguous()).dequantize().double().flatten(0, -2)
+    matrix = x.detach().flatten(0, -2)
+    if columnwise:
+        matrix = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % 16))
+    return alone.quantize(matrix.contiguous()).dequantize().double()
 
 
 @dataclasses.dataclass
@@ -70,7 +76,7 @@ class _Linear(torch.autograd.Function):
             dw = dy.double().flatten(0, -2).t() @ x.double().flatten(0, -2)
         else:
             grad = recipe.grad_output_quantizer()
-            dx = rounded(dy, grad, False) @ rounded(weight, recipe.weight_quantizer(), True)
+            dx = rounded(dy, grad, False) @ rounded(weight, recipe.weight_quantizer(), True)[: weight.shape[0]]
             dw = rounded(dy, grad, True).t() @ rounded(x, recipe.input_quantizer(), True)
         db = dy.double().flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return dx.to(x.dtype).reshape(x.shape), dw.to(weight.dtype), db, None
