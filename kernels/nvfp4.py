@@ -1,0 +1,401 @@
+"""x -> NVFP4: e2m1 elements, one e4m3 scale for 16 of them, one fp32 amax a tensor.
+
+    S     = min(2688 / amax, largest fp32), 1 where amax is 0, inf or NaN           amax = max|x|
+    scale = e4m3(min(block_amax * (S * (1/6)), 448))
+    enc   = min(1 / (scale * (1/S)), largest fp32)
+    q     = e2m1(clamp(x * enc, -6, 6))            x ~ q * scale * amax / 2688
+
+All arithmetic is fp32, every operation rounded on its own. A block is 16 consecutive elements of a row (rowwise) or
+of a column (columnwise), or 16x16 with `two_d`, whose scales rows and columns share. Tensors are read as [M, K].
+
+| buffer | shape | holds |
+| --- | --- | --- |
+| data | [M, K^16/2] uint8 | codes of x, the element of the even column in the low four bits |
+| scale_inv | [M^128, ceil(K/16)^4] uint8 | the bits of the e4m3 scales |
+| amax | [1] fp32 | |
+| columnwise_data, columnwise_scale_inv, columnwise_amax | the same with M and K exchanged | of x^T |
+
+^n is rounded up to a multiple of n; what is past M, K or their blocks is zero.
+
+Rounding is to the nearest, ties to the even code; -0 keeps its sign. A block with a NaN has a NaN scale and +6
+everywhere (what NVIDIA's saturating conversion makes of NaN), so it reads back as NaN; amax NaN or inf makes every
+product NaN or inf.
+
+`hadamard`: x^T is first multiplied from the right, 16 columns at a time, by diag(HADAMARD_SIGNS) H16 / 4, H16 being
+Sylvester's matrix. That matrix is orthogonal, so the product of two tensors that are both transformed along the
+contracted dimension needs no inverse. columnwise_amax is then that of the transformed tensor, and where M is no
+multiple of 16 the last block, zero past M before the transform, keeps all of its 16 outputs.
+
+`stochastic_rounding`: q is one of x * enc's two neighbours, the upper in magnitude with probability
+round(65536 t) / 65536, t the distance from the lower in steps. `random`, int32 [2] (`random_key`), is the key of the
+hash that gives every element its 16 bits, others for rows than for columns: nothing else is read, and the same key
+gives the same bits on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.e2m1 import block_scale, hadamard, load_tensor_scale, pack_words, random_bits
+from te_dynamo.kernels.fp8 import (
+    Size,
+    abs_bits,
+    rows_and_columns,
+    store_partial_amax,
+    tile_from_the_end,
+    tile_origin,
+    tile_total,
+)
+
+__all__ = [
+    "HADAMARD_SIGNS",
+    "dequantize_nvfp4_reference",
+    "gemm_nvfp4_reference",
+    "hadamard_reference",
+    "quantize_nvfp4_reference",
+    "random_key",
+]
+
+BLOCK = 16
+"""Elements with one scale."""
+
+TENSOR_MAX = 2688.0
+"""Largest scale (448) times largest element (6): what amax becomes."""
+
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def random_key(device: torch.device | None = None, generator: torch.Generator | None = None) -> torch.Tensor:
+    """64 random bits, int32 [2], for one stochastic rounding; from torch's default generator where none is given."""
+    return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device, generator=generator)
+
+
+# --- reference: quantize ------------------------------------------------------------------------------------
+
+
+def quantize_nvfp4_reference(
+    x: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool,
+    hadamard: bool,
+    stochastic_rounding: bool,
+    random: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """[data, scale_inv, amax] if rowwise, then [columnwise_data, columnwise_scale_inv, columnwise_amax] if columnwise.
+
+    x: any rank >= 1, bf16, fp16 or fp32, on any device. random: see the module; read if `stochastic_rounding`.
+    Raises ValueError for `two_d` with `hadamard`, and for stochastic rounding without its key.
+    """
+    check_options(two_d, hadamard, stochastic_rounding, random)
+    rows, columns = rows_and_columns(x)
+    matrix = x.reshape(rows, columns).to(torch.float32)
+    key = random if stochastic_rounding else None
+    bits = None if key is None else random_bits_reference(key, round_up(rows, BLOCK), columns)
+    buffers = []
+    if rowwise:
+        buffers += quantize_rows(matrix, two_d, None if bits is None else (bits & 0xFFFF)[:rows])
+    if columnwise:
+        turned = hadamard_reference(matrix.t()) if hadamard else matrix.t()
+        buffers += quantize_rows(turned, two_d, None if bits is None else (bits >> 16).t()[:, : turned.shape[1]])
+    return buffers
+
+
+def check_options(two_d: bool, hadamard: bool, stochastic_rounding: bool, random: torch.Tensor | None) -> None:
+    """Raises ValueError, saying what is wrong, for options that exclude each other."""
+    if two_d and hadamard:
+        raise ValueError(
+            "te nvfp4: 16x16 blocks share scales between rows and columns, so columns cannot be transformed"
+        )
+    if stochastic_rounding and (random is None or random.dtype != torch.int32 or tuple(random.shape) != (2,)):
+        raise ValueError("te nvfp4: stochastic rounding takes `random`, int32 [2] (te_dynamo.kernels.nvfp4.random_key)")
+
+
+def round_up(n: Size, multiple: int) -> Size:
+    """n rounded up to a multiple, also for a symbolic n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def quantize_rows(matrix: torch.Tensor, two_d: bool, bits: torch.Tensor | None) -> list[torch.Tensor]:
+    """The three buffers of a float32 matrix [R, C]; bits [R, C], int64 below 65536, round stochastically."""
+    rows, width = matrix.shape
+    amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
+    scale_s = torch.where(
+        (amax > 0) & (amax < torch.inf),
+        (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX),
+        torch.ones_like(amax),
+    )
+    height, blocks_wide = BLOCK if two_d else 1, round_up(width, BLOCK) // BLOCK
+    blocks = zero_padded(matrix, round_up(rows, height), blocks_wide * BLOCK)
+    blocks = blocks.reshape(blocks.shape[0] // height, height, blocks_wide, BLOCK)
+    block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = (block_amax * (scale_s * torch.full_like(scale_s, 1 / 6))).clamp(max=448.0)
+    scale = scale.masked_fill(scale.isnan(), torch.nan).to(torch.float8_e4m3fn)  # one NaN: a CPU would keep its sign
+    enc = torch.ones_like(scale_s) / (scale.to(torch.float32) * (torch.ones_like(scale_s) / scale_s))
+    enc = enc.clamp(max=_FLOAT32_MAX)
+    value = (blocks * enc).flatten(2).flatten(0, 1)[:rows]
+    codes = e2m1_codes(value, None if bits is None else zero_padded(bits, rows, blocks_wide * BLOCK))
+    data = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
+    return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
+
+
+def zero_padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] with `matrix` in its corner and zero elsewhere."""
+    return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
+
+
+def e2m1_codes(value: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+    """The four-bit codes, uint8, of fp32 values; NaN gives +6.
+
+    Below 2 the codes count halves, then ones, then twos: 0 to 7 is 0, .5, 1, 1.5, 2, 3, 4, 6.
+    """
+    magnitude = value.abs().clamp(max=6.0)
+    low, middle = magnitude < 2, magnitude < 4
+    steps = torch.where(low, magnitude * 2, torch.where(middle, magnitude, magnitude * 0.5))  # exact
+    offset = torch.where(low, 0.0, torch.where(middle, 2.0, 4.0))
+    if bits is None:
+        code = steps.round()  # half to even, and the offsets are even
+    else:
+        # Up if t + (r + 1/2) / 65536 >= 1; written so that no operation rounds.
+        code = steps.floor()
+        code += steps - code >= (131071 - 2 * bits).to(torch.float32) / 131072
+    code = torch.where(value.isnan(), 7.0, code + offset).to(torch.uint8)
+    return code | ((value.signbit() & ~value.isnan()).to(torch.uint8) << 3)
+
+
+def random_bits_reference(key: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """32 random bits, as int64 [rows, columns]: a keyed hash of the element's number row * columns + column.
+
+    Rows take the low 16, columns the high 16. The mixing is a multiply-xorshift of good avalanche (lowbias32), the
+    key's first word added before it and its second mixed in halfway.
+    """
+    mask = 0xFFFFFFFF
+    first, second = key.to(torch.int64) & mask
+    h = torch.arange(rows * columns, device=key.device) & mask
+    h = (h * 0x9E3779B1 + first) & mask
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
+    h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & mask
+    return (h ^ (h >> 16)).reshape(rows, columns)
+
+
+def hadamard_reference(matrix: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """matrix [R, C] in float32, 16 columns at a time times diag(signs) H16 / 4, or times its inverse: [R, C^16].
+
+    Butterflies over neighbours that move the halves apart, four times: the order of the additions is part of the rule.
+    """
+    rows = matrix.shape[0]
+    matrix = matrix.to(torch.float32)
+    blocks = zero_padded(matrix, rows, round_up(matrix.shape[1], BLOCK)).unflatten(1, (-1, BLOCK))
+    signs = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=matrix.device)
+    if not inverse:
+        blocks = blocks * signs
+    for _ in range(4):
+        even, odd = blocks[..., 0::2], blocks[..., 1::2]
+        blocks = torch.cat([even + odd, even - odd], dim=-1)
+    blocks = blocks * 0.25
+    if inverse:
+        blocks = blocks * signs
+    return blocks.flatten(1)
+
+
+# --- reference: dequantize, GEMM ----------------------------------------------------------------------------
+
+
+def dequantize_nvfp4_reference(
+    data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor | None, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[R, columns] of `dtype` from one usage's buffers: (q * scale) * (amax / 2688), rounded once.
+
+    data [R, C^16/2], scale_inv [R^128, ceil(C/16)^4], columns <= C^16. Without amax it is q * scale, which bfloat16
+    holds exactly. What was transformed stays so: `hadamard_reference(..., inverse=True)` undoes it.
+    """
+    rows = data.shape[0]
+    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1).to(torch.int32)
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=data.device)
+    blocks = codes.shape[1] // BLOCK
+    scale = scale_inv[:rows, :blocks].view(torch.float8_e4m3fn).to(torch.float32)
+    value = (table[codes].reshape(rows, blocks, BLOCK) * scale[:, :, None]).flatten(1)[:, :columns]
+    if amax is not None:
+        value = value * (amax / torch.full_like(amax, TENSOR_MAX))
+    return value.to(dtype).contiguous()
+
+
+def gemm_nvfp4_reference(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_amax: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_amax: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`gemm_nvfp4` in plain PyTorch on any device: products and sums in fp32."""
+    check_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+    width = 2 * a.shape[1]
+    product = dequantize_nvfp4_reference(a, a_scale_inv, None, width, torch.float32)
+    product = product @ dequantize_nvfp4_reference(b, b_scale_inv, None, width, torch.float32).t()
+    value = product * gemm_alpha(a_amax, b_amax)
+    if bias is not None:
+        value = value + bias.to(torch.float32)
+    return value.to(out_dtype)
+
+
+def gemm_alpha(a_amax: torch.Tensor, b_amax: torch.Tensor) -> torch.Tensor:
+    """amaxA * amaxB / 2688^2, fp32 [1], in an order that overflows only with the result."""
+    full = torch.full_like(a_amax, TENSOR_MAX)
+    return (a_amax / full) * (b_amax / full)
+
+
+def check_operands(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
+    if out_dtype not in _OUT:
+        raise ValueError(f"te gemm_nvfp4: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if any(tensor.dtype != torch.uint8 or tensor.dim() != 2 for tensor in (a, a_scale_inv, b, b_scale_inv)):
+        raise ValueError("te gemm_nvfp4: data and scales are uint8 matrices, as quantize_nvfp4 returns them")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"te gemm_nvfp4: expected a [M, K/2] and b [N, K/2], got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
+        raise ValueError(f"te gemm_nvfp4: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [16, BLOCK_M/16, BLOCK_K] of x [M, K], zero outside: element [i, g, k] is row + 16 g + i, column + k."""
+    rows = tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, BLOCK_M // 16)[None, :, None]
+    columns = tl.arange(0, BLOCK_K)[None, None, :]
+    mask = (row + rows < M) & (column + columns < K)
+    return tl.load(x + (row.to(tl.int64) * K + column) + (rows * K + columns), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def hadamard_amax_kernel(
+    x, partials, columnwise_partials, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, a program each."""
+    bits = tl.zeros((16, BLOCK_M // 16, BLOCK_K), tl.int32)
+    columnwise_bits = tl.zeros((BLOCK_M // 16, BLOCK_K, 16), tl.int32)
+    for tile in tl.range(tl.program_id(0), tile_total(M, K, BLOCK_M, BLOCK_K), tl.num_programs(0), num_stages=1):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE:
+            bits = tl.maximum(bits, abs_bits(value))
+        turned = hadamard(tl.permute(value, (1, 2, 0)), BLOCK_M // 16, BLOCK_K)
+        columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned))
+    if ROWWISE:
+        store_partial_amax(partials, bits)
+    store_partial_amax(columnwise_partials, columnwise_bits)
+
+
+@triton.jit
+def store_words(data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Writes words [BLOCK_M, BLOCK_W] at that row and word of `data`, read as int32 [M, row_words]."""
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_W)
+    corner = row.to(tl.int64) * row_words + column
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * row_words + tl.arange(0, BLOCK_W)[None, :])
+    mask = (rows < M)[:, None] & (columns < row_words)[None, :]
+    tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words, mask=mask)
+
+
+@triton.jit
+def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K."""
+    blocks = tl.cdiv(K, 16)
+    padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
+    rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
+    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale.to(tl.uint8, bitcast=True), 0)
+    corner = row.to(tl.int64) * padded_blocks + block
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
+    mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
+    tl.store(scale_inv + offsets, scale, mask=mask)
+
+
+@triton.jit
+def quantize_nvfp4_kernel(
+    x,
+    partials,
+    columnwise_partials,
+    random,
+    data,
+    scale_inv,
+    amax,
+    columnwise_data,
+    columnwise_scale_inv,
+    columnwise_amax,
+    M,
+    K,
+    row_words,
+    column_words,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8."""
+    G: tl.constexpr = BLOCK_M // 16
+    B: tl.constexpr = BLOCK_K // 16
+    if ROWWISE:
+        sixth, inverse = load_tensor_scale(partials, amax, PARTIALS)
+    if COLUMNWISE:
+        columnwise_sixth, columnwise_inverse = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        bits = tl.zeros((16, G, BLOCK_K), tl.uint32)
+        if STOCHASTIC:
+            rows = row + tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, G)[None, :, None]
+            number = rows * K + (column + tl.arange(0, BLOCK_K)[None, None, :])
+            bits = random_bits(random, number.to(tl.uint32, bitcast=True))
+        if ROWWISE:
+            blocks = tl.reshape(value, (16, G, B, 16))
+            block_amax = tl.max(tl.abs(blocks), axis=3)
+            if TWO_D:
+                block_amax = tl.broadcast_to(tl.max(block_amax, axis=0)[None, :, :], (16, G, B))
+            scale, enc = block_scale(block_amax, sixth, inverse)
+            scaled = tl.reshape(blocks * enc[:, :, :, None], (16, G, 2 * B, 8))
+            low = tl.reshape((bits & 0xFFFF).to(tl.int32, bitcast=True), (16, G, 2 * B, 8))
+            words = pack_words(scaled, low, STOCHASTIC, 16, G, 2 * B)
+            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_M, 2 * B))
+            store_words(data, words, row, column // 8, row_words, M, BLOCK_M, 2 * B)
+            scale = tl.reshape(tl.permute(scale, (1, 0, 2)), (BLOCK_M, B))
+            store_scales(scale_inv, scale, row, column // 16, M, K, BLOCK_M, B)
+        if COLUMNWISE:
+            turned = tl.permute(value, (1, 2, 0))
+            if HADAMARD:
+                turned = hadamard(turned, G, BLOCK_K)
+            block_amax = tl.max(tl.abs(turned), axis=2)
+            if TWO_D:
+                shared = tl.max(tl.reshape(block_amax, (G, B, 16)), axis=2)
+                block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
+            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse)
+            scaled = tl.reshape(turned * enc[:, :, None], (G, BLOCK_K, 2, 8))
+            high = tl.reshape(tl.permute((bits >> 16).to(tl.int32, bitcast=True), (1, 2, 0)), (G, BLOCK_K, 2, 8))
+            words = pack_words(scaled, high, STOCHASTIC, G, BLOCK_K, 2)
+            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_K, 2 * G))
+            store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
+            store_scales(columnwise_scale_inv, tl.trans(scale), column, row // 16, K, M, BLOCK_K, G)
