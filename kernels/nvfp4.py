@@ -36,7 +36,17 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.fp8 import Size, rows_and_columns
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.e2m1 import block_scale, hadamard, load_tensor_scale, pack_words, random_bits
+from te_dynamo.kernels.fp8 import (
+    Size,
+    abs_bits,
+    rows_and_columns,
+    store_partial_amax,
+    tile_from_the_end,
+    tile_origin,
+    tile_total,
+)
 
 __all__ = [
     "HADAMARD_SIGNS",
@@ -88,7 +98,7 @@ def quantize_nvfp4_reference(
     rows, columns = rows_and_columns(x)
     matrix = x.reshape(rows, columns).to(torch.float32)
     key = random if stochastic_rounding else None
-    bits = None if key is None else random_bits(key, round_up(rows, BLOCK), columns)
+    bits = None if key is None else random_bits_reference(key, round_up(rows, BLOCK), columns)
     buffers = []
     if rowwise:
         buffers += quantize_rows(matrix, two_d, None if bits is None else (bits & 0xFFFF)[:rows])
@@ -161,7 +171,7 @@ def e2m1_codes(value: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
     return code | ((value.signbit() & ~value.isnan()).to(torch.uint8) << 3)
 
 
-def random_bits(key: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def random_bits_reference(key: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """32 random bits, as int64 [rows, columns]: a keyed hash of the element's number row * columns + column.
 
     Rows take the low 16, columns the high 16. The mixing is a multiply-xorshift of good avalanche (lowbias32), the
@@ -264,3 +274,128 @@ def check_operands(
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
         raise ValueError(f"te gemm_nvfp4: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [16, BLOCK_M/16, BLOCK_K] of x [M, K], zero outside: element [i, g, k] is row + 16 g + i, column + k."""
+    rows = tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, BLOCK_M // 16)[None, :, None]
+    columns = tl.arange(0, BLOCK_K)[None, None, :]
+    mask = (row + rows < M) & (column + columns < K)
+    return tl.load(x + (row.to(tl.int64) * K + column) + (rows * K + columns), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def hadamard_amax_kernel(
+    x, partials, columnwise_partials, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, a program each."""
+    bits = tl.zeros((16, BLOCK_M // 16, BLOCK_K), tl.int32)
+    columnwise_bits = tl.zeros((BLOCK_M // 16, BLOCK_K, 16), tl.int32)
+    for tile in tl.range(tl.program_id(0), tile_total(M, K, BLOCK_M, BLOCK_K), tl.num_programs(0), num_stages=1):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE:
+            bits = tl.maximum(bits, abs_bits(value))
+        turned = hadamard(tl.permute(value, (1, 2, 0)), BLOCK_M // 16, BLOCK_K)
+        columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned))
+    if ROWWISE:
+        store_partial_amax(partials, bits)
+    store_partial_amax(columnwise_partials, columnwise_bits)
+
+
+@triton.jit
+def store_words(data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Writes words [BLOCK_M, BLOCK_W] at that row and word of `data`, read as int32 [M, row_words]."""
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_W)
+    corner = row.to(tl.int64) * row_words + column
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * row_words + tl.arange(0, BLOCK_W)[None, :])
+    mask = (rows < M)[:, None] & (columns < row_words)[None, :]
+    tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words, mask=mask)
+
+
+@triton.jit
+def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K."""
+    blocks = tl.cdiv(K, 16)
+    padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
+    rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
+    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale.to(tl.uint8, bitcast=True), 0)
+    corner = row.to(tl.int64) * padded_blocks + block
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
+    mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
+    tl.store(scale_inv + offsets, scale, mask=mask)
+
+
+@triton.jit
+def quantize_nvfp4_kernel(
+    x,
+    partials,
+    columnwise_partials,
+    random,
+    data,
+    scale_inv,
+    amax,
+    columnwise_data,
+    columnwise_scale_inv,
+    columnwise_amax,
+    M,
+    K,
+    row_words,
+    column_words,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8."""
+    G: tl.constexpr = BLOCK_M // 16
+    B: tl.constexpr = BLOCK_K // 16
+    if ROWWISE:
+        sixth, inverse = load_tensor_scale(partials, amax, PARTIALS)
+    if COLUMNWISE:
+        columnwise_sixth, columnwise_inverse = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        bits = tl.zeros((16, G, BLOCK_K), tl.uint32)
+        if STOCHASTIC:
+            rows = row + tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, G)[None, :, None]
+            number = rows * K + (column + tl.arange(0, BLOCK_K)[None, None, :])
+            bits = random_bits(random, number.to(tl.uint32, bitcast=True))
+        if ROWWISE:
+            blocks = tl.reshape(value, (16, G, B, 16))
+            block_amax = tl.max(tl.abs(blocks), axis=3)
+            if TWO_D:
+                block_amax = tl.broadcast_to(tl.max(block_amax, axis=0)[None, :, :], (16, G, B))
+            scale, enc = block_scale(block_amax, sixth, inverse)
+            scaled = tl.reshape(blocks * enc[:, :, :, None], (16, G, 2 * B, 8))
+            low = tl.reshape((bits & 0xFFFF).to(tl.int32, bitcast=True), (16, G, 2 * B, 8))
+            words = pack_words(scaled, low, STOCHASTIC, 16, G, 2 * B)
+            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_M, 2 * B))
+            store_words(data, words, row, column // 8, row_words, M, BLOCK_M, 2 * B)
+            scale = tl.reshape(tl.permute(scale, (1, 0, 2)), (BLOCK_M, B))
+            store_scales(scale_inv, scale, row, column // 16, M, K, BLOCK_M, B)
+        if COLUMNWISE:
+            turned = tl.permute(value, (1, 2, 0))
+            if HADAMARD:
+                turned = hadamard(turned, G, BLOCK_K)
+            block_amax = tl.max(tl.abs(turned), axis=2)
+            if TWO_D:
+                shared = tl.max(tl.reshape(block_amax, (G, B, 16)), axis=2)
+                block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
+            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse)
+            scaled = tl.reshape(turned * enc[:, :, None], (G, BLOCK_K, 2, 8))
+            high = tl.reshape(tl.permute((bits >> 16).to(tl.int32, bitcast=True), (1, 2, 0)), (G, BLOCK_K, 2, 8))
+            words = pack_words(scaled, high, STOCHASTIC, G, BLOCK_K, 2)
+            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_K, 2 * G))
+            store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
+            store_scales(columnwise_scale_inv, tl.trans(scale), column, row // 16, K, M, BLOCK_K, G)

@@ -16,6 +16,7 @@ from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.errors import QuantizationError
 
 if TYPE_CHECKING:
+    from te_dynamo.quantized_tensor import QuantizedTensor
     from te_dynamo.storage import QuantizedTensorStorage
 
 __all__ = ["Buffers", "Quantizer"]
@@ -91,13 +92,18 @@ class Quantizer(metaclass=OpaqueMeta):
         described = self._describe_buffers(tuple(shape))
         return {name: torch.empty(s, dtype=dtype, device=device) for name, (s, dtype) in described.items()}
 
-    def quantize(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
-        """`tensor` (floating point, any rank from 1) in this format, through `te.quantize`."""
-        from te_dynamo.storage import QuantizedTensorStorage
+    def quantize(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows."""
+        from te_dynamo.quantized_tensor import from_buffers
 
-        buffers = torch.ops.te.quantize(tensor, self)
-        named = dict(zip(self._describe_buffers(tuple(tensor.shape)), buffers, strict=True))
-        return QuantizedTensorStorage.from_metadata(named, self.create_metadata(tuple(tensor.shape), tensor.dtype))
+        shape = tuple(tensor.shape)
+        self.check_shape(shape)
+        buffers = torch.ops.te.quantize(tensor.detach().contiguous(), self)
+        return from_buffers(buffers, shape, tensor.dtype, self, False)
+
+    def dequantize(self, tensor: QuantizedTensor | QuantizedTensorStorage) -> torch.Tensor:
+        """The values of a tensor of this format in its own dtype."""
+        return tensor.dequantize()
 
     def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, ...]:
         """What a GEMM reads: data, then its scales, contracting the last dimension, or the leading ones (columnwise).

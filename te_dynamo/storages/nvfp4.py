@@ -1,0 +1,46 @@
+"""The storage of NVFP4Quantizer."""
+
+from __future__ import annotations
+
+import torch
+
+from te_dynamo.storage import QuantizedTensorStorage
+from te_dynamo.storages.blocks import spread
+
+__all__ = ["NVFP4TensorStorage"]
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class NVFP4TensorStorage(QuantizedTensorStorage):
+    """4-bit values, two a byte, with an e4m3 scale for each 16 and an fp32 amax: rows and columns each with their own."""
+
+    _FLATTEN_TENSOR_BUFFERS = (
+        "data",
+        "scale_inv",
+        "amax",
+        "columnwise_data",
+        "columnwise_scale_inv",
+        "columnwise_amax",
+    )
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    amax: torch.Tensor
+    columnwise_data: torch.Tensor
+    columnwise_scale_inv: torch.Tensor
+    columnwise_amax: torch.Tensor
+
+    def _rows(self) -> torch.Tensor:
+        return _values(self.data, self.scale_inv, self.amax)
+
+    def _columns(self) -> torch.Tensor:
+        return _values(self.columnwise_data, self.columnwise_scale_inv, self.columnwise_amax).t()
+
+
+def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The fp32 values [outer, 2 * bytes] of packed data [outer, bytes]."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=data.device)
+    nibbles = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).to(torch.int64)
+    scales = scale_inv.view(torch.float8_e4m3fn).to(torch.float32)
+    return table[nibbles] * spread(scales, (1, 16), (nibbles.shape[0], nibbles.shape[1])) * (amax / 2688)
