@@ -18,7 +18,7 @@ from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.ops.define import expand_in_compiler, te_op
 from te_dynamo.ops.fakes import of_proto
 from te_dynamo.ops.gemm import add_bias, bias_grad, gemm
-from te_dynamo.ops.quantize import quantize
+from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 from te_dynamo.tensor_proto import TensorProto
@@ -114,8 +114,8 @@ class LinearBwdArgs:
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(output [..., N], tensors to save): columnwise data and scale of x, then of the weight, each only if needed."""
     config = args.config
-    x_buffers = quantize(args.x.contiguous(), config.input_quantizer)
-    weight_buffers = quantize(args.weight.contiguous(), config.weight_quantizer)
+    x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
+    weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
     product = gemm(
         *config.input_quantizer.operand(x_buffers, columnwise=False),
         *config.weight_quantizer.operand(weight_buffers, columnwise=False),
@@ -174,7 +174,7 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
     if not (args.requires_dgrad or args.requires_wgrad):
         return dx, dweight, dbias
     quantizer = config.grad_output_quantizer.with_usage(args.requires_dgrad, args.requires_wgrad)
-    dy_buffers = quantize(dy, quantizer)
+    dy_buffers = quantize_tensor(dy, quantizer)
     if args.requires_dgrad:
         operand = quantizer.operand(dy_buffers, columnwise=False)
         dx = gemm(
