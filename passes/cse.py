@@ -1,7 +1,8 @@
 """Common subexpressions of the dialect: equal te operations, and the views they read, become one.
 
 q, k and v each quantize the norm's output; gate and up too; a tied weight is quantized where it is used. Two quantizations
-of one tensor that differ only in what they keep (rowwise, columnwise) become one that keeps both.
+of one tensor that differ only in what they keep (rowwise, columnwise) become one that keeps both: no format's rowwise
+buffers depend on whether there are columnwise ones.
 """
 
 from __future__ import annotations

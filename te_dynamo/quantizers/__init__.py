@@ -5,6 +5,7 @@ from te_dynamo.quantizers.float8_block import Float8BlockQuantizer
 from te_dynamo.quantizers.float8_current_scaling import Float8CurrentScalingQuantizer
 from te_dynamo.quantizers.mxfp8 import MXFP8Quantizer
 from te_dynamo.quantizers.nvfp4 import NVFP4Quantizer
+from te_dynamo.quantizers.product import check_linear, check_product
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -12,4 +13,6 @@ __all__ = [
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",
+    "check_linear",
+    "check_product",
 ]
