@@ -142,7 +142,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, bits: torch.Tensor | None) 
     enc = enc.clamp(max=_FLOAT32_MAX)
     value = (blocks * enc).flatten(2).flatten(0, 1)[:rows]
     codes = e2m1_codes(value, None if bits is None else zero_padded(bits, rows, blocks_wide * BLOCK))
-    data = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # of a transposed matrix it is not
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
 

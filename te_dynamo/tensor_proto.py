@@ -86,7 +86,8 @@ def to_tensor_proto(tensor: torch.Tensor | QuantizedTensorStorage) -> TensorProt
 def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> None:
     """Raises QuantizationError, naming the slot, unless `buffers` are what `proto` describes.
 
-    Names and their order, shapes, dtypes and strides (every buffer is contiguous), and the device if the proto has one.
+    Names and their order, shapes, dtypes and strides (every buffer is contiguous; a dimension of size 1 may have any stride),
+    and the device if the proto has one.
     """
     described = proto._buffers()
     what = f"{proto._quantizer().describe()} of shape {proto.shape}"
@@ -94,19 +95,14 @@ def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> Non
         raise QuantizationError(f"{what}: expected the buffers {list(described)}, got {list(buffers)}")
     for name, (shape, dtype) in described.items():
         buffer = buffers[name]
-        expected = {"shape": tuple(shape), "dtype": dtype, "stride": _contiguous_stride(shape)}
-        found = {"shape": tuple(buffer.shape), "dtype": buffer.dtype, "stride": buffer.stride()}
+        expected: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
+        found: dict[str, Any] = {"shape": tuple(buffer.shape), "dtype": buffer.dtype}
         if proto.device is not None:
             expected["device"], found["device"] = proto.device, buffer.device
         for fact, value in expected.items():
             if found[fact] != value:
                 raise QuantizationError(f"{what}: buffer {name!r} has {fact} {found[fact]}, expected {value}")
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As torch.empty lays a tensor out: a dimension of size 0 counts as 1."""
-    stride, below = [], 1
-    for size in reversed(shape):
-        stride.append(below)
-        below *= max(size, 1)
-    return tuple(reversed(stride))
+        if not buffer.is_contiguous():
+            raise QuantizationError(
+                f"{what}: buffer {name!r} has stride {buffer.stride()}, expected the contiguous one of {tuple(shape)}"
+            )

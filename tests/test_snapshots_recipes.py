@@ -111,11 +111,11 @@ gemm_nvfp4_1: bf16[32, 64] = te.gemm_nvfp4(quantize_2[0], quantize_2[1], quantiz
 return gemm_nvfp4_1, norm.weight, norm.bias, x, native_layer_norm[1], native_layer_norm[2], quantize[3], quantize[4], quantize[5], quantize_1[3], quantize_1[4], quantize_1[5], gemm_nvfp4, quantize_2[3], quantize_2[4], quantize_2[5], quantize_3[3], quantize_3[4], quantize_3[5]""")
     assert_expected_inline(found["backward"], """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
-quantize_4: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic])
+quantize_4: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic], randint)
 gemm_nvfp4_1: bf16[32, 128] = te.gemm_nvfp4(quantize_4[0], quantize_4[1], quantize_4[2], quantize_3[3], quantize_3[4], quantize_3[5], None, bf16)
 gemm_nvfp4_2: bf16[64, 128] = te.gemm_nvfp4(quantize_4[3], quantize_4[4], quantize_4[5], quantize_2[3], quantize_2[4], quantize_2[5], None, bf16)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-quantize_5: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu_backward, nvfp4[row+column, hadamard, stochastic])
+quantize_5: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu_backward, nvfp4[row+column, hadamard, stochastic], randint_1)
 gemm_nvfp4_3: bf16[32, 64] = te.gemm_nvfp4(quantize_5[0], quantize_5[1], quantize_5[2], quantize_1[3], quantize_1[4], quantize_1[5], None, bf16)
 gemm_nvfp4_4: bf16[128, 64] = te.gemm_nvfp4(quantize_5[3], quantize_5[4], quantize_5[5], quantize[3], quantize[4], quantize[5], None, bf16)
 return native_layer_norm_backward[1], native_layer_norm_backward[2], native_layer_norm_backward[0], gemm_nvfp4_4, to_1, gemm_nvfp4_2, to""")

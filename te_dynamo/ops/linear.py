@@ -19,11 +19,12 @@ from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.ops.define import expand_in_compiler, te_op
 from te_dynamo.ops.fakes import of_proto
 from te_dynamo.ops.gemm import add_bias, bias_grad
+from te_dynamo.ops.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.ops.multiply import Operand, multiply
-from te_dynamo.ops.quantize import quantize
+from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.quantizers import Quantizer, check_linear
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.tensor_proto import to_tensor_proto
 
 __all__ = ["LinearBwdArgs", "LinearConfig", "LinearFwdArgs", "linear", "linear_backward", "linear_forward"]
 
@@ -122,8 +123,8 @@ class LinearBwdArgs:
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(output [..., N], tensors to save): the columnwise operand of x, then of the weight, each only if needed."""
     config = args.config
-    x_buffers = quantize(args.x.contiguous(), config.input_quantizer)
-    weight_buffers = quantize(args.weight.contiguous(), config.weight_quantizer)
+    x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
+    weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
     product = multiply(
         Operand.of(config.input_quantizer, x_buffers, columnwise=False),
         Operand.of(config.weight_quantizer, weight_buffers, columnwise=False),
@@ -153,15 +154,6 @@ def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return product if like.dim() == 2 else product.reshape(*like.shape[:-1], product.shape[-1])
 
 
-def linear_forward_fake(args: LinearFwdArgs) -> tuple[TensorProto, list[torch.Tensor]]:
-    """`linear_forward` over protos: the same arity from the same flags."""
-    config, device = args.config, args.x.device
-    out = TensorProto((*args.x.shape[:-1], args.weight.shape[0]), args.x.dtype, device=device)
-    x = TensorProto(args.x.shape, args.x.dtype, config.input_quantizer, device=device)
-    weight = TensorProto(args.weight.shape, args.weight.dtype, config.weight_quantizer, device=device)
-    return out, _to_save(config, x.create_buffers(), weight.create_buffers())
-
-
 def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_input_grad: tuple[bool, ...]) -> None:
     """What backward needs beside the saved tensors; runs once, on fake tensors under the compiler."""
     config = fwd_args.config
@@ -186,7 +178,7 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
     if config.grad_output_quantizer is None:
         return *_gradients_in_high_precision(args, dy), dbias
     quantizer = config.grad_output_quantizer.with_usage(args.requires_dgrad, args.requires_wgrad)
-    dy_buffers = quantize(dy, quantizer)
+    dy_buffers = quantize_tensor(dy, quantizer)
     if args.requires_dgrad:
         dx = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=False),
@@ -258,8 +250,9 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], config: LinearConfig
 ) -> list[torch.Tensor]:
     """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in the config's formats; x's dtype bf16, fp16 or fp32."""
-    out, to_save = linear_forward_fake(LinearFwdArgs(x, weight, bias, config))
-    return [of_proto(out), *to_save]
+    protos = (to_tensor_proto(x), to_tensor_proto(weight), None if bias is None else to_tensor_proto(bias))
+    out, saved = linear_forward_fake(LinearFwdProtos(*protos, config))
+    return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
 expand_in_compiler(linear, _expansion)

@@ -62,6 +62,10 @@ class Quantizer(metaclass=OpaqueMeta):
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
 
+    def needs_random(self) -> bool:
+        """Whether quantizing takes random bits."""
+        return False
+
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
         return dataclasses.replace(
@@ -92,17 +96,24 @@ class Quantizer(metaclass=OpaqueMeta):
         described = self._describe_buffers(tuple(shape))
         return {name: torch.empty(s, dtype=dtype, device=device) for name, (s, dtype) in described.items()}
 
-    def quantize(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows."""
+    def quantize(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> QuantizedTensor:
+        """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows.
+
+        generator: of the random bits, where this rounds stochastically; None takes torch's own.
+        Raises QuantizationError for a tensor that the format cannot hold.
+        """
+        from te_dynamo.ops.quantize import quantize_tensor
         from te_dynamo.quantized_tensor import from_buffers
 
         shape = tuple(tensor.shape)
         self.check_shape(shape)
-        buffers = torch.ops.te.quantize(tensor.detach().contiguous(), self)
+        buffers = quantize_tensor(tensor.detach().contiguous(), self, generator)
         return from_buffers(buffers, shape, tensor.dtype, self, False)
 
     def dequantize(self, tensor: QuantizedTensor | QuantizedTensorStorage) -> torch.Tensor:
-        """The values of a tensor of this format in its own dtype."""
+        """The values of a tensor of this format in its own dtype. Raises QuantizationError for another format."""
+        if tensor.quantizer.with_usage(True, True) != self.with_usage(True, True):
+            raise QuantizationError(f"{self.describe()} cannot read {tensor.quantizer.describe()}")
         return tensor.dequantize()
 
     def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.errors import QuantizationError
 from te_dynamo.quantizers.base import Buffers, Quantizer
 from te_dynamo.quantizers.formats import rounded_up, rows_and_columns, tiles
 
@@ -35,6 +36,17 @@ class NVFP4Quantizer(Quantizer):
     hadamard: bool = False
     stochastic_rounding: bool = False
     two_d: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.two_d and self.hadamard:
+            raise QuantizationError(
+                "NVFP4Quantizer: two_d=True with hadamard=True: 16x16 blocks share scales between rows and columns, so columns "
+                "cannot be rotated; hold the weight in 2D or rotate both operands of wgrad"
+            )
+
+    def needs_random(self) -> bool:
+        return self.stochastic_rounding
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)

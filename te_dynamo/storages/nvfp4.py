@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.quantizers import NVFP4Quantizer
 from te_dynamo.storage import QuantizedTensorStorage
 from te_dynamo.storages.blocks import spread
 
 __all__ = ["NVFP4TensorStorage"]
+
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Those of te_dynamo.kernels.nvfp4, which says what the transform is; storages do not read kernels."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -24,6 +28,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         "columnwise_amax",
     )
 
+    quantizer: NVFP4Quantizer
     data: torch.Tensor
     scale_inv: torch.Tensor
     amax: torch.Tensor
@@ -35,7 +40,8 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         return _values(self.data, self.scale_inv, self.amax)
 
     def _columns(self) -> torch.Tensor:
-        return _values(self.columnwise_data, self.columnwise_scale_inv, self.columnwise_amax).t()
+        values = _values(self.columnwise_data, self.columnwise_scale_inv, self.columnwise_amax)
+        return (_rotated_back(values) if self.quantizer.hadamard else values).t()
 
 
 def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -43,4 +49,15 @@ def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> 
     table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=data.device)
     nibbles = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).to(torch.int64)
     scales = scale_inv.view(torch.float8_e4m3fn).to(torch.float32)
-    return table[nibbles] * spread(scales, (1, 16), (nibbles.shape[0], nibbles.shape[1])) * (amax / 2688)
+    values = table[nibbles] * spread(scales, (1, 16), (nibbles.shape[0], nibbles.shape[1]))
+    return values * (amax / torch.full_like(amax, 2688.0))
+
+
+def _rotated_back(values: torch.Tensor) -> torch.Tensor:
+    """values [R, 16 * n] times the inverse of diag(HADAMARD_SIGNS) H16 / 4, 16 columns at a time, by four butterflies."""
+    blocks = values.unflatten(1, (-1, 16))
+    for _ in range(4):
+        even, odd = blocks[..., 0::2], blocks[..., 1::2]
+        blocks = torch.cat((even + odd, even - odd), dim=-1)
+    signs = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=values.device)
+    return (blocks * 0.25 * signs).flatten(1)
