@@ -197,7 +197,7 @@ def test_high_precision_backward_saves_the_tensors_themselves(recipe: Callable[.
     assert "te." not in graphs["backward"].replace("te.bias_grad(", "")
     saved = [node.meta["val"] for node in graphs.graph("backward").find_nodes(op="placeholder")]
     assert {t.dtype for t in saved} == {torch.bfloat16}
-    assert "column" not in graphs["forward"]
+    assert "row+column" not in graphs["forward"]
 
 
 @BY_RECIPE
@@ -281,7 +281,7 @@ def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) ->
     model = build("gelu_mlp")
     compiled = te(model, recipe, dynamic=True, codegen=codegen)
     torch._dynamo.utils.counters.clear()
-    for rows in (9, 64, 75):
+    for rows in (65, 75, 130):  # more than a block: up to 128 tokens, 1x128 scales are another graph, as a size of 1 always is
         actual = run(compiled, model, tokens(rows))
         with quantized_linears(recipe):
             expected = run(model, model, tokens(rows))
@@ -344,7 +344,7 @@ def test_autocast_over_fp32_weights(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", [*DEFAULTS, NVFP4BlockScaling()], ids=Recipe.describe)
-def test_twenty_steps_lower_the_loss_as_they_do_in_bf16(recipe: Recipe) -> None:
+def test_eight_steps_lower_the_loss_as_they_do_in_bf16(recipe: Recipe) -> None:
     def train(compile_step: Callable[[Any], Any]) -> list[float]:
         model, x = build("swiglu", torch.bfloat16), tokens(dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -358,8 +358,8 @@ def test_twenty_steps_lower_the_loss_as_they_do_in_bf16(recipe: Recipe) -> None:
             return loss.detach()
 
         compiled = compile_step(step)
-        return [float(compiled(x)) for _ in range(20)]
+        return [float(compiled(x)) for _ in range(8)]
 
     plain, actual = train(lambda step: step), train(lambda step: te(step, recipe))
-    assert plain[-1] < 0.7 * plain[0]
+    assert plain[-1] < 0.6 * plain[0]
     assert actual == pytest.approx(plain, rel=0.05 if isinstance(recipe, NVFP4BlockScaling) else 0.02)
