@@ -62,9 +62,10 @@ def block_scale(block_amax, sixth_scale, inverse_scale):
 def add_code(word, value):
     """word * 16 + the code of |value| + the bits of 2^23. A NaN gives the code of 6: the minimum drops it."""
     magnitude = tl.minimum(tl.abs(value), 6.0)
-    code = tl.minimum(magnitude * 2.0 + ROUNDER, magnitude + (ROUNDER + 2.0))
-    code = tl.minimum(code, magnitude * 0.5 + (ROUNDER + 4.0))
-    return (word << 4) + code.to(tl.int32, bitcast=True)
+    halves = (magnitude * 2.0 + ROUNDER).to(tl.int32, bitcast=True)
+    ones = (magnitude + (ROUNDER + 2.0)).to(tl.int32, bitcast=True)
+    twos = (magnitude * 0.5 + (ROUNDER + 4.0)).to(tl.int32, bitcast=True)
+    return (word << 4) + tl.minimum(tl.minimum(halves, ones), twos)
 
 
 @triton.jit
