@@ -35,9 +35,7 @@ def reciprocal_rn(x):
 @triton.jit
 def reciprocal_in_range(x):
     """1 / x, correctly rounded, for x from 2^-126 to 2^126: what `reciprocal_rn` does there, without its branch."""
-    guess = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    guess = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return tl.fma(tl.fma(-x, guess, 1.0), guess, guess)
 
 
@@ -98,8 +96,12 @@ _HASH = """
     shr.u32 mixed, hash, 15;  xor.b32 hash, hash, mixed;  xor.b32 hash, hash, $11;  mul.lo.u32 hash, hash, 0x846CA68B;
     shr.u32 mixed, hash, 16;  xor.b32 hash, hash, mixed;
 """
-_HIGH_START = "shr.u32 mixed, hash, 15; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
-_LOW_START = "shl.b32 mixed, hash, 1; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+_HIGH_START = (
+    "shr.u32 mixed, hash, 15; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+)
+_LOW_START = (
+    "shl.b32 mixed, hash, 1; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+)
 HASH_STEP = 0x9E3779B1
 
 
