@@ -19,10 +19,8 @@ from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_amax
 __all__: list[str] = []
 
 TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
+SMALLEST_IN_RANGE: tl.constexpr = tl.constexpr(2.0**-117)  # times the least scale, 2^-9: the least normal fp32
 SIXTH: tl.constexpr = tl.constexpr(1 / 6)
-ROUNDER: tl.constexpr = tl.constexpr(8388608.0)  # 2^23: fp32 counts ones there
-CODES_OF_ROUNDERS: tl.constexpr = tl.constexpr(-0x05000000)  # eight patterns of 2^23, four bits apart, summed mod 2^32
-SIGN_BITS: tl.constexpr = tl.constexpr(-0x77777778)  # 0x88888888
 HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(0xD7E8)  # bit i: the i-th of HADAMARD_SIGNS is -1
 
 # --- scales -------------------------------------------------------------------------------------------------
@@ -32,6 +30,15 @@ HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(0xD7E8)  # bit i: the i-th of HAD
 def reciprocal_rn(x):
     """1 / x, correctly rounded."""
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal_in_range(x):
+    """1 / x, correctly rounded, for x from 2^-126 to 2^126: what `reciprocal_rn` does there, without its branch."""
+    guess = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(tl.fma(-x, guess, 1.0), guess, guess)
 
 
 @triton.jit
@@ -51,54 +58,80 @@ def block_scale(block_amax, sixth_scale, inverse_scale):
     """(the e4m3 scales, enc) of blocks with those amaxes; enc is 0 where the tensor's amax is NaN."""
     scale = block_amax * sixth_scale
     scale = tl.where(scale > 448.0, 448.0, scale).to(tl.float8e4nv)
-    enc = reciprocal_rn(scale.to(tl.float32) * inverse_scale)
-    return scale, tl.minimum(tl.maximum(enc, 0.0), FLOAT32_MAX)
+    divisor = scale.to(tl.float32) * inverse_scale
+    if inverse_scale >= SMALLEST_IN_RANGE:
+        enc = tl.where(divisor == 0.0, FLOAT32_MAX, reciprocal_in_range(divisor))
+    else:
+        enc = tl.minimum(tl.maximum(reciprocal_rn(divisor), 0.0), FLOAT32_MAX)
+    return scale, enc
 
 
 # --- codes --------------------------------------------------------------------------------------------------
 
+# Of v = |x * enc|: the three pieces, rounded, and the least of them as an integer, which orders them as the floats.
+_NEAREST = """
+    fma.rn.f32 t, v, 0f40000000, 0f4B000000;  mov.b32 halves, t;  // 2v + 2^23
+    add.rn.f32 t, v, 0f4B000002;              mov.b32 ones, t;    // v + 2 + 2^23
+    fma.rn.f32 t, v, 0f3F000000, 0f4B000004;  mov.b32 twos, t;    // v/2 + 4 + 2^23
+    min.s32 halves, halves, ones;
+    min.s32 halves, halves, twos;
+    shl.b32 word, word, 4;
+    add.s32 word, word, halves;
+"""
+# start = 64 + u: at 64 fp32 counts 2^-17, so truncation there keeps all of u's bits and the floor is a shift.
+_STOCHASTIC = """
+    fma.rz.f32 t, v, 0f40000000, start;  mov.b32 halves, t;
+    add.rn.f32 t, start, 0f40000000;  add.rz.f32 t, v, t;              mov.b32 ones, t;
+    add.rn.f32 t, start, 0f40800000;  fma.rz.f32 t, v, 0f3F000000, t;  mov.b32 twos, t;
+    min.s32 halves, halves, ones;
+    min.s32 halves, halves, twos;
+    shr.u32 halves, halves, 17;
+    shl.b32 word, word, 4;
+    add.s32 word, word, halves;
+"""
 
-@triton.jit
-def add_code(word, value):
-    """word * 16 + the code of |value| + the bits of 2^23. A NaN gives the code of 6: the minimum drops it."""
-    magnitude = tl.minimum(tl.abs(value), 6.0)
-    code = tl.minimum(magnitude * 2.0 + ROUNDER, magnitude + (ROUNDER + 2.0))
-    code = tl.minimum(code, magnitude * 0.5 + (ROUNDER + 4.0))
-    return (word << 4) + code.to(tl.int32, bitcast=True)
+
+# The 32 bits of a byte's two elements, by the mixing of `random_bits_reference`; $9 is the word's number.
+_HASH = """
+    mad.lo.u32 hash, $9, {four_words}, $10;  add.u32 hash, hash, {byte};
+    shr.u32 mixed, hash, 16;  xor.b32 hash, hash, mixed;  mul.lo.u32 hash, hash, 0x7FEB352D;
+    shr.u32 mixed, hash, 15;  xor.b32 hash, hash, mixed;  xor.b32 hash, hash, $11;  mul.lo.u32 hash, hash, 0x846CA68B;
+    shr.u32 mixed, hash, 16;  xor.b32 hash, hash, mixed;
+"""
+_HIGH_START = "shr.u32 mixed, hash, 15; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+_LOW_START = "shl.b32 mixed, hash, 1; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+HASH_STEP = 0x9E3779B1
 
 
-@triton.jit
-def fma_towards_zero(a, b, c):
-    """a * b + c, truncated."""
-    return tl.inline_asm_elementwise(
-        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
-    )
+def word_assembly(stochastic: bool) -> str:
+    """PTX of a word, $0 = the codes of $1 to $8, the first in the low four bits.
 
-
-@triton.jit
-def add_stochastic_code(word, value, bits):
-    """word * 16 + the code of |value| rounded by 16 random bits.
-
-    floor(steps + (bits + 1/2) / 65536), at 64, where fp32 counts 2^-17: truncation there is the floor.
+    stochastic: $9 is the word's number in its buffer, $10 and $11 the key.
     """
-    magnitude = tl.minimum(tl.abs(value), 6.0)
-    start = ((bits << 1) + 0x42800001).to(tl.float32, bitcast=True)
-    two, half = tl.full((), 2.0, tl.float32), tl.full((), 0.5, tl.float32)
-    one = tl.full((), 1.0, tl.float32)
-    code = tl.minimum(fma_towards_zero(magnitude, two, start), fma_towards_zero(magnitude, one, start + 2.0))
-    code = tl.minimum(code, fma_towards_zero(magnitude, half, start + 4.0))
-    return (word << 4) | ((code.to(tl.int32, bitcast=True) >> 17) & 7)
+    lines = [".reg .f32 v, t, start; .reg .b32 word, signs, halves, ones, twos, hash, mixed;"]
+    lines += ["mov.b32 word, 0; mov.b32 signs, 0;"]
+    for element in range(7, -1, -1):
+        # Four bits move into `signs`, the first of them the sign; a NaN that the hardware makes is positive.
+        lines += [f"mov.b32 ones, ${1 + element};", "shf.l.wrap.b32 signs, ones, signs, 4;"]
+        lines += [f"abs.f32 v, ${1 + element};", "min.f32 v, v, 0f40C00000;"]  # 6, for NaN too
+        if stochastic and element % 2:
+            byte = HASH_STEP * (element // 2) % 2**32
+            lines += [_HASH.format(four_words=HASH_STEP * 4 % 2**32, byte=byte)]
+        lines += [_HIGH_START if element % 2 else _LOW_START, _STOCHASTIC] if stochastic else [_NEAREST]
+    # What the codes stand on in every piece has been added into the word eight times, four bits apart.
+    base = 0x42800000 >> 17 if stochastic else 0x4B000000
+    surplus = sum(base << 4 * element for element in range(8)) % 2**32
+    lines += [f"sub.u32 word, word, {surplus};", "and.b32 signs, signs, 0x88888888;", "or.b32 $0, word, signs;"]
+    return "{" + "\n".join(lines) + "}"
 
 
-@triton.jit
-def add_sign(signs, value):
-    """signs * 16 + the four high bits of `value`, the first of which is its sign. The hardware's own NaN is positive."""
-    return (signs << 4) | (value.to(tl.uint32, bitcast=True) >> 28)
+NEAREST_WORD: tl.constexpr = tl.constexpr(word_assembly(False))
+STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_assembly(True))
 
 
 @triton.jit
 def split_eight(x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """The eight [A, B, C] parts of x [A, B, C, 8], which lie in registers of one thread."""
+    """The eight [A, B, C] parts of x [A, B, C, 8]."""
     even, odd = tl.split(tl.reshape(x, (A, B, C, 2, 2, 2)))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -110,40 +143,29 @@ def split_eight(x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def pack_words(value, bits, STOCHASTIC: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """int32 [A, B, C] of the eight codes of value [A, B, C, 8], the first in the low four bits.
-
-    bits [A, B, C, 8]: 16 random bits each; any tensor unless STOCHASTIC.
-    """
-    v0, v1, v2, v3, v4, v5, v6, v7 = split_eight(value, A, B, C)
-    signs = v7.to(tl.uint32, bitcast=True) >> 28
-    signs = add_sign(add_sign(add_sign(add_sign(signs, v6), v5), v4), v3)
-    signs = add_sign(add_sign(add_sign(signs, v2), v1), v0).to(tl.int32, bitcast=True) & SIGN_BITS
-    word = tl.zeros((A, B, C), tl.int32)
+def pack_words(value, number, first, second, STOCHASTIC: tl.constexpr):
+    """int32 [A, B, C] of the codes of value [A, B, C, 8]; if STOCHASTIC, number [A, B, C] and the key's two words."""
+    v0, v1, v2, v3, v4, v5, v6, v7 = split_eight(value, number.shape[0], number.shape[1], number.shape[2])
     if STOCHASTIC:
-        r0, r1, r2, r3, r4, r5, r6, r7 = split_eight(bits, A, B, C)
-        word = add_stochastic_code(add_stochastic_code(word, v7, r7), v6, r6)
-        word = add_stochastic_code(add_stochastic_code(word, v5, r5), v4, r4)
-        word = add_stochastic_code(add_stochastic_code(word, v3, r3), v2, r2)
-        word = add_stochastic_code(add_stochastic_code(word, v1, r1), v0, r0)
-    else:
-        word = add_code(add_code(add_code(add_code(word, v7), v6), v5), v4)
-        word = add_code(add_code(add_code(add_code(word, v3), v2), v1), v0) - CODES_OF_ROUNDERS
-    return word | signs
+        return tl.inline_asm_elementwise(
+            STOCHASTIC_WORD,
+            "=r,f,f,f,f,f,f,f,f,r,r,r",
+            [v0, v1, v2, v3, v4, v5, v6, v7, number, first, second],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        NEAREST_WORD,
+        "=r,f,f,f,f,f,f,f,f",
+        [v0, v1, v2, v3, v4, v5, v6, v7],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
-# --- random bits, transform ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def random_bits(random, number):
-    """32 random bits for the elements of those numbers (uint32); see `random_bits` of kernels/nvfp4.py."""
-    first = tl.load(random).to(tl.uint32, bitcast=True)
-    second = tl.load(random + 1).to(tl.uint32, bitcast=True)
-    h = number * 0x9E3779B1 + first
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15) ^ second) * 0x846CA68B
-    return h ^ (h >> 16)
+# --- transform ----------------------------------------------------------------------------------------------
 
 
 @triton.jit

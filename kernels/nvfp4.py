@@ -1,8 +1,8 @@
 """x -> NVFP4: e2m1 elements, one e4m3 scale for 16 of them, one fp32 amax a tensor.
 
-    S     = min(2688 / amax, largest fp32), 1 where amax is 0, inf or NaN           amax = max|x|
+    S     = min(2688 / amax, largest fp32), 1 where amax is 0 or inf           amax = max|x|
     scale = e4m3(min(block_amax * (S * (1/6)), 448))
-    enc   = min(1 / (scale * (1/S)), largest fp32)
+    enc   = min(1 / (scale * (1/S)), largest fp32), 0 where amax is NaN
     q     = e2m1(clamp(x * enc, -6, 6))            x ~ q * scale * amax / 2688
 
 All arithmetic is fp32, every operation rounded on its own. A block is 16 consecutive elements of a row (rowwise) or
@@ -17,9 +17,9 @@ of a column (columnwise), or 16x16 with `two_d`, whose scales rows and columns s
 
 ^n is rounded up to a multiple of n; what is past M, K or their blocks is zero.
 
-Rounding is to the nearest, ties to the even code; -0 keeps its sign. A block with a NaN has a NaN scale and +6
-everywhere (what NVIDIA's saturating conversion makes of NaN), so it reads back as NaN; amax NaN or inf makes every
-product NaN or inf.
+Rounding is to the nearest, ties to the even code; -0 keeps its sign. A NaN in x makes amax and every scale NaN, so
+that the whole tensor reads back as NaN, and so does what is multiplied by it; its code is +6, what NVIDIA's saturating
+conversion gives, and every other element's is a zero.
 
 `hadamard`: x^T is first multiplied from the right, 16 columns at a time, by diag(HADAMARD_SIGNS) H16 / 4, H16 being
 Sylvester's matrix. That matrix is orthogonal, so the product of two tensors that are both transformed along the
@@ -28,8 +28,8 @@ multiple of 16 the last block, zero past M before the transform, keeps all of it
 
 `stochastic_rounding`: q is one of x * enc's two neighbours, the upper in magnitude with probability
 round(65536 t) / 65536, t the distance from the lower in steps. `random`, int32 [2] (`random_key`), is the key of the
-hash that gives every element its 16 bits, others for rows than for columns: nothing else is read, and the same key
-gives the same bits on every device.
+hash that gives every element of the data its 16 bits; columns take the key with its words exchanged. Nothing else is
+read, and the same key gives the same bits on every device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.e2m1 import block_scale, hadamard, load_tensor_scale, pack_words, random_bits
+from te_dynamo.kernels.e2m1 import block_scale, hadamard, load_tensor_scale, pack_words
 from te_dynamo.kernels.fp8 import (
     Size,
     abs_bits,
@@ -98,13 +98,12 @@ def quantize_nvfp4_reference(
     rows, columns = rows_and_columns(x)
     matrix = x.reshape(rows, columns).to(torch.float32)
     key = random if stochastic_rounding else None
-    bits = None if key is None else random_bits_reference(key, round_up(rows, BLOCK), columns)
     buffers = []
     if rowwise:
-        buffers += quantize_rows(matrix, two_d, None if bits is None else (bits & 0xFFFF)[:rows])
+        buffers += quantize_rows(matrix, two_d, key)
     if columnwise:
         turned = hadamard_reference(matrix.t()) if hadamard else matrix.t()
-        buffers += quantize_rows(turned, two_d, None if bits is None else (bits >> 16).t()[:, : turned.shape[1]])
+        buffers += quantize_rows(turned, two_d, None if key is None else key.flip(0))
     return buffers
 
 
@@ -123,15 +122,12 @@ def round_up(n: Size, multiple: int) -> Size:
     return (n + multiple - 1) // multiple * multiple
 
 
-def quantize_rows(matrix: torch.Tensor, two_d: bool, bits: torch.Tensor | None) -> list[torch.Tensor]:
-    """The three buffers of a float32 matrix [R, C]; bits [R, C], int64 below 65536, round stochastically."""
+def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -> list[torch.Tensor]:
+    """The three buffers of a float32 matrix [R, C], rounded stochastically if there is a key."""
     rows, width = matrix.shape
     amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
-    scale_s = torch.where(
-        (amax > 0) & (amax < torch.inf),
-        (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX),
-        torch.ones_like(amax),
-    )
+    scale_s = (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX)
+    scale_s = torch.where((amax == 0) | (amax == torch.inf), torch.ones_like(amax), scale_s)
     height, blocks_wide = BLOCK if two_d else 1, round_up(width, BLOCK) // BLOCK
     blocks = zero_padded(matrix, round_up(rows, height), blocks_wide * BLOCK)
     blocks = blocks.reshape(blocks.shape[0] // height, height, blocks_wide, BLOCK)
@@ -139,10 +135,10 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, bits: torch.Tensor | None) 
     scale = (block_amax * (scale_s * torch.full_like(scale_s, 1 / 6))).clamp(max=448.0)
     scale = scale.masked_fill(scale.isnan(), torch.nan).to(torch.float8_e4m3fn)  # one NaN: a CPU would keep its sign
     enc = torch.ones_like(scale_s) / (scale.to(torch.float32) * (torch.ones_like(scale_s) / scale_s))
-    enc = enc.clamp(max=_FLOAT32_MAX)
+    enc = enc.nan_to_num(nan=0.0, posinf=_FLOAT32_MAX)
     value = (blocks * enc).flatten(2).flatten(0, 1)[:rows]
-    codes = e2m1_codes(value, None if bits is None else zero_padded(bits, rows, blocks_wide * BLOCK))
-    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # of a transposed matrix it is not
+    codes = e2m1_codes(value, None if key is None else random_bits(key, rows, blocks_wide * BLOCK // 2))
+    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
 
@@ -171,19 +167,20 @@ def e2m1_codes(value: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
     return code | ((value.signbit() & ~value.isnan()).to(torch.uint8) << 3)
 
 
-def random_bits_reference(key: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """32 random bits, as int64 [rows, columns]: a keyed hash of the element's number row * columns + column.
+def random_bits(key: torch.Tensor, rows: int, bytes_a_row: int) -> torch.Tensor:
+    """16 random bits, int64, for each element of data [rows, bytes_a_row]: [rows, 2 * bytes_a_row].
 
-    Rows take the low 16, columns the high 16. The mixing is a multiply-xorshift of good avalanche (lowbias32), the
-    key's first word added before it and its second mixed in halfway.
+    A byte's number in its buffer is hashed to 32 bits, of which the low four bits' element takes the low half. The
+    mixing is a multiply-xorshift of good avalanche, the key's first word added before it, the second mixed in halfway.
     """
     mask = 0xFFFFFFFF
     first, second = key.to(torch.int64) & mask
-    h = torch.arange(rows * columns, device=key.device) & mask
+    h = torch.arange(rows * bytes_a_row, device=key.device) & mask
     h = (h * 0x9E3779B1 + first) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
     h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & mask
-    return (h ^ (h >> 16)).reshape(rows, columns)
+    h = h ^ (h >> 16)
+    return torch.stack([h & 0xFFFF, h >> 16], dim=-1).reshape(rows, 2 * bytes_a_row)
 
 
 def hadamard_reference(matrix: torch.Tensor, inverse: bool = False) -> torch.Tensor:
@@ -362,15 +359,13 @@ def quantize_nvfp4_kernel(
         sixth, inverse = load_tensor_scale(partials, amax, PARTIALS)
     if COLUMNWISE:
         columnwise_sixth, columnwise_inverse = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
+    first, second = 0, 0
+    if STOCHASTIC:
+        first, second = tl.load(random), tl.load(random + 1)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-        bits = tl.zeros((16, G, BLOCK_K), tl.uint32)
-        if STOCHASTIC:
-            rows = row + tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, G)[None, :, None]
-            number = rows * K + (column + tl.arange(0, BLOCK_K)[None, None, :])
-            bits = random_bits(random, number.to(tl.uint32, bitcast=True))
         if ROWWISE:
             blocks = tl.reshape(value, (16, G, B, 16))
             block_amax = tl.max(tl.abs(blocks), axis=3)
@@ -378,8 +373,9 @@ def quantize_nvfp4_kernel(
                 block_amax = tl.broadcast_to(tl.max(block_amax, axis=0)[None, :, :], (16, G, B))
             scale, enc = block_scale(block_amax, sixth, inverse)
             scaled = tl.reshape(blocks * enc[:, :, :, None], (16, G, 2 * B, 8))
-            low = tl.reshape((bits & 0xFFFF).to(tl.int32, bitcast=True), (16, G, 2 * B, 8))
-            words = pack_words(scaled, low, STOCHASTIC, 16, G, 2 * B)
+            rows = row + tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, G)[None, :, None]
+            number = rows * row_words + (column // 8 + tl.arange(0, 2 * B)[None, None, :])
+            words = pack_words(scaled, number, first, second, STOCHASTIC)
             words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_M, 2 * B))
             store_words(data, words, row, column // 8, row_words, M, BLOCK_M, 2 * B)
             scale = tl.reshape(tl.permute(scale, (1, 0, 2)), (BLOCK_M, B))
@@ -394,8 +390,9 @@ def quantize_nvfp4_kernel(
                 block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
             scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse)
             scaled = tl.reshape(turned * enc[:, :, None], (G, BLOCK_K, 2, 8))
-            high = tl.reshape(tl.permute((bits >> 16).to(tl.int32, bitcast=True), (1, 2, 0)), (G, BLOCK_K, 2, 8))
-            words = pack_words(scaled, high, STOCHASTIC, G, BLOCK_K, 2)
+            in_column = row // 8 + 2 * tl.arange(0, G)[:, None, None] + tl.arange(0, 2)[None, None, :]
+            number = (column + tl.arange(0, BLOCK_K)[None, :, None]) * column_words + in_column
+            words = pack_words(scaled, number, second, first, STOCHASTIC)
             words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_K, 2 * G))
             store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
             store_scales(columnwise_scale_inv, tl.trans(scale), column, row // 16, K, M, BLOCK_K, G)
