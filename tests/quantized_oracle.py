@@ -26,10 +26,10 @@ __all__ = ["quantized_linears", "rounded"]
 def rounded(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Tensor:
     """x after a round trip through that usage of its quantizer, as [M, K] in float64.
 
-    Read columnwise it has rows of zeros up to a multiple of 16: a Hadamard transform spreads values over those too.
+    Of x in fp32, which holds the result of 16 bits too. Read columnwise it has rows of zeros up to a multiple of 16: a Hadamard transform spreads values over those too.
     """
     alone = quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
-    matrix = x.detach().flatten(0, -2)
+    matrix = x.detach().float().flatten(0, -2)
     if columnwise:
         matrix = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % 16))
     return alone.quantize(matrix.contiguous()).dequantize().double()
