@@ -13,8 +13,6 @@ __all__ = ["NVFP4TensorStorage"]
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Those of te_dynamo.kernels.nvfp4, which says what the transform is; storages do not read kernels."""
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
 
 class NVFP4TensorStorage(QuantizedTensorStorage):
     """4-bit values, two a byte, with an e4m3 scale for each 16 and an fp32 amax: rows and columns each with their own."""
@@ -46,11 +44,17 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 
 def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """The fp32 values [outer, 2 * bytes] of packed data [outer, bytes]."""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=data.device)
-    nibbles = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).to(torch.int64)
+    elements = _e2m1(torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2))
     scales = scale_inv.view(torch.float8_e4m3fn).to(torch.float32)
-    values = table[nibbles] * spread(scales, (1, 16), (nibbles.shape[0], nibbles.shape[1]))
+    values = elements * spread(scales, (1, 16), (elements.shape[0], elements.shape[1]))
     return values * (amax / torch.full_like(amax, 2688.0))
+
+
+def _e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of four-bit codes: 0, .5, 1, 1.5, 2, 3, 4, 6, and from code 8 on the same negative."""
+    count = (codes & 7).to(torch.float32)
+    magnitude = torch.where(count < 4, count * 0.5, torch.where(count < 6, count - 2, count * 2 - 8))
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def _rotated_back(values: torch.Tensor) -> torch.Tensor:
