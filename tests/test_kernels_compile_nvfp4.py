@@ -136,9 +136,7 @@ def test_ragged_shapes_compile(case: Case) -> None:
 
 def test_blocks_of_columns_stay_in_a_thread() -> None:
     """Neither their maxima nor their transform exchange data between threads: only amax and finished words do."""
-    plain, hadamard = (
-        compile_case(quantize_case(form, "*bf16", (False, True))).ptx for form in ("plain", "hadamard")
-    )
+    plain, hadamard = (compile_case(quantize_case(form, "*bf16", (False, True))).ptx for form in ("plain", "hadamard"))
     for what in ("shfl.sync", "bar.sync", "st.shared", "ld.shared"):
         assert plain.count(what) == hadamard.count(what)
     assert plain.count("shfl.sync") == 2 and plain.count("st.shared") <= 2 + 8 + 8

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_oracle import relative_error
-from quantized_oracle import quantized_linears
-from small_models import Attention, GeluMLP, Residual, SwiGLU
+from quantized_oracle import quantized_linears, rounded
+from recipe_cases import BY_RECIPE, DEFAULTS, RECIPES, WIDTH, assert_close, build, run, te, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,80 +24,12 @@ from te_dynamo.recipe import (
     Recipe,
 )
 
-EAGER = {"codegen": "eager"}
 EXACT = 1e-6
 """One linear in fp32: only the order of its sums differs."""
 SAME = 5e-3
 """A model in fp32: the order of sums pushes a few values over an edge of the next quantization."""
 
-RECIPES: dict[str, Recipe] = {
-    recipe.describe(): recipe
-    for recipe in (
-        Float8CurrentScaling(),
-        Float8CurrentScaling(backward="high_precision"),
-        Float8BlockScaling(),
-        Float8BlockScaling(power_of_two_scales=False, backward_format="e5m2"),
-        Float8BlockScaling(input_block_dims=2, weight_block_dims=1, amax_epsilon=0.25),
-        MXFP8BlockScaling(),
-        MXFP8BlockScaling(backward_format="e5m2"),
-        MXFP8BlockScaling(scale_block=128),
-        MXFP8BlockScaling(backward="high_precision"),
-        NVFP4BlockScaling(stochastic_rounding=False),
-        NVFP4BlockScaling(stochastic_rounding=False, hadamard=False, two_d_weights=False),
-    )
-}
-"""Deterministic ones: stochastic rounding has its own tests below."""
-
-DEFAULTS = [
-    Float8CurrentScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-    MXFP8BlockScaling(scale_block=128),
-    NVFP4BlockScaling(stochastic_rounding=False),
-]
-BY_RECIPE = pytest.mark.parametrize("recipe", DEFAULTS, ids=Recipe.describe)
 CODEGENS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-WIDTH = 160
-"""A block of 128 and the start of another; a multiple of every recipe's alignment."""
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(WIDTH, 96),
-    "gelu_mlp": lambda: GeluMLP(WIDTH),
-    "swiglu": lambda: SwiGLU(WIDTH),
-    "block": lambda: Residual(Attention(WIDTH), SwiGLU(WIDTH), norm=lambda: nn.RMSNorm(WIDTH, eps=1e-5)),
-}
-
-
-def te(model: Callable[..., Any], recipe: Recipe | str | None, dynamic: bool | None = None, **options: Any) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(model, backend="te", dynamic=dynamic, options={**EAGER, "recipe": recipe, **options})
-
-
-def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]().to(dtype)
-
-
-def tokens(rows: int = 75, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[2, rows, WIDTH]: 2 * 75 rows are a block of 128 and the start of another too."""
-    torch.manual_seed(rows)
-    return torch.randn(2, rows, WIDTH).to(dtype)
-
-
-def run(call: Callable[..., Any], model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output of `call`, and the gradients of x and of every parameter of `model`."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = call(x)
-    torch.manual_seed(1)
-    y.backward(torch.randn_like(y))
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
-
-
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    errors = {name: relative_error(actual[name], value) for name, value in expected.items()}
-    assert all(error <= bound for error in errors.values()), errors
 
 
 # ---- numbers
@@ -205,7 +137,9 @@ def test_inference_holds_rows_only(recipe: Recipe) -> None:
     model, x = build("swiglu"), tokens()
     with te_dynamo.capture() as graphs, torch.no_grad():
         y = te(model, recipe)(x)
-    quantizations = [line for line in graphs["inference"].splitlines() if "= te.quantize(" in line or "_quantize(" in line]
+    quantizations = [
+        line for line in graphs["inference"].splitlines() if "= te.quantize(" in line or "_quantize(" in line
+    ]
     assert len(quantizations) == 5 and not any("column" in line for line in quantizations)
     with quantized_linears(recipe), torch.no_grad():
         assert relative_error(y, model(x)) <= SAME
@@ -216,7 +150,6 @@ def test_inference_holds_rows_only(recipe: Recipe) -> None:
 
 def test_stochastic_rounding_touches_gradients_only_and_follows_the_seed() -> None:
     model, x = build("linear"), tokens()
-    compiled = te(model, NVFP4BlockScaling())
     exact = run(te(model, NVFP4BlockScaling(stochastic_rounding=False)), model, x)
     compiled = te(model, NVFP4BlockScaling())
 
@@ -246,11 +179,11 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     dy = torch.randn_like(out)
     with torch._functorch.config.patch(donated_buffer=False):
         samples = [torch.autograd.grad(out, inputs, dy, retain_graph=True)[0] for _ in range(64)]
-    from quantized_oracle import rounded
-
     recipe = NVFP4BlockScaling(hadamard=False)
     expected = (dy.double().flatten(0, -2) @ rounded(model.weight, recipe.weight_quantizer(), True)).reshape(x.shape)
-    nearest = te(model, NVFP4BlockScaling(hadamard=False, stochastic_rounding=False))(inputs2 := x.clone().requires_grad_())
+    nearest = te(model, NVFP4BlockScaling(hadamard=False, stochastic_rounding=False))(
+        inputs2 := x.clone().requires_grad_()
+    )
     (to_nearest,) = torch.autograd.grad(nearest, inputs2, dy)
     mean = torch.stack(samples).mean(0)
     assert relative_error(mean, expected) < 0.5 * relative_error(to_nearest, expected)
@@ -281,7 +214,11 @@ def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) ->
     model = build("gelu_mlp")
     compiled = te(model, recipe, dynamic=True, codegen=codegen)
     torch._dynamo.utils.counters.clear()
-    for rows in (65, 75, 130):  # more than a block: up to 128 tokens, 1x128 scales are another graph, as a size of 1 always is
+    for rows in (
+        65,
+        75,
+        130,
+    ):  # more than a block: up to 128 tokens, 1x128 scales are another graph, as a size of 1 always is
         actual = run(compiled, model, tokens(rows))
         with quantized_linears(recipe):
             expected = run(model, model, tokens(rows))
