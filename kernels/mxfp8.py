@@ -23,19 +23,31 @@ import torch
 import torch.nn.functional as F
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.fp8 import abs_bits, cast_launches, load_tile, round_up_16, rows_and_columns, store_tile
-from te_dynamo.kernels.launch import launch, multiprocessor_count
-from te_dynamo.kernels.tile128 import (
-    column_amax_bits,
-    in_row_order,
-    load_four_rows,
-    row_amax_bits,
-    store_every_fourth_row,
-    store_transposed,
+from te_dynamo.kernels.block_tile import (
+    column_amax,
+    grouped_tile,
+    interleave,
+    load_quarters,
+    row_amax,
+    store_columns,
+    store_quarter,
+    widened_again,
 )
+from te_dynamo.kernels.fp8 import (
+    Size,
+    abs_bits,
+    cast_launches,
+    round_up_16,
+    rows_and_columns,
+    tile_mask,
+    tile_offsets,
+    tile_origin,
+)
+from te_dynamo.kernels.launch import launch
 
 __all__ = [
     "SCALE_BLOCKS",
+    "dequantize_mxfp8",
     "quantize_mxfp8",
     "dequantize_mxfp8_reference",
     "gemm_mxfp8_reference",
@@ -198,39 +210,39 @@ def quantize_mxfp8_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Blocks of 32. Every tile of x, read once: codes and data of its blocks along rows, along columns or both.
+    """Blocks of 32. A program reads one tile of x once: codes and data of its blocks along rows, columns or both.
 
-    Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded.
+    Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
+    conversion to float8 saturates, so nothing is clamped before it.
     """
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
     BLOCKS_K: tl.constexpr = BLOCK_K // 32
     tiles_k = tl.cdiv(K, 128) * (128 // BLOCK_K)
-    tiles_m = tl.cdiv(M, 128) * (128 // BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=1):
-        row = tile // tiles_k * BLOCK_M
-        column = tile % tiles_k * BLOCK_K
-        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-        bits = abs_bits(value)
-        rows = row + tl.arange(0, BLOCK_M)[:, None]
-        columns = column + tl.arange(0, BLOCK_K)[None, :]
-        if ROWWISE:
-            amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, 32)), axis=2)
-            code, multiplier = code_and_multiplier(amax, FMAX)
-            scaled = tl.reshape(value, (BLOCK_M, BLOCKS_K, 32)) * multiplier[:, :, None]
-            # The conversion saturates by itself.
-            quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
-            store_tile(data, quantized, row, column, M, K, BLOCK_M, BLOCK_K)
-            blocks = column // 32 + tl.arange(0, BLOCKS_K)[None, :]
-            tl.store(scale_inv + scale_offsets(rows, blocks, tl.cdiv(K, 128) * 4, SWIZZLED), code.to(tl.uint8))
-        if COLUMNWISE:
-            amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
-            code, multiplier = code_and_multiplier(amax, FMAX)
-            scaled = tl.reshape(value, (BLOCKS_M, 32, BLOCK_K)) * multiplier[:, None, :]
-            quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(columnwise_data.dtype.element_ty)
-            store_tile(columnwise_data, quantized, row, column, M, K, BLOCK_M, BLOCK_K)
-            blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
-            offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
-            tl.store(columnwise_scale_inv + offsets, code.to(tl.uint8))
+    row = tl.program_id(0) // tiles_k * BLOCK_M
+    column = tl.program_id(0) % tiles_k * BLOCK_K
+    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    value = tl.load(x + offsets, mask=mask, other=0.0)
+    bits = abs_bits(value)
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    columns = column + tl.arange(0, BLOCK_K)[None, :]
+    if ROWWISE:
+        amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, 32)), axis=2)
+        code, multiplier = code_and_multiplier(amax, FMAX)
+        scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * multiplier[:, :, None]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
+        tl.store(data + offsets, quantized, mask=mask)
+        blocks = column // 32 + tl.arange(0, BLOCKS_K)[None, :]
+        tl.store(scale_inv + scale_offsets(rows, blocks, tl.cdiv(K, 128) * 4, SWIZZLED), code.to(tl.uint8))
+    if COLUMNWISE:
+        amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
+        code, multiplier = code_and_multiplier(amax, FMAX)
+        scaled = tl.reshape(widened_again(value), (BLOCKS_M, 32, BLOCK_K)) * multiplier[:, None, :]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(columnwise_data.dtype.element_ty)
+        tl.store(columnwise_data + offsets, quantized, mask=mask)
+        blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
+        code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
 
 
 @triton.jit
@@ -241,14 +253,6 @@ def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl
     missing = tl.maximum(first_j + 4 - BLOCKS, 0)
     words = code * (0x01010101 >> (missing * 8))
     tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + offsets // 4, words)
-
-
-@triton.jit
-def quantize_every_fourth_row(value, data, row, column, M, K, FMAX: tl.constexpr):
-    """Writes every fourth row of a tile from `row` on; returns the codes [32]."""
-    code, multiplier = code_and_multiplier(row_amax_bits(value), FMAX)
-    store_every_fourth_row(data, (value.to(tl.float32) * multiplier[:, None]).to(data.dtype.element_ty), row, column, M, K)
-    return code
 
 
 @triton.jit
@@ -264,36 +268,60 @@ def quantize_mxfp8_128_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    """Blocks of 128: the same for tiles of 128 x 128, with columnwise data transposed."""
-    tiles_k = tl.cdiv(K, 128)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, 128) * tiles_k, tl.num_programs(0), num_stages=1):
-        row = tile // tiles_k * 128
-        column = tile % tiles_k * 128
-        value_0, value_1, value_2, value_3 = load_four_rows(x, row, column, M, K)
-        if ROWWISE:
-            code_0 = quantize_every_fourth_row(value_0, data, row, column, M, K, FMAX)
-            code_1 = quantize_every_fourth_row(value_1, data, row + 1, column, M, K, FMAX)
-            code_2 = quantize_every_fourth_row(value_2, data, row + 2, column, M, K, FMAX)
-            code_3 = quantize_every_fourth_row(value_3, data, row + 3, column, M, K, FMAX)
-            code = in_row_order(code_0, code_1, code_2, code_3)
-            store_repeated_codes(scale_inv, code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
-        if COLUMNWISE:
-            code, multiplier = code_and_multiplier(column_amax_bits(value_0, value_1, value_2, value_3), FMAX)
-            multiplier = multiplier[None, :]
-            DTYPE: tl.constexpr = columnwise_data.dtype.element_ty
-            store_transposed(
-                columnwise_data,
-                (value_0.to(tl.float32) * multiplier).to(DTYPE),
-                (value_1.to(tl.float32) * multiplier).to(DTYPE),
-                (value_2.to(tl.float32) * multiplier).to(DTYPE),
-                (value_3.to(tl.float32) * multiplier).to(DTYPE),
-                row,
-                column,
-                M,
-                K,
-            )
-            store_repeated_codes(columnwise_scale_inv, code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
+    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
+    row, column = grouped_tile(M, K, 128, GROUP_M)
+    x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
+    # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
+    if ROWWISE:
+        code_0, multiplier_0 = code_and_multiplier(row_amax(x0), FMAX)
+        code_1, multiplier_1 = code_and_multiplier(row_amax(x1), FMAX)
+        code_2, multiplier_2 = code_and_multiplier(row_amax(x2), FMAX)
+        code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
+    if COLUMNWISE:
+        column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
+        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
+    if ROWWISE:
+        store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
+        store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
+        store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
+        store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
+        row_code = interleave(code_0, code_1, code_2, code_3, 128)
+        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
+    if COLUMNWISE:
+        store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
+
+
+@triton.jit
+def dequantize_mxfp8_kernel(
+    data,
+    scale_inv,
+    values,
+    M,
+    K,
+    COLUMNWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """values [M, K] = data * 2^(code - 127), rounded once; codes lie as COLUMNWISE says (the module's table)."""
+    BLOCKS_M: tl.constexpr = BLOCK_M // 32 if COLUMNWISE else BLOCK_M
+    BLOCKS_K: tl.constexpr = BLOCK_K if COLUMNWISE else BLOCK_K // 32
+    row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
+    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    quantized = tl.load(data + offsets, mask=mask, other=0.0)
+    i = (row // 32 if COLUMNWISE else row) + tl.arange(0, BLOCKS_M)[:, None]
+    j = (column if COLUMNWISE else column // 32) + tl.arange(0, BLOCKS_K)[None, :]
+    stride = tl.cdiv(K, 128) * (128 if COLUMNWISE else 4)
+    code = tl.load(scale_inv + i * stride + j).to(tl.int32)
+    bits = tl.where(code == 0, 0x00400000, code << 23)  # 2^(code - 127); 2^-127 is a denormal
+    power = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    if COLUMNWISE:
+        value = tl.reshape(quantized.to(tl.float32), (BLOCKS_M, 32, BLOCK_K)) * power[:, None, :]
+    else:
+        value = tl.reshape(quantized.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * power[:, :, None]
+    tl.store(values + offsets, tl.reshape(value, (BLOCK_M, BLOCK_K)).to(values.dtype.element_ty), mask=mask)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -308,46 +336,110 @@ def quantize_mxfp8(
     swizzled: bool = False,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """[data, scale_inv] if rowwise, and [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
+    """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
     swizzled: scales as tensor cores read them (`swizzle_scales`), the columnwise ones of blocks of 32 as (K^128, ceil(M/32)^4).
-    `tile` overrides the choice for blocks of 32; its sides divide 128. Raises ValueError for another scale_block.
+    One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `tile_32` or `tile_128`.
+    Raises ValueError for another scale_block.
     """
     check_scale_block(scale_block)
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
-    m128, m4, k128, k4 = _up(rows, 128), _up(rows, 128) // 32, _up(columns, 128), _up(columns, 128) // 32
-    transposed = scale_block == 128
-    shapes = []
-    if rowwise:
-        shapes += [(rows, columns), (m128, k4)]
-    if columnwise:
-        shapes += [(columns, round_up_16(rows)) if transposed else (rows, columns)]
-        shapes += [(k128, m4) if transposed or swizzled else (m4, k128)]
-    dtypes = (fp8_dtype, torch.uint8) * 2
-    buffers = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in zip(shapes, dtypes, strict=False)]
-    usages = cast_launches(rowwise, columnwise, x.element_size()) if transposed else [(rowwise, columnwise)]
-    block_m, block_k, warps = TILE_128 if transposed else tile or (TILE_BOTH if columnwise else TILE_ROWWISE)
-    sides = {} if transposed else {"BLOCK_M": block_m, "BLOCK_K": block_k}
-    most = PROGRAM_WARPS // warps * multiprocessor_count(x.device)
-    tiles = m128 // block_m * (k128 // block_k)
-    for by_rows, by_columns in usages:
-        launch(
-            quantize_mxfp8_128_kernel if transposed else quantize_mxfp8_kernel,
-            (min(max(tiles, 1), most) if isinstance(tiles, int) else most,),
-            x=x,
-            data=buffers[0] if rowwise else x,
-            scale_inv=buffers[1] if rowwise else x,
-            columnwise_data=buffers[-2] if columnwise else x,
-            columnwise_scale_inv=buffers[-1] if columnwise else x,
-            M=rows,
-            K=columns,
-            FMAX=torch.finfo(fp8_dtype).max,
-            ROWWISE=by_rows,
-            COLUMNWISE=by_columns,
-            SWIZZLED=swizzled,
-            **sides,
-            num_warps=warps,
-        )
+    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    if isinstance(rows, int) and rows * columns == 0:
+        return buffers
+    arguments = {
+        "x": x,
+        "data": buffers[0] if rowwise else x,
+        "scale_inv": buffers[1] if rowwise else x,
+        "columnwise_data": buffers[-2] if columnwise else x,
+        "columnwise_scale_inv": buffers[-1] if columnwise else x,
+        "M": rows,
+        "K": columns,
+        "FMAX": torch.finfo(fp8_dtype).max,
+        "SWIZZLED": swizzled,
+    }
+    tiles = _up(rows, 128) * _up(columns, 128)
+    if scale_block == 128:
+        _, group, warps = tile or TILE_128
+        for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+            usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns, "GROUP_M": group}
+            launch(quantize_mxfp8_128_kernel, (tiles // (128 * 128),), **arguments, **usage, num_warps=warps)
+    else:
+        block_m, block_k, warps = tile or tile_32(columnwise)
+        usage = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_M": block_m, "BLOCK_K": block_k}
+        launch(quantize_mxfp8_kernel, (tiles // (block_m * block_k),), **arguments, **usage, num_warps=warps)
     return buffers
+
+
+def dequantize_mxfp8(
+    data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, dtype: torch.dtype, tile: Tile = (32, 128, 4)
+) -> torch.Tensor:
+    """The values [R, C] of data [R, C] on a CUDA device, in `dtype`, each rounded once; R may be symbolic.
+
+    columnwise: scale_inv is (ceil(R/32)^4, C^128), of blocks of 32 along columns; otherwise (R^128, ceil(C/32)^4), of blocks along
+    rows, which is also the form of columnwise buffers of blocks of 128: their values are those of x^T. bfloat16 holds every
+    value exactly that is neither below 2^-133 nor beyond 2^128.
+    """
+    rows, columns = data.shape
+    values = torch.empty((rows, columns), dtype=dtype, device=data.device)
+    if isinstance(rows, int) and rows * columns == 0:
+        return values
+    block_m, block_k, warps = tile
+    launch(
+        dequantize_mxfp8_kernel,
+        (triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k),),
+        data=data,
+        scale_inv=scale_inv,
+        values=values,
+        M=rows,
+        K=columns,
+        COLUMNWISE=columnwise,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return values
+
+
+def _allocate(
+    rows: Size,
+    columns: Size,
+    device: torch.device,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    scale_block: int,
+    swizzled: bool,
+) -> list[torch.Tensor]:
+    """The buffers that `quantize_mxfp8` fills."""
+    shapes: list[tuple[Size, Size]] = []
+    if rowwise:
+        shapes += [(rows, columns), (_up(rows, 128), _up(columns, 128) // 32)]
+    if columnwise:
+        shapes += [(columns, round_up_16(rows)) if scale_block == 128 else (rows, columns)]
+        by_columns = (_up(columns, 128), _up(rows, 128) // 32)
+        shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
+    dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
+
+
+def _up(n: Size, multiple: int) -> Size:
+    """n rounded up to a multiple, also for a symbolic n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+# --- tile choice --------------------------------------------------------------------------------------------
+
+
+Tile = tuple[int, int, int]
+"""(rows, columns, warps) of blocks of 32, rows and columns dividing 128."""
+
+TILE_128: Tile = (128, 8, 8)
+"""(rows, rows of tiles walked together, warps) of blocks of 128."""
+
+
+def tile_32(columnwise: bool) -> Tile:
+    """With columns, one warp has a whole tile: the amax of a column of 32 then crosses threads, not warps."""
+    return (32, 64, 1) if columnwise else (64, 128, 4)
