@@ -43,7 +43,17 @@ def test_a_short_training_in_each_recipe_ends_where_bf16s_does(tmp_path: pathlib
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     size = ["--fast", "--steps", "60", "--hidden", "128", "--layers", "2"]
-    command = [sys.executable, EXAMPLES / "train_text.py", *size, "--device", "cpu", "--out", tmp_path, "--recipe", recipe]
+    command = [
+        sys.executable,
+        EXAMPLES / "train_text.py",
+        *size,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+        "--recipe",
+        recipe,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
