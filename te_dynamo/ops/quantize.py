@@ -89,6 +89,7 @@ def _runs(suffix: str) -> Callable[..., Any]:
     """`te.quantize` by the kernels (suffix "") or the references ("_reference") of the quantizers' formats."""
 
     def run(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
+        quantizer.value()
         quantizer.check_shape(tuple(x.shape))
         if x.dtype not in INPUT_DTYPES:
             raise QuantizationError(f"{quantizer.describe()}: expected bf16, fp16 or fp32 values, got {x.dtype}")

@@ -27,7 +27,7 @@ Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _VALUE_TYPES = (bool, int, float, str, enum.Enum)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Quantizer(metaclass=OpaqueMeta):
     """Base of the quantizers.
 
@@ -51,6 +51,31 @@ class Quantizer(metaclass=OpaqueMeta):
                 )
         if not (self.rowwise or self.columnwise):
             raise QuantizationError(f"{type(self).__name__}: neither rowwise nor columnwise usage is on")
+        self.__dict__["_made_with"] = self._fields()
+
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def value(self) -> tuple[Any, ...]:
+        """What it is compared by. Raises QuantizationError if it was changed since it was made, past the frozen class.
+
+        Every comparison asks, so every guard, and `te.quantize`.
+        """
+        fields = self._fields()
+        if fields != self.__dict__["_made_with"]:
+            raise QuantizationError(
+                f"{type(self).__name__} was changed: made with {self.__dict__['_made_with']}, now {fields}. Graphs and caches "
+                "hold it as a value; make another with dataclasses.replace or with_usage"
+            )
+        return fields
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.value() == other.value()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self).__qualname__, self.value()))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -24,7 +24,7 @@ __all__ = ["Float8BlockQuantizer"]
 BLOCK = 128
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Float8BlockQuantizer(Quantizer):
     """x ~ data * scale_inv of its block, with scale_inv = amax(block) / fmax.
 

@@ -21,7 +21,7 @@ from te_dynamo.quantizers.formats import (
 __all__ = ["Float8CurrentScalingQuantizer"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Float8CurrentScalingQuantizer(Quantizer):
     """x ~ data * scale_inv, with scale_inv = amax(x) / fmax.
 

@@ -23,7 +23,7 @@ __all__ = ["MXFP8Quantizer"]
 BLOCK = 32
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MXFP8Quantizer(Quantizer):
     """x ~ data * 2^(scale_inv - 127) of its block, the exponent that of amax(block) / fmax, rounded up.
 

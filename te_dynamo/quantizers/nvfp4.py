@@ -16,7 +16,7 @@ __all__ = ["NVFP4Quantizer"]
 BLOCK = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NVFP4Quantizer(Quantizer):
     """x ~ e2m1(data) * e4m3(scale_inv) * amax / 2688, scale_inv that of its block of 16.
 
