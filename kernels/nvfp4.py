@@ -38,14 +38,14 @@ import torch
 
 from te_dynamo.kernels._triton import triton
 from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, rows_and_columns
-from te_dynamo.kernels.launch import launch
+from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.nvfp4_kernels import (
     dequantize_nvfp4_kernel,
     hadamard_amax_kernel,
     nvfp4_epilogue_kernel,
     quantize_nvfp4_kernel,
 )
-from te_dynamo.kernels.quantize import PARTIALS, amax_tile, quantize_amax_kernel
+from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, quantize_amax_kernel
 
 __all__ = [
     "HADAMARD_SIGNS",
@@ -68,9 +68,12 @@ TENSOR_MAX = 2688.0
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
 
-TILE = 128
-"""Rows and columns of a quantizing program's tile: what the scales are padded to. With four warps for 2-byte elements, and
-eight for 4-byte ones, whose threads load half as many columns, a thread holds 16 rows of what it loads at once."""
+TILE: Tile = (128, 128, 4)
+"""(rows, columns, warps) of a quantizing program: what the scales are padded to, and as many threads as hold it in pieces
+of 16 rows and one load's columns. 4-byte elements, half as many a load, take twice the warps."""
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Of a quantizing launch. Two are resident, as the kernel keeps its tile in registers."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -290,10 +293,11 @@ def quantize_nvfp4(
     hadamard: bool,
     stochastic_rounding: bool,
     random: torch.Tensor | None,
+    tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
 
-    x with 4-byte elements takes a launch for each usage.
+    x with 4-byte elements takes a launch for each usage. tile: rows and columns multiples of 128, for 2-byte elements.
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()
@@ -301,7 +305,12 @@ def quantize_nvfp4(
     row, column = empty_buffers(rows, columns, x.device), empty_buffers(columns, rows, x.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
     columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
-    tile = {"BLOCK_M": TILE, "BLOCK_K": TILE, "num_warps": 8 if x.element_size() == 4 else 4}
+    block_m, block_k, warps = tile or TILE
+    shape = {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps * max(x.element_size() // 2, 1)}
+    programs = min(
+        program_count(rows, columns, block_m, block_k, x.device),
+        PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(x.device),
+    )
     if columnwise and hadamard:
         launch(
             hadamard_amax_kernel,
@@ -312,10 +321,10 @@ def quantize_nvfp4(
             M=rows,
             K=columns,
             ROWWISE=rowwise,
-            **tile,
+            **shape,
         )
     else:
-        block_m, block_k, warps = amax_tile(columns)
+        amax_m, amax_k, amax_warps = amax_tile(columns)
         launch(
             quantize_amax_kernel,
             (PARTIALS,),
@@ -323,14 +332,14 @@ def quantize_nvfp4(
             partials=partials,
             M=rows,
             K=columns,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
+            BLOCK_M=amax_m,
+            BLOCK_K=amax_k,
+            num_warps=amax_warps,
         )
     for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
         launch(
             quantize_nvfp4_kernel,
-            (program_count(rows, columns, TILE, TILE, x.device),),
+            (programs,),
             x=x,
             partials=partials,
             columnwise_partials=columnwise_partials,
@@ -351,7 +360,7 @@ def quantize_nvfp4(
             HADAMARD=hadamard,
             STOCHASTIC=stochastic_rounding,
             PARTIALS=PARTIALS,
-            **tile,
+            **shape,
         )
     return (row if rowwise else []) + (column if columnwise else [])
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.e2m1 import TENSOR_MAX, block_scale, hadamard, load_tensor_scale, pack_words
+from te_dynamo.kernels.e2m1 import (
+    TENSOR_MAX,
+    block_scale,
+    hadamard,
+    interleave,
+    load_tensor_scale,
+    magnitude,
+    pack_column,
+    pack_rows,
+)
 from te_dynamo.kernels.fp8 import (
     abs_bits,
     load_tile,
@@ -24,11 +33,14 @@ __all__ = ["dequantize_nvfp4_kernel", "hadamard_amax_kernel", "nvfp4_epilogue_ke
 
 @triton.jit
 def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile [16, BLOCK_M/16, BLOCK_K] of x [M, K], zero outside: element [i, g, k] is row + 16 g + i, column + k."""
-    rows = tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, BLOCK_M // 16)[None, :, None]
-    columns = tl.arange(0, BLOCK_K)[None, None, :]
-    mask = (row + rows < M) & (column + columns < K)
-    return tl.load(x + (row.to(tl.int64) * K + column) + (rows * K + columns), mask=mask, other=0.0).to(tl.float32)
+    """A tile of x [M, K], zero outside, as sixteen [BLOCK_M/16, BLOCK_K]: [g, k] of the i-th is row + 16 g + i, column + k."""
+    rows, columns = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    corner = x + (row.to(tl.int64) * K + column)
+    tile = ()
+    for i in tl.static_range(16):
+        mask = (row + rows + i < M) & (column + columns < K)
+        tile += (tl.load(corner + ((rows + i) * K + columns), mask=mask, other=0.0).to(tl.float32),)
+    return tile
 
 
 @triton.jit
@@ -40,11 +52,12 @@ def hadamard_amax_kernel(
     columnwise_bits = tl.zeros((BLOCK_M // 16, BLOCK_K), tl.int32)
     for tile in tl.range(tl.program_id(0), tile_total(M, K, BLOCK_M, BLOCK_K), tl.num_programs(0), num_stages=1):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        value = tl.permute(load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K), (1, 2, 0))
-        if ROWWISE:
-            bits = tl.maximum(bits, tl.max(abs_bits(value), axis=2))
-        turned = hadamard(value, BLOCK_M // 16, BLOCK_K)
-        columnwise_bits = tl.maximum(columnwise_bits, tl.max(abs_bits(turned), axis=2))
+        values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        turned = hadamard(values)
+        for i in tl.static_range(16):
+            if ROWWISE:
+                bits = tl.maximum(bits, abs_bits(values[i]))
+            columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned[i]))
     if ROWWISE:
         store_partial_amax(partials, bits)
     store_partial_amax(columnwise_partials, columnwise_bits)
@@ -66,7 +79,7 @@ def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOC
     blocks = tl.cdiv(K, 16)
     padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
     rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
-    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale.to(tl.uint8, bitcast=True), 0)
+    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale, 0)
     corner = row.to(tl.int64) * padded_blocks + block
     offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
     mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
@@ -102,46 +115,49 @@ def quantize_nvfp4_kernel(
     G: tl.constexpr = BLOCK_M // 16
     B: tl.constexpr = BLOCK_K // 16
     if ROWWISE:
-        sixth, inverse = load_tensor_scale(partials, amax, PARTIALS)
+        sixth, inverse, lift, most = load_tensor_scale(partials, amax, PARTIALS)
     if COLUMNWISE:
-        columnwise_sixth, columnwise_inverse = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
+        columnwise_sixth, columnwise_inverse, columnwise_lift, columnwise_most = load_tensor_scale(
+            columnwise_partials, columnwise_amax, PARTIALS
+        )
     first, second = 0, 0
     if STOCHASTIC:
         first, second = tl.load(random), tl.load(random + 1)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        if TWO_D:
+            shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
         if ROWWISE:
-            blocks = tl.reshape(value, (16, G, B, 16))
-            block_amax = tl.max(tl.abs(blocks), axis=3)
-            if TWO_D:
-                block_amax = tl.broadcast_to(tl.max(block_amax, axis=0)[None, :, :], (16, G, B))
-            scale, enc = block_scale(block_amax, sixth, inverse)
-            scaled = tl.reshape(blocks * enc[:, :, :, None], (16, G, 2 * B, 8))
-            rows = row + tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, G)[None, :, None]
-            number = rows * row_words + (column // 8 + tl.arange(0, 2 * B)[None, None, :])
-            words = pack_words(scaled, number, first, second, STOCHASTIC)
-            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_M, 2 * B))
-            store_words(data, words, row, column // 8, row_words, M, BLOCK_M, 2 * B)
-            scale = tl.reshape(tl.permute(scale, (1, 0, 2)), (BLOCK_M, B))
-            store_scales(scale_inv, scale, row, column // 16, M, K, BLOCK_M, B)
+            words, scales = (), ()
+            for i in tl.static_range(16):
+                blocks = tl.reshape(values[i], (G, B, 16))
+                block_amax = shared if TWO_D else tl.max(tl.abs(blocks), axis=2)
+                scale, enc = block_scale(block_amax, sixth, inverse, lift, most)
+                rows = row + i + 16 * tl.arange(0, G)[:, None]
+                number = rows * row_words + (column // 8 + tl.arange(0, 2 * B)[None, :])
+                scaled = tl.reshape(blocks * enc[:, :, None], (G, 2 * B, 8))
+                words += (pack_rows(scaled, number, first, second, STOCHASTIC, G, 2 * B),)
+                scales += (scale.to(tl.uint8, bitcast=True),)
+            store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B)
+            store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B)
         if COLUMNWISE:
-            turned = tl.permute(value, (1, 2, 0))
-            if HADAMARD:
-                turned = hadamard(turned, G, BLOCK_K)
-            block_amax = tl.max(tl.abs(turned), axis=2)
+            turned = hadamard(values) if HADAMARD else values
             if TWO_D:
-                shared = tl.max(tl.reshape(block_amax, (G, B, 16)), axis=2)
                 block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
-            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse)
-            scaled = tl.reshape(turned * enc[:, :, None], (G, BLOCK_K, 2, 8))
-            in_column = row // 8 + 2 * tl.arange(0, G)[:, None, None] + tl.arange(0, 2)[None, None, :]
-            number = (column + tl.arange(0, BLOCK_K)[None, :, None]) * column_words + in_column
-            words = pack_words(scaled, number, second, first, STOCHASTIC)
-            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_K, 2 * G))
+            else:
+                block_amax = magnitude(turned)
+            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse, columnwise_lift, columnwise_most)
+            number = (column + tl.arange(0, BLOCK_K)[None, :]) * column_words + (
+                row // 8 + 2 * tl.arange(0, G)[:, None]
+            )
+            low = pack_column(turned, enc, 0, number, second, first, STOCHASTIC)
+            high = pack_column(turned, enc, 8, number + 1, second, first, STOCHASTIC)
+            words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
             store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
-            store_scales(columnwise_scale_inv, tl.trans(scale), column, row // 16, K, M, BLOCK_K, G)
+            scale = tl.trans(scale.to(tl.uint8, bitcast=True))
+            store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G)
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------
