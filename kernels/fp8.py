@@ -78,12 +78,18 @@ def load_amax(partials, PARTIALS: tl.constexpr):
 
 
 @triton.jit
-def scale_from_amax(amax, FMAX: tl.constexpr, EPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The module's scale rule, fp32, every operation correctly rounded."""
+def scale_from_amax(
+    amax,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr = FLOAT32_MAX,
+):
+    """The module's scale rule, fp32, every operation correctly rounded; an infinite quotient is LARGEST."""
     eps = tl.full((), EPS, tl.float32)
     amax = tl.where(amax < eps, eps, amax)
     scale = tl.div_rn(tl.full((), FMAX, tl.float32), amax)
-    scale = tl.where(scale > FLOAT32_MAX, FLOAT32_MAX, scale)
+    scale = tl.where(scale > FLOAT32_MAX, LARGEST, scale)
     scale = tl.where((amax > 0.0) & (amax <= FLOAT32_MAX), scale, 1.0)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

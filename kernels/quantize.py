@@ -41,11 +41,17 @@ CAST_TILE: Tile = (128, 128, 8)
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def scale_reference(amax: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> torch.Tensor:
-    """The scale rule of kernels/fp8.py for fp32 amax [1]; an infinite quotient becomes the largest fp32."""
+def scale_reference(
+    amax: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+    eps: float,
+    largest: float = torch.finfo(torch.float32).max,
+) -> torch.Tensor:
+    """The scale rule of kernels/fp8.py for fp32 amaxes; an infinite quotient becomes `largest`."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = torch.full_like(amax, torch.finfo(fp8_dtype).max) / amax
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where(scale == torch.inf, torch.full_like(scale, largest), scale)
     scale = torch.where((amax > 0) & (amax < torch.inf), scale, torch.ones_like(scale))
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale
 

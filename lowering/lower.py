@@ -27,6 +27,7 @@ from te_dynamo.lowering.extern_gemm import is_extern
 from te_dynamo.ops import KERNELS, is_te
 from te_dynamo.ops.define import REFERENCE_ONLY
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["lower"]
 
@@ -61,10 +62,15 @@ def _te_nodes(nodes: Iterable[Node]) -> list[Node]:
 
 def _launches(node: Node) -> Callable[..., Any]:
     """What is traced in place of `node`: a function of the operation's own arguments."""
-    if node.target is quantize and written_by_inductor(node.args[0]):
+    if _takes_amax(node) and written_by_inductor(node.args[0]):
         return lambda x, quantizer: quantize_with_amax(x, quantizer, amax_by_rows(x))
     assert isinstance(node.target, torch._ops.OpOverload)
     return KERNELS[node.target]
+
+
+def _takes_amax(node: Node) -> bool:
+    """Whether it quantizes with one scale a tensor, which an amax known beforehand decides."""
+    return node.target is quantize and isinstance(node.args[1], Float8CurrentScalingQuantizer)
 
 
 def _inline(graph: Graph, node: Node) -> list[Node]:

@@ -1,7 +1,8 @@
 """Common subexpressions of the dialect: equal te operations, and the views they read, become one.
 
 q, k and v each quantize the norm's output; gate and up too; a tied weight is quantized where it is used. Two quantizations
-of one tensor that differ only in what they keep (rowwise, columnwise) become one that keeps both.
+of one tensor that differ only in what they keep (rowwise, columnwise) become one that keeps both: no format's rowwise
+buffers depend on whether there are columnwise ones.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def _merge_equal(graph: Graph) -> int:
 def _merge_usages(graph: Graph) -> int:
     groups: dict[Any, list[Node]] = {}
     for node in calls(graph, quantize):
-        groups.setdefault((node.args[0], _quantizer(node).with_usage(True, True), _tag(node)), []).append(node)
+        key = (node.args[0], _quantizer(node).with_usage(True, True), node.args[2:], _tag(node))
+        groups.setdefault(key, []).append(node)
     merged = 0
-    for (source, both, _), nodes in groups.items():
+    for (source, both, random, _), nodes in groups.items():
         if len({node.args[1] for node in nodes}) < 2:
             continue
-        union = call_like(graph, quantize, (source, both), nodes[0])
+        union = call_like(graph, quantize, (source, both, *random), nodes[0])
         shape = tuple(source.meta["val"].shape)
         position = {name: i for i, name in enumerate(both._describe_buffers(shape))}
         for node in nodes:

@@ -9,13 +9,33 @@ from te_dynamo.passes.fuser import (
     register_forward_fusion,
     unregister_fusion,
 )
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
-from te_dynamo.storage import Float8TensorStorage, QuantizedTensorStorage
+from te_dynamo.quantized_tensor import QuantizedTensor
+from te_dynamo.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from te_dynamo.storage import QuantizedTensorStorage
+from te_dynamo.storages import (
+    Float8BlockTensorStorage,
+    Float8TensorStorage,
+    MXFP8TensorStorage,
+    NVFP4TensorStorage,
+)
 from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8TensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
     "TensorProto",

@@ -15,17 +15,17 @@ import torch
 
 from te_dynamo.options import Options
 
-__all__ = ["cache_key"]
+__all__ = ["cache_key", "sources_digest"]
 
 
 def cache_key(options: Options, registered_fusions: str) -> str:
     """A digest of the package's sources, torch's and Triton's versions, the options and the registered fusions' sources."""
-    text = "\n".join((_sources_digest(), repr(options), registered_fusions))
+    text = "\n".join((sources_digest(), repr(options), registered_fusions))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
-def _sources_digest() -> str:
+def sources_digest() -> str:
     """Computed once a process: every Python file of the four code folders, in a fixed order."""
     digest = hashlib.sha256()
     for folder in ("te_dynamo", "te_dynamo.kernels", "te_dynamo.lowering", "te_dynamo.passes"):

@@ -19,16 +19,27 @@ from te_dynamo.lowering import device
 
 __all__ = ["Diagnosis", "diagnose"]
 
-_NATIVE_FROM = {
+_RECIPES: tuple[recipes.Recipe, ...] = (
+    *map(recipes.by_name, recipes.names()),
+    recipes.MXFP8BlockScaling(scale_block=128),
+)
+"""A row each: the recipes by name, and the variant that runs on other tensor cores."""
+
+_NATIVE_FROM: dict[str, tuple[int, int]] = {
     "float8_current_scaling": (8, 9),
     "float8_block_scaling": (8, 9),
     "mxfp8": (10, 0),
-    "nvfp4": (10, 0),
+    "mxfp8(scale_block=128)": (8, 9),
 }
-"""The first compute capability whose tensor cores read the recipe's operands."""
+"""The first compute capability whose tensor cores read the recipe's operands, where our GEMM uses them."""
+
+_NO_KERNEL = {"nvfp4": (10, 0)}
+"""Where tensor cores would read the operands and no GEMM of ours asks them to."""
 
 _KERNELS_FROM = (9, 0)
 """The first compute capability our Triton kernels are written for: they use its tensor memory accelerator."""
+
+_EMULATED = "exact emulation, its values multiplied in bf16, slower than bf16"
 
 
 @dataclasses.dataclass
@@ -76,7 +87,7 @@ def diagnose() -> Diagnosis:
     _find_versions(found)
     _find_backend(found)
     capability = _find_device(found)
-    found.recipes = [(name, *_recipe_support(name, capability)) for name in recipes.names()]
+    found.recipes = [(r.describe(), *_recipe_support(r.describe(), capability)) for r in _RECIPES]
     return found
 
 
@@ -147,7 +158,9 @@ def _recipe_support(name: str, capability: tuple[int, int] | None) -> tuple[str,
     if native is not None and capability >= native:
         tested = "" if capability[0] == 9 else "; compiled for it, measured on sm_90 only"
         return "native", f"tensor cores of {here} read its operands{tested}"
-    return "emulated", f"{here} has no tensor core for its operands: exact emulation"
+    if name in _NO_KERNEL and capability >= _NO_KERNEL[name]:
+        return "emulated", f"no GEMM here uses the 4-bit tensor cores of {here}: {_EMULATED}"
+    return "emulated", f"{here} has no tensor core for its operands: {_EMULATED}"
 
 
 def _installed(package: str) -> str:

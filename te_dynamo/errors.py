@@ -17,14 +17,14 @@ class InvalidOptionError(TeError, ValueError):
 
     @classmethod
     def unknown(
-        cls, what: str, name: object, known: Iterable[str], others: Iterable[str] = (), others_are: str = ""
+        cls, what: str, name: object, known: Iterable[object], others: Iterable[str] = (), others_are: str = ""
     ) -> InvalidOptionError:
         """Names the unknown thing and the nearest valid ones; without a near one all of `known`.
 
         others: valid too but too many to list; `others_are` says what they are.
         """
-        known = sorted(known)
-        near = difflib.get_close_matches(str(name), [*known, *others], n=3)
+        known = sorted(known, key=str)
+        near = difflib.get_close_matches(str(name), [*(k for k in known if isinstance(k, str)), *others], n=3)
         valid = ", ".join([*map(repr, known), *([others_are] if others_are else [])])
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {valid}"
         return cls(f"te_dynamo: unknown {what} {name!r}; {hint}")

@@ -1,30 +1,70 @@
-"""Recipes: how the three GEMMs of a linear hold their operands. A recipe is a value; it makes quantizers."""
+"""Recipes: how the three GEMMs of a linear hold their operands. A recipe is a value; it makes quantizers.
+
+    fprop   out = x @ weight^T     x rowwise,     weight rowwise
+    dgrad   dx = dy @ weight       dy rowwise,    weight columnwise
+    wgrad   dw = dy^T @ x          dy columnwise, x columnwise
+
+The numbers of each format: docs/architecture.md.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from te_dynamo.errors import InvalidOptionError
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.errors import InvalidOptionError, QuantizationError
+from te_dynamo.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    check_linear,
+)
 
-__all__ = ["Float8CurrentScaling", "Recipe", "by_name", "names"]
+__all__ = [
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
+    "by_name",
+    "names",
+]
+
+
+def _one_of(default: Any, *others: Any) -> Any:
+    """A field that takes `default` or one of `others`."""
+    return dataclasses.field(default=default, metadata={"valid": (default, *others)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base of the recipes.
+    """Base of the recipes. A bad field is an InvalidOptionError where the recipe is written, not at the first linear.
 
-    fprop_fast_accum, dgrad_fast_accum, wgrad_fast_accum: whether that GEMM may keep its sum in the tensor core's own
-    reduced-precision accumulator (fast) or adds up in fp32 after every 128 products (slow). The defaults are those of
-    Transformer Engine and torchao: fast forward, slow backward.
+    name:      what `options={"recipe": name}` calls the recipe with its defaults.
+    alignment: K and N of a linear must be multiples of it; M, the number of tokens, may be anything.
+    gemms:     what the reason of a linear of other sizes calls the recipe's GEMMs.
+
+    backward: "quantized", or "high_precision" to compute dgrad and wgrad in the model's precision: forward then saves x and
+        weight as they are.
     """
 
     name: ClassVar[str]
+    alignment: ClassVar[int] = 16
+    gemms: ClassVar[str] = "FP8 GEMMs"
 
-    fprop_fast_accum: bool = True
-    dgrad_fast_accum: bool = False
-    wgrad_fast_accum: bool = False
+    backward: str = _one_of("quantized", "high_precision")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            valid, value = field.metadata.get("valid"), getattr(self, field.name)
+            if valid is not None and not any(type(value) is type(v) and value == v for v in valid):
+                raise InvalidOptionError.unknown(field.name, value, valid)
+        try:
+            check_linear(self.input_quantizer(), self.weight_quantizer(), self.grad_output_quantizer())
+        except QuantizationError as error:
+            raise InvalidOptionError(f"te_dynamo: {type(self).__name__}: {error}") from None
 
     def input_quantizer(self) -> Quantizer:
         """For the activations a linear reads."""
@@ -35,34 +75,44 @@ class Recipe:
         raise NotImplementedError
 
     def grad_output_quantizer(self) -> Quantizer:
-        """For the gradient that arrives at a linear's output."""
+        """For the gradient that arrives at a linear's output; unused under backward="high_precision"."""
         raise NotImplementedError
+
+    def fast_accum(self) -> tuple[bool, bool, bool]:
+        """Whether fprop, dgrad and wgrad may keep their sums in the tensor core's own reduced-precision accumulator."""
+        return False, False, False
+
+    def describe(self) -> str:
+        """The name, and the fields that are not at their default: "mxfp8(scale_block=128)"."""
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed)
+        return f"{self.name}({fields})" if fields else self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
     """One fp32 scale a tensor, from the tensor's present amax.
 
+    fprop_fast_accum, dgrad_fast_accum, wgrad_fast_accum: whether that GEMM may keep its sum in the tensor core's own
+        reduced-precision accumulator (fast) or adds up in fp32 after every 128 products (slow). The defaults are those of
+        Transformer Engine and torchao: fast forward, slow backward.
     forward_format: "e4m3". backward_format: "e4m3" or "e5m2". FP8 tensor cores do not multiply e5m2 by e5m2, and an input
-        and a weight have one format. Raises InvalidOptionError for another.
+        and a weight have one format.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of amax before the scale is computed.
     """
 
     name: ClassVar[str] = "float8_current_scaling"
 
-    forward_format: str = "e4m3"
-    backward_format: str = "e5m2"
-    power_of_two_scales: bool = False
+    fprop_fast_accum: bool = _one_of(True, False)
+    dgrad_fast_accum: bool = _one_of(False, True)
+    wgrad_fast_accum: bool = _one_of(False, True)
+    forward_format: str = _one_of("e4m3")
+    backward_format: str = _one_of("e5m2", "e4m3")
+    power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
 
-    def __post_init__(self) -> None:  # a bad field is an error here, not at the first linear
-        for field, formats in (("forward_format", ("e4m3",)), ("backward_format", ("e4m3", "e5m2"))):
-            if getattr(self, field) not in formats:
-                raise InvalidOptionError.unknown(field, getattr(self, field), formats)
-        self.input_quantizer()
-
-    def _quantizer(self, fp8_format: str) -> Float8CurrentScalingQuantizer:
+    def _quantizer(self, fp8_format: str) -> Quantizer:
         return Float8CurrentScalingQuantizer(
             fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
         )
@@ -76,8 +126,107 @@ class Float8CurrentScaling(Recipe):
     def grad_output_quantizer(self) -> Quantizer:
         return self._quantizer(self.backward_format)
 
+    def fast_accum(self) -> tuple[bool, bool, bool]:
+        return self.fprop_fast_accum, self.dgrad_fast_accum, self.wgrad_fast_accum
 
-_RECIPES: dict[str, type[Recipe]] = {cls.name: cls for cls in (Float8CurrentScaling,)}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """One fp32 scale for 128 values in a row (1x128 blocks), or for 128 rows of them (128x128).
+
+    input_block_dims, weight_block_dims, grad_block_dims: 1 or 2. No GEMM multiplies two operands in 128x128 blocks.
+    forward_format: "e4m3". backward_format: "e4m3" or "e5m2".
+    power_of_two_scales: round each scale down to a power of two.
+    amax_epsilon: lower bound of a block's amax before the scale is computed.
+    """
+
+    name: ClassVar[str] = "float8_block_scaling"
+
+    input_block_dims: int = _one_of(1, 2)
+    weight_block_dims: int = _one_of(2, 1)
+    grad_block_dims: int = _one_of(1, 2)
+    forward_format: str = _one_of("e4m3")
+    backward_format: str = _one_of("e4m3", "e5m2")
+    power_of_two_scales: bool = _one_of(True, False)
+    amax_epsilon: float = 0.0
+
+    def _quantizer(self, fp8_format: str, block_dims: int) -> Quantizer:
+        return Float8BlockQuantizer(
+            fp8_format=fp8_format,
+            block_dims=block_dims,
+            power_of_two_scale=self.power_of_two_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+    def input_quantizer(self) -> Quantizer:
+        return self._quantizer(self.forward_format, self.input_block_dims)
+
+    def weight_quantizer(self) -> Quantizer:
+        return self._quantizer(self.forward_format, self.weight_block_dims)
+
+    def grad_output_quantizer(self) -> Quantizer:
+        return self._quantizer(self.backward_format, self.grad_block_dims)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """Blocks of 32 values with one E8M0 scale (OCP MX), along the dimension that a GEMM contracts.
+
+    scale_block: 32, or 128 for one scale every 128 values, written four times: still valid MXFP8 for Blackwell's tensor
+        cores, and on Hopper it runs on the block-scaling kernels at full speed, with the same numbers.
+    forward_format: "e4m3". backward_format: "e4m3" or "e5m2".
+    """
+
+    name: ClassVar[str] = "mxfp8"
+    alignment: ClassVar[int] = 32
+    gemms: ClassVar[str] = "MXFP8 GEMMs"
+
+    scale_block: int = _one_of(32, 128)
+    forward_format: str = _one_of("e4m3")
+    backward_format: str = _one_of("e4m3", "e5m2")
+
+    def _quantizer(self, fp8_format: str) -> Quantizer:
+        return MXFP8Quantizer(fp8_format=fp8_format, scale_block=self.scale_block)
+
+    def input_quantizer(self) -> Quantizer:
+        return self._quantizer(self.forward_format)
+
+    def weight_quantizer(self) -> Quantizer:
+        return self._quantizer(self.forward_format)
+
+    def grad_output_quantizer(self) -> Quantizer:
+        return self._quantizer(self.backward_format)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """e2m1 values, an e4m3 scale for 16 of them and one fp32 scale a tensor.
+
+    hadamard: rotate both operands of wgrad by a random Hadamard transform, which spreads their outliers.
+    stochastic_rounding: round gradients up or down at random, so that their sums stay unbiased.
+    two_d_weights: one scale for 16x16 weights, so that forward and backward see the same weight.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+    gemms: ClassVar[str] = "NVFP4 GEMMs"
+
+    hadamard: bool = _one_of(True, False)
+    stochastic_rounding: bool = _one_of(True, False)
+    two_d_weights: bool = _one_of(True, False)
+
+    def input_quantizer(self) -> Quantizer:
+        return NVFP4Quantizer(hadamard=self.hadamard)
+
+    def weight_quantizer(self) -> Quantizer:
+        return NVFP4Quantizer(two_d=self.two_d_weights)
+
+    def grad_output_quantizer(self) -> Quantizer:
+        return NVFP4Quantizer(hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding)
+
+
+_RECIPES: dict[str, type[Recipe]] = {
+    cls.name: cls for cls in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+}
 
 
 def names() -> list[str]:

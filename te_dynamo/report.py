@@ -16,7 +16,7 @@ class MatchRecord:
     source:  the user's line, "file.py:17", "" where unknown.
     matched: whether it became a te operation.
     reason:  why it was left in the user's precision; "" when matched.
-    recipe:  name of the recipe that applies, "" when left.
+    recipe:  the recipe that applies, its name with what differs from its defaults ("mxfp8(scale_block=128)"), "" when left.
     shape:   for a linear (M, N, K) with M the product of the leading dimensions, as printed (a symbol where dynamic).
     flops:   2*M*N*K for a linear (size hints where dynamic), else 0.
     dtype:   the user's precision, "bf16".

@@ -1,21 +1,21 @@
 """Quantized storages: the buffers of a tensor held in low precision, with the value that says how to read them.
 
 A storage flattens to its buffers and metadata and is rebuilt from them by the class's qualified name, so that a graph needs
-to carry only tensors and constants.
+to carry only tensors and constants. One file a format in `te_dynamo/storages`; a format's buffers: its quantizer.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantizers.formats import rows_and_columns
 
-__all__ = ["Float8TensorStorage", "QuantizedTensorStorage"]
+__all__ = ["QuantizedTensorStorage"]
 
 _REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
 
@@ -26,6 +26,8 @@ class QuantizedTensorStorage:
     shape, dtype: of the values, in the user's precision.
     quantizer: how they are held.
     Buffers are attributes named in `_FLATTEN_TENSOR_BUFFERS`; one that its usage does not need is None.
+
+    Raises QuantizationError for a buffer that the quantizer's usages need and that is not given.
     """
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[str, ...]] = ()
@@ -46,7 +48,7 @@ class QuantizedTensorStorage:
             )
         self.shape, self.dtype, self.quantizer = tuple(shape), dtype, quantizer
         for name in self._FLATTEN_TENSOR_BUFFERS:
-            setattr(self, name, buffers.get(name))
+            setattr(self, name, buffers[name] if name in expected else None)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -60,15 +62,41 @@ class QuantizedTensorStorage:
     @property
     def device(self) -> torch.device:
         """Where the buffers are."""
-        return next(b.device for b in self.buffers().values())
+        return self.buffers()[0].device
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that are there, in the order in which `te.quantize` returns them."""
+        return list(self.named_buffers().values())
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
         """Name -> buffer, of those that are there."""
         named = ((name, getattr(self, name)) for name in self._FLATTEN_TENSOR_BUFFERS)
         return {name: buffer for name, buffer in named if buffer is not None}
 
+    def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> QuantizedTensorStorage:
+        """The same buffers, less those that only a dropped usage needs; None keeps what is there.
+
+        Raises QuantizationError for a usage that was never allocated: it takes the values to make one.
+        """
+        for name, wanted, there in (
+            ("rowwise", rowwise, self.quantizer.rowwise),
+            ("columnwise", columnwise, self.quantizer.columnwise),
+        ):
+            if wanted and not there:
+                raise QuantizationError(
+                    f"{name} usage of {self.quantizer.describe()} of shape {self.shape} was never allocated; "
+                    "quantize the tensor with that usage on"
+                )
+        quantizer = self.quantizer.with_usage(rowwise, columnwise)
+        return type(self)(self.named_buffers(), self.shape, self.dtype, quantizer)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensorStorage:
+        """A storage of `function(buffer)` for each buffer."""
+        buffers = {name: function(buffer) for name, buffer in self.named_buffers().items()}
+        return type(self)(buffers, self.shape, self.dtype, self.quantizer)
+
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return list(self.buffers()), self.quantizer.create_metadata(self.shape, self.dtype)
+        return list(self.named_buffers()), self.quantizer.create_metadata(self.shape, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -77,26 +105,21 @@ class QuantizedTensorStorage:
         return QuantizedTensorStorage.from_metadata(inner, metadata)
 
     def dequantize(self) -> torch.Tensor:
-        """The values in the user's precision, shape `self.shape`."""
+        """The values in the user's precision, shape `self.shape`: computed in fp32 and rounded once.
+
+        Rows where there are any, otherwise columns. Plain PyTorch, so that a compiler fuses it with its reader.
+        """
+        rows, columns = rows_and_columns(self.shape)
+        values = self._rows() if self.quantizer.rowwise else self._columns()
+        return values[:rows, :columns].to(self.dtype).reshape(self.shape)
+
+    def _rows(self) -> torch.Tensor:
+        """The fp32 values [M, K] (or more, to be cut off) of the rowwise buffers."""
+        raise NotImplementedError
+
+    def _columns(self) -> torch.Tensor:
+        """The fp32 values [M, K] (or more, to be cut off) of the columnwise buffers."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.quantizer.describe()})"
-
-
-class Float8TensorStorage(QuantizedTensorStorage):
-    """FP8 with one scale a tensor: data [M, K], transpose [K, M^16], scale_inv [1]."""
-
-    _FLATTEN_TENSOR_BUFFERS = ("data", "transpose", "scale_inv")
-
-    data: torch.Tensor | None
-    transpose: torch.Tensor | None
-    scale_inv: torch.Tensor
-
-    def dequantize(self) -> torch.Tensor:
-        if self.data is not None:
-            values = self.data.to(torch.float32)
-        else:
-            assert self.transpose is not None
-            values = self.transpose[:, : math.prod(self.shape[:-1])].t().to(torch.float32)
-        return (values * self.scale_inv).to(self.dtype).reshape(self.shape)

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized_tensor import QuantizedTensor, from_buffers
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.storage import QuantizedTensorStorage
 
-__all__ = ["TensorProto", "to_tensor_proto"]
+__all__ = ["TensorProto", "check_layout", "to_tensor_proto"]
 
 
 @dataclasses.dataclass
@@ -54,12 +56,11 @@ class TensorProto:
         """The uninitialised buffers of a quantized tensor, in the order of `inner_names`."""
         return list(self._quantizer().alloc_tensors(self.shape, self.device).values())
 
-    def create_tensor(self) -> torch.Tensor | QuantizedTensorStorage:
-        """An uninitialised tensor of this description: plain, or a storage with its buffers."""
+    def create_tensor(self) -> torch.Tensor:
+        """An uninitialised tensor of this description: plain, or a QuantizedTensor."""
         if self.quantizer is None:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
-        buffers = self.quantizer.alloc_tensors(self.shape, self.device)
-        return QuantizedTensorStorage.from_metadata(buffers, self.create_metadata())
+        return from_buffers(self.create_buffers(), self.shape, self.dtype, self.quantizer, self.requires_grad)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Keeps or drops the rowwise or columnwise buffers of the described tensor; None leaves a usage as it is."""
@@ -75,7 +76,33 @@ class TensorProto:
 
 
 def to_tensor_proto(tensor: torch.Tensor | QuantizedTensorStorage) -> TensorProto:
-    """The proto of a tensor or of a quantized storage. No data is read."""
+    """The proto of a plain tensor, a quantized tensor or a quantized storage. No data is read."""
     if isinstance(tensor, QuantizedTensorStorage):
         return TensorProto(tensor.shape, tensor.dtype, tensor.quantizer, device=tensor.device)
-    return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)
+    quantizer = tensor.quantizer if isinstance(tensor, QuantizedTensor) else None
+    return TensorProto(tuple(tensor.shape), tensor.dtype, quantizer, tensor.requires_grad, tensor.device)
+
+
+def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises QuantizationError, naming the slot, unless `buffers` are what `proto` describes.
+
+    Names and their order, shapes, dtypes and strides (every buffer is contiguous; a dimension of size 1 may have any stride),
+    and the device if the proto has one.
+    """
+    described = proto._buffers()
+    what = f"{proto._quantizer().describe()} of shape {proto.shape}"
+    if list(buffers) != list(described):
+        raise QuantizationError(f"{what}: expected the buffers {list(described)}, got {list(buffers)}")
+    for name, (shape, dtype) in described.items():
+        buffer = buffers[name]
+        expected: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
+        found: dict[str, Any] = {"shape": tuple(buffer.shape), "dtype": buffer.dtype}
+        if proto.device is not None:
+            expected["device"], found["device"] = proto.device, buffer.device
+        for fact, value in expected.items():
+            if found[fact] != value:
+                raise QuantizationError(f"{what}: buffer {name!r} has {fact} {found[fact]}, expected {value}")
+        if not buffer.is_contiguous():
+            raise QuantizationError(
+                f"{what}: buffer {name!r} has stride {buffer.stride()}, expected the contiguous one of {tuple(shape)}"
+            )

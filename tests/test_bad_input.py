@@ -57,7 +57,11 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
             {"recipe": "float8_curent_scaling"},
             "unknown recipe 'float8_curent_scaling'; did you mean 'float8_current_sc",
         ),
-        ({"recipe": 8}, "a recipe is a name (float8_current_scaling), a te_dynamo.recipe object or None, got 8"),
+        (
+            {"recipe": 8},
+            "a recipe is a name (float8_block_scaling, float8_current_scaling, mxfp8, nvfp4), a te_dynamo.recipe object or "
+            "None, got 8",
+        ),
         ({"recipe": Float8CurrentScaling}, "a te_dynamo.recipe object or None, got <class"),
         ({"codegen": "triton"}, "unknown codegen 'triton'; valid: 'eager', 'inductor'"),
         ({"fusions": "off"}, "option 'fusions' takes True or False, got 'off'"),
@@ -67,7 +71,7 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
         ({"rules": ("lm_head", None)}, "rules[0] must be (regular expression, recipe or None), got 'lm_head'"),
         ({"rules": [("mlp", None), ("head",)]}, "rules[1] must be (regular expression, recipe or None), got ('head',)"),
         ({"rules": [("mlp", None), ("(", None)]}, "rules[1]: '(' is not a regular expression: missing )"),
-        ({"rules": [("mlp", None), ("a", "fp8")]}, "unknown recipe 'fp8'; valid: 'float8_current_scaling' (in rules[1"),
+        ({"rules": [("mlp", None), ("a", "fp8")]}, "unknown recipe 'fp8'; did you mean 'mxfp8'? (in rules[1"),
     ],
     ids=str,
 )

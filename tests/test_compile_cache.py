@@ -70,7 +70,7 @@ def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
     registered = compile_in_new_process(tmp_path, setup=register)
     assert (registered["aot_hit"], registered["aot_miss"]) == (0, 1)
 
-    edited = "import te_dynamo.cache_key as k; k._sources_digest = lambda: 'as if a kernel source had changed'"
+    edited = "import te_dynamo.cache_key as k; k.sources_digest = lambda: 'as if a kernel source had changed'"
     changed_source = compile_in_new_process(tmp_path, setup=edited)
     assert (changed_source["aot_hit"], changed_source["aot_miss"]) == (0, 1)
 
@@ -92,13 +92,13 @@ def test_key_covers_every_source_file(tmp_path: Path, monkeypatch: pytest.Monkey
     read: list[str] = []
     original = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or original(path))
-    cache_key._sources_digest.cache_clear()
-    before = cache_key._sources_digest()
+    cache_key.sources_digest.cache_clear()
+    before = cache_key.sources_digest()
     count = len(read)
     assert {"gemm.py", "quantize.py", "lower.py", "fuser.py", "linear.py"} <= set(read)
-    assert cache_key._sources_digest() == before and len(read) == count
+    assert cache_key.sources_digest() == before and len(read) == count
 
     monkeypatch.setattr(Path, "read_bytes", lambda path: original(path) + (b"#" if path.name == "quantize.py" else b""))
-    cache_key._sources_digest.cache_clear()
-    assert cache_key._sources_digest() != before
-    cache_key._sources_digest.cache_clear()
+    cache_key.sources_digest.cache_clear()
+    assert cache_key.sources_digest() != before
+    cache_key.sources_digest.cache_clear()

@@ -31,7 +31,8 @@ def test_no_device_is_no_problem():
     found = doctor.diagnose()
     assert found.exit_status == 0
     assert found.no_device == "no driver here"
-    assert [row[:2] for row in found.recipes] == [(name, "reference") for name in recipe.names()]
+    names = [*recipe.names(), "mxfp8(scale_block=128)"]
+    assert [row[:2] for row in found.recipes] == [(name, "reference") for name in names]
     text = str(found)
     assert torch.__version__ in text
     assert "no device: no driver here" in text
@@ -62,8 +63,12 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
         ("float8_current_scaling", (8, 0), "reference"),
         ("float8_current_scaling", (9, 0), "native"),
         ("float8_current_scaling", (10, 0), "native"),
+        ("float8_block_scaling", (9, 0), "native"),
         ("mxfp8", (9, 0), "emulated"),
         ("mxfp8", (10, 0), "native"),
+        ("mxfp8(scale_block=128)", (9, 0), "native"),
+        ("nvfp4", (9, 0), "emulated"),
+        ("nvfp4", (10, 0), "emulated"),
     ],
 )
 def test_recipe_support(name, capability, runs):

@@ -37,6 +37,30 @@ def test_equal_seeds_give_equal_batches(byte_text) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8_block_scaling", "mxfp8", "mxfp8-128", "nvfp4"])
+def test_a_short_training_in_each_recipe_ends_where_bf16s_does(tmp_path: pathlib.Path, recipe: str) -> None:
+    """The default one: below. 2%, for NVFP4 5%, is what decides the exit status."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    size = ["--fast", "--steps", "60", "--hidden", "128", "--layers", "2"]
+    command = [
+        sys.executable,
+        EXAMPLES / "train_text.py",
+        *size,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+        "--recipe",
+        recipe,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    assert ours["losses"][-1] < 0.8 * ours["losses"][0] and ours["losses"] != reference["losses"]
+
+
+@pytest.mark.slow
 def test_train_text_runs_and_writes_its_results(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")

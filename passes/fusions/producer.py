@@ -2,6 +2,8 @@
 
 A producer writes y; te.quantize reads it. The fused operation returns [y if anyone else reads it, the producer's other
 results, the quantizer's buffers]. It stands where the producer stood, so everything that read either still comes after.
+
+The fused kernels write FP8 with one scale a tensor; any other quantizer's te.quantize stays by itself.
 """
 
 from __future__ import annotations
@@ -10,14 +12,23 @@ from torch.fx import Graph, Node
 
 from te_dynamo.ops.quantize import quantize
 from te_dynamo.passes.graph import item_users, read_item
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 
-__all__ = ["other_readers", "quantize_of", "take_over"]
+__all__ = ["has_fused_kernels", "other_readers", "quantize_of", "take_over"]
+
+
+def has_fused_kernels(quantizer: object) -> bool:
+    """Whether the kernels of norms and activations can write that quantizer's buffers."""
+    return isinstance(quantizer, Float8CurrentScalingQuantizer)
 
 
 def quantize_of(y: Node) -> Node | None:
-    """The one te.quantize that reads `y`; None without one, or with several that differ (they cannot share one pass)."""
+    """The one te.quantize that reads `y`, if a fused kernel knows its format; None without one, or with several that differ
+    (they cannot share one pass)."""
     readers = [user for user in y.users if user.target is quantize]
-    return readers[0] if len(readers) == 1 else None
+    if len(readers) != 1 or not has_fused_kernels(readers[0].args[1]):
+        return None
+    return readers[0]
 
 
 def other_readers(y: Node, *known: Node | None) -> list[Node]:

@@ -1,4 +1,4 @@
-"""F.linear -> te.linear, for every linear that the recipe covers and FP8 GEMMs can take.
+"""F.linear -> te.linear, for every linear that a recipe covers and its GEMMs can take.
 
     y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
 
@@ -41,9 +41,6 @@ __all__ = ["RecipeFor", "match_linear"]
 RecipeFor = Callable[[str], tuple[Recipe | None, str]]
 """(recipe, why it is None) by module path."""
 
-ALIGNMENT = 16
-"""FP8 GEMMs read rows of whole 16-byte units."""
-
 _LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
 
 
@@ -71,7 +68,7 @@ def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
     x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
     record, recipe = _record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
-        record.reason = outside or _reason(node, x, weight, bias)
+        record.reason = outside or _reason(node, x, weight, bias, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return record
@@ -97,12 +94,14 @@ def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     return emit_method(like.graph, "to", (operand, dtype), like)
 
 
-def _reason(node: fx.Node, x: Any, weight: Any, bias: Any) -> str:
+def _reason(node: fx.Node, x: Any, weight: Any, bias: Any, recipe: Recipe) -> str:
     """Why this linear stays what it is, "" when it becomes te.linear."""
     if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))):
         return "its operands are not all tensors of the graph"
     return (
-        left_as_plain(node, x, weight, bias) or _dtype_reason(node, x, weight, bias) or _shape_reason(x, weight, bias)
+        left_as_plain(node, x, weight, bias)
+        or _dtype_reason(node, x, weight, bias)
+        or _shape_reason(x, weight, bias, recipe)
     )
 
 
@@ -119,7 +118,7 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
     return ""
 
 
-def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
+def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe) -> str:
     shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
     if len(shape) != 2 or rank < 1:
         return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
@@ -128,8 +127,8 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
-    if n % ALIGNMENT or k % ALIGNMENT or not n or not k:
-        return f"N = {n}, K = {k}: FP8 GEMMs need N and K to be multiples of {ALIGNMENT}"
+    if n % recipe.alignment or k % recipe.alignment or not n or not k:
+        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
     if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
     return ""
@@ -139,7 +138,7 @@ def _record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> 
     """The record as if matched, and the recipe that applies."""
     record = MatchRecord("linear", module_path(node, without_casts(weight)), source_line(node))
     recipe, record.reason = recipe_for(record.module)
-    record.recipe = "" if recipe is None else recipe.name
+    record.recipe = "" if recipe is None else recipe.describe()
     value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     record.dtype = "" if value is None else dtype_name(value.dtype)
     record.shape = tuple(map(str, sizes))

@@ -1,5 +1,5 @@
 """Whether a norm or an activation is worth taking from Inductor: only next to an FP8 linear does it ever get
-fused."""
+fused, and only in a format that a fused kernel writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_dynamo.ops.linear import LinearConfig
+from te_dynamo.passes.fusions.producer import has_fused_kernels
 from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 
 __all__ = ["comes_from_linear", "why_not_read_by_linear"]
@@ -23,31 +25,36 @@ _PART_METHODS = {"chunk", "split", "tensor_split"}
 
 
 def why_not_read_by_linear(node: fx.Node) -> str:
-    """ "" when a matched linear reads `node`, itself or through views that keep all its elements in order."""
-    seen, queue, cast = {node}, [node], ""
+    """ "" when a matched linear reads `node`, itself or through views that keep all its elements in order, and a fused
+    kernel could write what it reads."""
+    seen, queue, cast, other = {node}, [node], "", ""
     while queue:
         current = queue.pop()
         for user in current.users:
             if _is_te_linear(user) and user.args[0] is current:
-                return ""
+                quantizer = _config(user).input_quantizer
+                if has_fused_kernels(quantizer):
+                    return ""
+                other = f"no fused kernel writes {quantizer.describe()}; left to Inductor"
             if user not in seen and _keeps_elements(user, current):
                 seen.add(user)
                 if _same_dtype(user, current):
                     queue.append(user)
                 elif any(_is_te_linear(reader) and reader.args[0] is user for reader in user.users):
                     cast = f"it is {_dtype(node)}, the FP8 linear reading it {_dtype(user)}; left to Inductor"
-    return cast or "no FP8 linear reads its output; left to Inductor"
+    return other or cast or "no FP8 linear reads its output; left to Inductor"
 
 
 def comes_from_linear(node: fx.Node) -> bool:
-    """Whether `node` is the output of a matched linear, or a view or part of it."""
+    """Whether `node` is the output of a matched linear, or a view or part of it, and a fused kernel could write the gradient
+    that this linear reads."""
     while True:
         if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
             return False
         source = node.args[0]
         if calls(node, {operator.getitem}):
             if _is_te_linear(source):
-                return bool(node.args[1] == 0)
+                return bool(node.args[1] == 0) and has_fused_kernels(_config(source).grad_output_quantizer)
             if not calls(source, _PARTS, _PART_METHODS) and tensor_of(source) is None:
                 return False
         elif not calls(node, _PARTS, _PART_METHODS) and not (
@@ -59,6 +66,12 @@ def comes_from_linear(node: fx.Node) -> bool:
 
 def _is_te_linear(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.ops.te.linear.default
+
+
+def _config(node: fx.Node) -> LinearConfig:
+    config = node.args[3]
+    assert isinstance(config, LinearConfig)
+    return config
 
 
 def _keeps_elements(user: fx.Node, node: fx.Node) -> bool:

@@ -1,5 +1,6 @@
 """What fakes return: tensors without data, every one made from a TensorProto."""
 
+import dataclasses
 import math
 
 import torch
@@ -11,10 +12,9 @@ __all__ = ["column_sums", "like", "of_proto", "plain", "quantized", "row_statist
 
 
 def of_proto(proto: TensorProto) -> torch.Tensor:
-    """The plain tensor that `proto` describes."""
-    tensor = proto.create_tensor()
-    assert isinstance(tensor, torch.Tensor), "a quantized proto gives buffers: use `quantized`"
-    return tensor
+    """The plain tensor that `proto` describes; whether a result requires grad is autograd's to say."""
+    assert not proto.is_quantized, "a quantized proto gives buffers: use `quantized`"
+    return dataclasses.replace(proto, requires_grad=False).create_tensor()
 
 
 def plain(shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:

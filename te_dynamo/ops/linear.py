@@ -1,10 +1,11 @@
 """`te.linear`: one operation that owns forward, backward and what is saved between them.
 
-    forward    out = x @ weight^T + bias                       x and weight rowwise in FP8
-    backward   dx = dy @ weight,  dw = dy^T @ x,  db = sum dy  the columnwise copies that forward saved, dy in FP8
+    forward    out = x @ weight^T + bias                       x and weight rowwise in their quantizer's format
+    backward   dx = dy @ weight,  dw = dy^T @ x,  db = sum dy  the columnwise operands that forward saved, dy quantized
 
-Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm, te.add_bias), below autograd, so that shared
-inputs are quantized once and producers can write FP8 themselves.
+Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm or its siblings, te.add_bias), below autograd, so
+that shared inputs are quantized once and producers can write FP8 themselves. A recipe that keeps backward in high precision
+saves x and weight as they are, and its two products are torch's own.
 
 `LinearFwdArgs` and `LinearBwdArgs` are the one argument of every helper (seed 001): what backward reads is what they name.
 """
@@ -17,11 +18,13 @@ import torch
 from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.ops.define import expand_in_compiler, te_op
 from te_dynamo.ops.fakes import of_proto
-from te_dynamo.ops.gemm import add_bias, bias_grad, gemm
-from te_dynamo.ops.quantize import quantize
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.ops.gemm import add_bias, bias_grad
+from te_dynamo.ops.linear_fake import LinearFwdProtos, linear_forward_fake
+from te_dynamo.ops.multiply import Operand, multiply
+from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.quantizers import Quantizer, check_linear
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.tensor_proto import to_tensor_proto
 
 __all__ = ["LinearBwdArgs", "LinearConfig", "LinearFwdArgs", "linear", "linear_backward", "linear_forward"]
 
@@ -31,31 +34,39 @@ __all__ = ["LinearBwdArgs", "LinearConfig", "LinearFwdArgs", "linear", "linear_b
 class LinearConfig(metaclass=OpaqueMeta):
     """How one linear runs: a value, carried by the graph as a constant.
 
+    grad_output_quantizer: None computes both gradients in the precision of the operands.
     input_requires_grad, weight_requires_grad: read once, when the graph is matched; real and fake runs save by these and
         never by a live tensor's flag, so that they agree on how many tensors there are.
+
+    Raises QuantizationError for quantizers whose tensors no GEMM multiplies.
     """
 
     input_quantizer: Quantizer
     weight_quantizer: Quantizer
-    grad_output_quantizer: Quantizer
+    grad_output_quantizer: Optional[Quantizer]
     input_requires_grad: bool
     weight_requires_grad: bool
     fprop_fast_accum: bool
     dgrad_fast_accum: bool
     wgrad_fast_accum: bool
 
+    def __post_init__(self) -> None:
+        check_linear(self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
+
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, input_requires_grad: bool, weight_requires_grad: bool) -> "LinearConfig":
         """The configuration that `recipe` gives a linear."""
+        quantized = recipe.backward == "quantized"
+        fprop, dgrad, wgrad = recipe.fast_accum()
         return cls(
-            input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad),
-            weight_quantizer=recipe.weight_quantizer().with_usage(columnwise=input_requires_grad),
-            grad_output_quantizer=recipe.grad_output_quantizer(),
+            input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad and quantized),
+            weight_quantizer=recipe.weight_quantizer().with_usage(columnwise=input_requires_grad and quantized),
+            grad_output_quantizer=recipe.grad_output_quantizer() if quantized else None,
             input_requires_grad=input_requires_grad,
             weight_requires_grad=weight_requires_grad,
-            fprop_fast_accum=recipe.fprop_fast_accum,
-            dgrad_fast_accum=recipe.dgrad_fast_accum,
-            wgrad_fast_accum=recipe.wgrad_fast_accum,
+            fprop_fast_accum=fprop,
+            dgrad_fast_accum=dgrad,
+            wgrad_fast_accum=wgrad,
         )
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -75,7 +86,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         """One short word for graphs: "x e4m3[row+column], w e4m3[row], dy e5m2[row+column]"."""
         quantizers = (self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
         named = zip(("x", "w", "dy"), quantizers, strict=True)
-        return "linear(" + ", ".join(f"{name} {quantizer.describe()}" for name, quantizer in named) + ")"
+        return "linear(" + ", ".join(f"{name} {q.describe() if q else 'as it is'}" for name, q in named) + ")"
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,13 +103,11 @@ class LinearFwdArgs:
 
 @dataclasses.dataclass(slots=True)
 class LinearBwdArgs:
-    """Everything the backward of a linear reads. A saved operand is None where no gradient needs it."""
+    """Everything the backward of a linear reads."""
 
-    # tensors saved by forward
-    x_columnwise: Optional[torch.Tensor] = None
-    x_scale_inv: Optional[torch.Tensor] = None
-    weight_columnwise: Optional[torch.Tensor] = None
-    weight_scale_inv: Optional[torch.Tensor] = None
+    # tensors saved by forward: an operand as its GEMM reads it, the tensor itself in high precision, () where not needed
+    x_saved: tuple[torch.Tensor, ...] = ()
+    weight_saved: tuple[torch.Tensor, ...] = ()
     # which gradients are asked for
     requires_dgrad: bool = False
     requires_wgrad: bool = False
@@ -112,44 +121,37 @@ class LinearBwdArgs:
 
 
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(output [..., N], tensors to save): columnwise data and scale of x, then of the weight, each only if needed."""
+    """(output [..., N], tensors to save): the columnwise operand of x, then of the weight, each only if needed."""
     config = args.config
-    x_buffers = quantize(args.x.contiguous(), config.input_quantizer)
-    weight_buffers = quantize(args.weight.contiguous(), config.weight_quantizer)
-    product = gemm(
-        *config.input_quantizer.operand(x_buffers, columnwise=False),
-        *config.weight_quantizer.operand(weight_buffers, columnwise=False),
-        None,
+    x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
+    weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
+    product = multiply(
+        Operand.of(config.input_quantizer, x_buffers, columnwise=False),
+        Operand.of(config.weight_quantizer, weight_buffers, columnwise=False),
         args.x.dtype if args.bias is None else torch.float32,
         config.fprop_fast_accum,
     )
     if args.bias is not None:
         product = add_bias(product, args.bias, args.x.dtype)
+    return _with_leading(product, args.x), _to_save(config, x_buffers, weight_buffers)
+
+
+def _to_save(
+    config: LinearConfig, x_buffers: list[torch.Tensor], weight_buffers: list[torch.Tensor]
+) -> list[torch.Tensor]:
     to_save: list[torch.Tensor] = []
+    if config.grad_output_quantizer is None:
+        return to_save  # x and weight themselves, which are no results of the operation
     if config.weight_requires_grad:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
     if config.input_requires_grad:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=True)
-    return _with_leading(product, args.x), to_save
+    return to_save
 
 
 def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """product [M, N] with the leading dimensions of `like` [..., K], whose product M is; no view where that is [M, K]."""
     return product if like.dim() == 2 else product.reshape(*like.shape[:-1], product.shape[-1])
-
-
-def linear_forward_fake(args: LinearFwdArgs) -> tuple[TensorProto, list[torch.Tensor]]:
-    """`linear_forward` over protos: the same arity from the same flags."""
-    config, device = args.config, args.x.device
-    out = TensorProto((*args.x.shape[:-1], args.weight.shape[0]), args.x.dtype, device=device)
-    to_save: list[torch.Tensor] = []
-    if config.weight_requires_grad:
-        proto = TensorProto(args.x.shape, args.x.dtype, config.input_quantizer, device=device)
-        to_save += config.input_quantizer.operand(proto.create_buffers(), columnwise=True)
-    if config.input_requires_grad:
-        proto = TensorProto(args.weight.shape, args.weight.dtype, config.weight_quantizer, device=device)
-        to_save += config.weight_quantizer.operand(proto.create_buffers(), columnwise=True)
-    return out, to_save
 
 
 def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_input_grad: tuple[bool, ...]) -> None:
@@ -166,30 +168,48 @@ def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_inp
 def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
     """(dx [..., K], dweight [N, K], dbias [N]) from dy [..., N]; None for a gradient nobody asked for."""
     config = args.config
-    assert config is not None
+    assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = dbias = None
     dy = dy.contiguous()
     if args.requires_bias_grad:
         dbias = bias_grad(dy).to(args.bias_dtype)
     if not (args.requires_dgrad or args.requires_wgrad):
         return dx, dweight, dbias
+    if config.grad_output_quantizer is None:
+        return *_gradients_in_high_precision(args, dy), dbias
     quantizer = config.grad_output_quantizer.with_usage(args.requires_dgrad, args.requires_wgrad)
-    dy_buffers = quantize(dy, quantizer)
+    dy_buffers = quantize_tensor(dy, quantizer)
     if args.requires_dgrad:
-        operand = quantizer.operand(dy_buffers, columnwise=False)
-        dx = gemm(
-            *operand,
-            args.weight_columnwise,
-            args.weight_scale_inv,
-            None,
+        dx = multiply(
+            Operand.of(quantizer, dy_buffers, columnwise=False),
+            Operand(config.weight_quantizer, args.weight_saved, columnwise=True),
             args.x_dtype,
             config.dgrad_fast_accum,
         )
         dx = _with_leading(dx, dy)
     if args.requires_wgrad:
-        operand = quantizer.operand(dy_buffers, columnwise=True)
-        dweight = gemm(*operand, args.x_columnwise, args.x_scale_inv, None, args.weight_dtype, config.wgrad_fast_accum)
+        dweight = multiply(
+            Operand.of(quantizer, dy_buffers, columnwise=True),
+            Operand(config.input_quantizer, args.x_saved, columnwise=True),
+            args.weight_dtype,
+            config.wgrad_fast_accum,
+        )
     return dx, dweight, dbias
+
+
+def _gradients_in_high_precision(
+    args: LinearBwdArgs, dy: torch.Tensor
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx, dweight) by torch's own products."""
+    dx = dweight = None
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    if args.requires_dgrad:
+        (weight,) = args.weight_saved
+        dx = _with_leading(torch.mm(rows, weight), dy)
+    if args.requires_wgrad:
+        (x,) = args.x_saved
+        dweight = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    return dx, dweight
 
 
 # The boundary to autograd: the only place that touches its context.
@@ -204,18 +224,22 @@ def _expansion(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     ctx.bwd_args = LinearBwdArgs()
-    linear_setup_ctx(ctx.bwd_args, LinearFwdArgs(*inputs), ctx.needs_input_grad)
-    ctx.save_for_backward(*output[1:])
+    fwd_args = LinearFwdArgs(*inputs)
+    linear_setup_ctx(ctx.bwd_args, fwd_args, ctx.needs_input_grad)
+    saved = output[1:]
+    if fwd_args.config.grad_output_quantizer is None:
+        saved = [fwd_args.x] * ctx.bwd_args.requires_wgrad + [fwd_args.weight] * ctx.bwd_args.requires_dgrad
+    ctx.save_for_backward(*saved)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[torch.Tensor], ...]:
     # A copy for this call: ctx keeps no tensor beside its own saved ones, and a second backward finds it as it was.
-    args, saved = dataclasses.replace(ctx.bwd_args), list(ctx.saved_tensors)
-    if args.requires_wgrad:
-        args.x_columnwise, args.x_scale_inv, *saved = saved
-    if args.requires_dgrad:
-        args.weight_columnwise, args.weight_scale_inv = saved
+    args, saved = dataclasses.replace(ctx.bwd_args), ctx.saved_tensors
+    # Both operands are of one format, so of equally many tensors.
+    of_x = len(saved) // (args.requires_wgrad + args.requires_dgrad) if saved else 0
+    of_x *= args.requires_wgrad
+    args.x_saved, args.weight_saved = saved[:of_x], saved[of_x:]
     dy = grads[0]
     assert dy is not None
     return *linear_backward(args, dy), None
@@ -225,9 +249,10 @@ def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[t
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], config: LinearConfig
 ) -> list[torch.Tensor]:
-    """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in FP8; x's dtype bf16, fp16 or fp32."""
-    out, to_save = linear_forward_fake(LinearFwdArgs(x, weight, bias, config))
-    return [of_proto(out), *to_save]
+    """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in the config's formats; x's dtype bf16, fp16 or fp32."""
+    protos = (to_tensor_proto(x), to_tensor_proto(weight), None if bias is None else to_tensor_proto(bias))
+    out, saved = linear_forward_fake(LinearFwdProtos(*protos, config))
+    return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
 expand_in_compiler(linear, _expansion)

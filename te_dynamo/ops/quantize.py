@@ -1,37 +1,105 @@
-"""`te.quantize`: a tensor into the buffers of its quantizer."""
+"""`te.quantize`: a tensor into the buffers of its quantizer.
+
+`FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
+"""
 
 import functools
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels import float8_block, mxfp8, nvfp4
 from te_dynamo.kernels import quantize as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import quantized
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
-__all__ = ["kernel_arguments", "quantize", "quantize_with_amax", "takes_quantizer"]
+__all__ = ["FORMATS", "Format", "quantize", "quantize_tensor", "quantize_with_amax", "takes_quantizer"]
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kernel_arguments(quantizer: Quantizer) -> tuple[torch.dtype, bool, bool, bool, float]:
-    """(fp8_dtype, rowwise, columnwise, power_of_two, eps): how the kernels take a quantizer's configuration."""
-    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
-        raise QuantizationError(f"te.quantize: no kernel for {type(quantizer).__name__}")
-    q = quantizer
-    return q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon
+class Format(NamedTuple):
+    """How `te.quantize` runs one type of quantizer.
+
+    module, name: the kernel is `module.name` and its reference `module.name_reference`; both take x and the arguments.
+    arguments: of the quantizer and the random bits (None: it needs none), as they take them.
+    """
+
+    module: ModuleType
+    name: str
+    arguments: Callable[[Any, Optional[torch.Tensor]], tuple[Any, ...]]
+
+
+FORMATS: dict[type[Quantizer], Format] = {
+    Float8CurrentScalingQuantizer: Format(
+        kernels, "quantize", lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon)
+    ),
+    Float8BlockQuantizer: Format(
+        float8_block,
+        "quantize_block",
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.block_dims == 2, q.power_of_two_scale, q.amax_epsilon),
+    ),
+    MXFP8Quantizer: Format(mxfp8, "quantize_mxfp8", lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block)),
+    NVFP4Quantizer: Format(
+        nvfp4,
+        "quantize_nvfp4",
+        lambda q, random: (q.rowwise, q.columnwise, q.two_d, q.hadamard, q.stochastic_rounding, random),
+    ),
+}
+
+
+def format_of(quantizer: Quantizer) -> Format:
+    """Raises QuantizationError for a quantizer that no kernel knows."""
+    if type(quantizer) not in FORMATS:
+        known = ", ".join(sorted(q.__name__ for q in FORMATS))
+        raise QuantizationError(f"te.quantize: no kernel for {type(quantizer).__name__}; there is one for {known}")
+    return FORMATS[type(quantizer)]
 
 
 def takes_quantizer(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's launcher or reference as an operation calls it: its `kernel_arguments` in the quantizer's place."""
+    """A fused kernel's launcher or reference as an operation calls it: a quantizer's configuration in its place."""
 
     @functools.wraps(implementation)
     def run(*args: Any) -> Any:
-        return implementation(
-            *chain.from_iterable(kernel_arguments(a) if isinstance(a, Quantizer) else (a,) for a in args)
-        )
+        return implementation(*chain.from_iterable(_current_scaling(a) for a in args))
+
+    return run
+
+
+def _current_scaling(argument: Any) -> tuple[Any, ...]:
+    if not isinstance(argument, Quantizer):
+        return (argument,)
+    if not isinstance(argument, Float8CurrentScalingQuantizer):
+        raise QuantizationError(f"{argument.describe()}: the fused kernels write FP8 with one scale a tensor")
+    return FORMATS[Float8CurrentScalingQuantizer].arguments(argument, None)
+
+
+def _runs(suffix: str) -> Callable[..., Any]:
+    """`te.quantize` by the kernels (suffix "") or the references ("_reference") of the quantizers' formats."""
+
+    def run(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
+        quantizer.value()
+        quantizer.check_shape(tuple(x.shape))
+        if x.dtype not in INPUT_DTYPES:
+            raise QuantizationError(f"{quantizer.describe()}: expected bf16, fp16 or fp32 values, got {x.dtype}")
+        if quantizer.needs_random() and random is None:
+            raise QuantizationError(
+                f"{quantizer.describe()}: te.quantize rounds stochastically by random bits that it is given; "
+                "quantizer.quantize(x, generator) draws them"
+            )
+        format = format_of(quantizer)
+        return getattr(format.module, format.name + suffix)(x, *format.arguments(quantizer, random))
 
     return run
 
@@ -40,7 +108,22 @@ quantize_with_amax = takes_quantizer(kernels.quantize)
 """The launches of `te.quantize` with a third argument, x's amax (fp32 [1]), where that is known already: one pass over x."""
 
 
-@te_op(reference=takes_quantizer(kernels.quantize_reference), kernel=takes_quantizer(kernels.quantize))
-def quantize(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers."""
+@te_op(reference=_runs("_reference"), kernel=_runs(""))
+def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
+    """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers.
+
+    random: the bits of stochastic rounding, an argument so that the operation is a function of what it is given.
+    """
     return quantized(x, quantizer)
+
+
+def quantize_tensor(
+    x: torch.Tensor, quantizer: Quantizer, generator: Optional[torch.Generator] = None
+) -> list[torch.Tensor]:
+    """te.quantize, with random bits drawn from `generator` (None: torch's own) where the quantizer rounds stochastically.
+
+    In a graph the drawing is an operation of its own: torch's random state decides, and equal bits give equal buffers.
+    """
+    if not quantizer.needs_random():
+        return quantize(x, quantizer)
+    return quantize(x, quantizer, nvfp4.random_key(x.device, generator))

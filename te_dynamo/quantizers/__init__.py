@@ -1,6 +1,18 @@
 """Quantizers: how a tensor is held in low precision, as values."""
 
 from te_dynamo.quantizers.base import Quantizer
+from te_dynamo.quantizers.float8_block import Float8BlockQuantizer
 from te_dynamo.quantizers.float8_current_scaling import Float8CurrentScalingQuantizer
+from te_dynamo.quantizers.mxfp8 import MXFP8Quantizer
+from te_dynamo.quantizers.nvfp4 import NVFP4Quantizer
+from te_dynamo.quantizers.product import check_linear, check_product
 
-__all__ = ["Float8CurrentScalingQuantizer", "Quantizer"]
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "Quantizer",
+    "check_linear",
+    "check_product",
+]

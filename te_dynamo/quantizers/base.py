@@ -16,14 +16,18 @@ from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.errors import QuantizationError
 
 if TYPE_CHECKING:
+    from te_dynamo.quantized_tensor import QuantizedTensor
     from te_dynamo.storage import QuantizedTensorStorage
 
-__all__ = ["Quantizer"]
+__all__ = ["Buffers", "Quantizer"]
+
+Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Buffer name -> (shape, dtype), in the order in which `te.quantize` returns them."""
 
 _VALUE_TYPES = (bool, int, float, str, enum.Enum)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Quantizer(metaclass=OpaqueMeta):
     """Base of the quantizers.
 
@@ -47,6 +51,31 @@ class Quantizer(metaclass=OpaqueMeta):
                 )
         if not (self.rowwise or self.columnwise):
             raise QuantizationError(f"{type(self).__name__}: neither rowwise nor columnwise usage is on")
+        self.__dict__["_made_with"] = self._fields()
+
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def value(self) -> tuple[Any, ...]:
+        """What it is compared by. Raises QuantizationError if it was changed since it was made, past the frozen class.
+
+        Every comparison asks, so every guard, and `te.quantize`.
+        """
+        fields = self._fields()
+        if fields != self.__dict__["_made_with"]:
+            raise QuantizationError(
+                f"{type(self).__name__} was changed: made with {self.__dict__['_made_with']}, now {fields}. Graphs and caches "
+                "hold it as a value; make another with dataclasses.replace or with_usage"
+            )
+        return fields
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.value() == other.value()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self).__qualname__, self.value()))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -57,6 +86,10 @@ class Quantizer(metaclass=OpaqueMeta):
         name = type(self).__name__
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
+
+    def needs_random(self) -> bool:
+        """Whether quantizing takes random bits."""
+        return False
 
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
@@ -71,8 +104,8 @@ class Quantizer(metaclass=OpaqueMeta):
         if len(shape) < 1:
             raise QuantizationError(f"{type(self).__name__}: a tensor of rank 0 cannot be quantized")
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Buffer name -> (shape, dtype) for the usages that are on, in the order in which `te.quantize` returns them."""
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        """The contiguous buffers of a tensor of that shape, for the usages that are on."""
         raise NotImplementedError
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -88,19 +121,39 @@ class Quantizer(metaclass=OpaqueMeta):
         described = self._describe_buffers(tuple(shape))
         return {name: torch.empty(s, dtype=dtype, device=device) for name, (s, dtype) in described.items()}
 
-    def quantize(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
-        """`tensor` (floating point, any rank from 1) in this format, through `te.quantize`."""
-        from te_dynamo.storage import QuantizedTensorStorage
+    def quantize(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> QuantizedTensor:
+        """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows.
 
-        buffers = torch.ops.te.quantize(tensor, self)
-        named = dict(zip(self._describe_buffers(tuple(tensor.shape)), buffers, strict=True))
-        return QuantizedTensorStorage.from_metadata(named, self.create_metadata(tuple(tensor.shape), tensor.dtype))
+        generator: of the random bits, where this rounds stochastically; None takes torch's own.
+        Raises QuantizationError for a tensor that the format cannot hold.
+        """
+        from te_dynamo.ops.quantize import quantize_tensor
+        from te_dynamo.quantized_tensor import from_buffers
 
-    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(data, scale_inv) as a GEMM reads them: K-major, contracting the last dimension, or the leading ones (columnwise).
+        shape = tuple(tensor.shape)
+        self.check_shape(shape)
+        buffers = quantize_tensor(tensor.detach().contiguous(), self, generator)
+        return from_buffers(buffers, shape, tensor.dtype, self, False)
+
+    def dequantize(self, tensor: QuantizedTensor | QuantizedTensorStorage) -> torch.Tensor:
+        """The values of a tensor of this format in its own dtype. Raises QuantizationError for another format."""
+        if tensor.quantizer.with_usage(True, True) != self.with_usage(True, True):
+            raise QuantizationError(f"{self.describe()} cannot read {tensor.quantizer.describe()}")
+        return tensor.dequantize()
+
+    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, ...]:
+        """What a GEMM reads: data, then its scales, contracting the last dimension, or the leading ones (columnwise).
 
         buffers: in the order of `_describe_buffers`, as `te.quantize` returns them.
         """
+        if not (self.columnwise if columnwise else self.rowwise):
+            wanted = "columnwise" if columnwise else "rowwise"
+            raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
+        names = list(self._describe_buffers((1, 1)))  # of any shape: names and order do not depend on it
+        return tuple(buffers[names.index(name)] for name in self._operand_names(columnwise))
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        """The buffers of that usage, data first."""
         raise NotImplementedError
 
     def describe(self) -> str:

@@ -1,0 +1,37 @@
+"""The element formats of the quantizers, and the arithmetic of their buffers' shapes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+
+__all__ = ["FP8_DTYPES", "TRANSPOSE_ALIGNMENT", "check_fp8_format", "rounded_up", "rows_and_columns", "tiles"]
+
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+TRANSPOSE_ALIGNMENT = 16
+"""The row stride of transposed 8-bit data is a multiple of this many bytes, as the GEMM's tensor copies need."""
+
+
+def check_fp8_format(fp8_format: str) -> None:
+    """Raises QuantizationError for a format that is none of FP8_DTYPES."""
+    if fp8_format not in FP8_DTYPES:
+        raise QuantizationError(f"fp8_format: expected one of {sorted(FP8_DTYPES)}, got {fp8_format!r}")
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(M, K) of a tensor read as a matrix: K is the last dimension, M the product of the others."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def tiles(size: int, block: int) -> int:
+    """Blocks that cover `size` values: rounded up."""
+    return (size + block - 1) // block
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple (size^multiple in the tables of shapes)."""
+    return (size + multiple - 1) // multiple * multiple
