@@ -39,7 +39,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 TOLERANCE, TOLERANCE_4_BIT = 0.02, 0.05
-RECIPES: dict[str, Recipe] = {name: by_name(name) for name in names()} | {"mxfp8-128": MXFP8BlockScaling(scale_block=128)}
+RECIPES: dict[str, Recipe] = {name: by_name(name) for name in names()} | {
+    "mxfp8-128": MXFP8BlockScaling(scale_block=128)
+}
 DEFAULTS = {
     "cpu": dict(steps=200, layers=3, hidden=256, seq=128, batch=8, text_bytes=4_000_000),
     "cuda": dict(steps=400, layers=8, hidden=2048, seq=1024, batch=16, text_bytes=32_000_000),
@@ -185,7 +187,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="te", help="torch.compile backend of the second run")
-    parser.add_argument("--recipe", default="float8_current_scaling", choices=RECIPES, metavar="NAME", help=", ".join(RECIPES))
+    parser.add_argument(
+        "--recipe", default="float8_current_scaling", choices=RECIPES, metavar="NAME", help=", ".join(RECIPES)
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
     parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs")
     args = parser.parse_args()

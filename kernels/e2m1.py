@@ -19,7 +19,8 @@ from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_amax
 __all__: list[str] = []
 
 TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
-SMALLEST_IN_RANGE: tl.constexpr = tl.constexpr(2.0**-117)  # times the least scale, 2^-9: the least normal fp32
+SMALL: tl.constexpr = tl.constexpr(2.0**-60)
+LIFT: tl.constexpr = tl.constexpr(2.0**64)
 SIXTH: tl.constexpr = tl.constexpr(1 / 6)
 HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(0xD7E8)  # bit i: the i-th of HADAMARD_SIGNS is -1
 
@@ -27,43 +28,34 @@ HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(0xD7E8)  # bit i: the i-th of HAD
 
 
 @triton.jit
-def reciprocal_rn(x):
-    """1 / x, correctly rounded."""
-    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def reciprocal_in_range(x):
-    """1 / x, correctly rounded, for x from 2^-126 to 2^126: what `reciprocal_rn` does there, without its branch."""
-    guess = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return tl.fma(tl.fma(-x, guess, 1.0), guess, guess)
-
-
-@triton.jit
 def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
-    """(S/6, 1/S) of the tensor that `partials` describe; one program also stores its amax."""
+    """What `block_scale` reads of the tensor that `partials` describe; one program also stores its amax."""
     value = load_amax(partials, PARTIALS)
     if tl.program_id(0) == 0:
         tl.store(amax, value)
     scale = tl.div_rn(tl.full((), TENSOR_MAX, tl.float32), value)
     scale = tl.where(scale > FLOAT32_MAX, FLOAT32_MAX, scale)
     scale = tl.where((value == 0.0) | (value > FLOAT32_MAX), 1.0, scale)
-    return scale * SIXTH, tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+    lift = tl.where(inverse < SMALL, LIFT, 1.0)
+    most = tl.where(value == value, FLOAT32_MAX, 0.0)
+    return scale * SIXTH, inverse, lift, most
 
 
 @triton.jit
-def block_scale(block_amax, sixth_scale, inverse_scale):
-    """(the e4m3 scales, enc) of blocks with those amaxes; enc is 0 where the tensor's amax is NaN."""
-    scale = block_amax * sixth_scale
-    scale = tl.where(scale > 448.0, 448.0, scale).to(tl.float8e4nv)
-    divisor = scale.to(tl.float32) * inverse_scale
-    if inverse_scale >= SMALLEST_IN_RANGE:
-        enc = tl.where(divisor == 0.0, FLOAT32_MAX, reciprocal_in_range(divisor))
-    else:
-        enc = tl.minimum(tl.maximum(reciprocal_rn(divisor), 0.0), FLOAT32_MAX)
-    return scale, enc
+def block_scale(block_amax, sixth_scale, inverse_scale, lift, most):
+    """(the e4m3 scales, enc) of blocks with those amaxes.
+
+    The reciprocal is a guess and one step of Newton's, which rounds correctly where neither it nor its argument is
+    subnormal: `lift`, a power of two, sees to that. A division by 0 gives NaN, of which the minimum makes `most`.
+    """
+    scale = (block_amax * sixth_scale).to(tl.float8e4nv)  # the conversion saturates
+    divisor = scale.to(tl.float32) * inverse_scale * lift
+    guess = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+    )
+    inverse = tl.fma(tl.fma(-divisor, guess, 1.0), guess, guess)
+    return scale, tl.minimum(inverse * lift, most)
 
 
 # --- codes --------------------------------------------------------------------------------------------------
@@ -98,8 +90,12 @@ _HASH = """
     shr.u32 mixed, hash, 15;  xor.b32 hash, hash, mixed;  xor.b32 hash, hash, $11;  mul.lo.u32 hash, hash, 0x846CA68B;
     shr.u32 mixed, hash, 16;  xor.b32 hash, hash, mixed;
 """
-_HIGH_START = "shr.u32 mixed, hash, 15; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
-_LOW_START = "shl.b32 mixed, hash, 1; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+_HIGH_START = (
+    "shr.u32 mixed, hash, 15; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+)
+_LOW_START = (
+    "shl.b32 mixed, hash, 1; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
+)
 HASH_STEP = 0x9E3779B1
 
 
@@ -130,22 +126,11 @@ STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_assembly(True))
 
 
 @triton.jit
-def split_eight(x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """The eight [A, B, C] parts of x [A, B, C, 8]."""
-    even, odd = tl.split(tl.reshape(x, (A, B, C, 2, 2, 2)))
-    x04, x26 = tl.split(even)
-    x15, x37 = tl.split(odd)
-    x0, x4 = tl.split(x04)
-    x1, x5 = tl.split(x15)
-    x2, x6 = tl.split(x26)
-    x3, x7 = tl.split(x37)
-    return x0, x1, x2, x3, x4, x5, x6, x7
+def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, number, first, second, STOCHASTIC: tl.constexpr):
+    """int32 words of the codes of eight tensors, the first in the low four bits.
 
-
-@triton.jit
-def pack_words(value, number, first, second, STOCHASTIC: tl.constexpr):
-    """int32 [A, B, C] of the codes of value [A, B, C, 8]; if STOCHASTIC, number [A, B, C] and the key's two words."""
-    v0, v1, v2, v3, v4, v5, v6, v7 = split_eight(value, number.shape[0], number.shape[1], number.shape[2])
+    number: the words' numbers in their buffer; first, second: the key's words; both only if STOCHASTIC.
+    """
     if STOCHASTIC:
         return tl.inline_asm_elementwise(
             STOCHASTIC_WORD,
@@ -165,20 +150,77 @@ def pack_words(value, number, first, second, STOCHASTIC: tl.constexpr):
     )
 
 
-# --- transform ----------------------------------------------------------------------------------------------
+@triton.jit
+def pack_rows(value, number, first, second, STOCHASTIC: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """`pack_word` of neighbours: value [A, B, 8] -> [A, B]."""
+    even, odd = tl.split(tl.reshape(value, (A, B, 2, 2, 2)))
+    v04, v26 = tl.split(even)
+    v15, v37 = tl.split(odd)
+    v0, v4 = tl.split(v04)
+    v1, v5 = tl.split(v15)
+    v2, v6 = tl.split(v26)
+    v3, v7 = tl.split(v37)
+    return pack_word(v0, v1, v2, v3, v4, v5, v6, v7, number, first, second, STOCHASTIC)
 
 
 @triton.jit
-def hadamard_stage(x, A: tl.constexpr, B: tl.constexpr):
-    """Sums of neighbours in the first half of the last dimension of x [A, B, 16], differences in the second."""
-    even, odd = tl.split(tl.reshape(x, (A, B, 8, 2)))
-    return tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 1, 3, 2)), (A, B, 16))
+def pack_column(x, enc, FIRST: tl.constexpr, number, first, second, STOCHASTIC: tl.constexpr):
+    """`pack_word` of x[FIRST] * enc and the seven after it."""
+    return pack_word(
+        x[FIRST] * enc,
+        x[FIRST + 1] * enc,
+        x[FIRST + 2] * enc,
+        x[FIRST + 3] * enc,
+        x[FIRST + 4] * enc,
+        x[FIRST + 5] * enc,
+        x[FIRST + 6] * enc,
+        x[FIRST + 7] * enc,
+        number,
+        first,
+        second,
+        STOCHASTIC,
+    )
+
+
+# --- sixteen tensors ----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def hadamard(x, A: tl.constexpr, B: tl.constexpr):
-    """x [A, B, 16] in fp32, every 16 times diag(signs) H16 / 4: `hadamard_reference`, addition by addition."""
-    index = tl.arange(0, 16)[None, None, :]
-    x = tl.where(((HADAMARD_NEGATIVE >> index) & 1) == 1, -x, x)
-    x = hadamard_stage(hadamard_stage(x, A, B), A, B)
-    return hadamard_stage(hadamard_stage(x, A, B), A, B) * 0.25
+def hadamard(x):
+    """The sixteen tensors x in fp32 times diag(signs) H16 / 4: `hadamard_reference`, addition by addition."""
+    y = ()
+    for i in tl.static_range(16):
+        y += (-x[i] if (HADAMARD_NEGATIVE >> i) & 1 else x[i],)
+    for _ in tl.static_range(4):
+        sums, differences = (), ()
+        for i in tl.static_range(0, 16, 2):
+            sums += (y[i] + y[i + 1],)
+            differences += (y[i] - y[i + 1],)
+        y = sums + differences
+    z = ()
+    for i in tl.static_range(16):
+        z += (y[i] * 0.25,)
+    return z
+
+
+@triton.jit
+def magnitude(x):
+    """The largest |x|, element by element, of sixteen tensors; NaN is dropped."""
+    most = tl.abs(x[0])
+    for i in tl.static_range(1, 16):
+        most = tl.maximum(most, tl.abs(x[i]))
+    return most
+
+
+@triton.jit
+def interleave(x, A: tl.constexpr, B: tl.constexpr):
+    """[16 A, B] from sixteen tensors [A, B]: row 16 a + i is row a of x[i]."""
+    # The pair that differs in the highest bit of i is joined first: the last dimension varies fastest.
+    eight = ()
+    for i in tl.static_range(8):
+        eight += (tl.join(x[i], x[i + 8]),)
+    four = ()
+    for i in tl.static_range(4):
+        four += (tl.join(eight[i], eight[i + 4]),)
+    joined = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
+    return tl.reshape(tl.permute(joined, (0, 2, 3, 4, 5, 1)), (16 * A, B))

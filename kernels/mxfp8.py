@@ -22,11 +22,36 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from te_dynamo.kernels.fp8 import Size, round_up_16, rows_and_columns
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_tile import (
+    column_amax,
+    grouped_tile,
+    interleave,
+    load_quarters,
+    row_amax,
+    store_columns,
+    store_quarter,
+    widened_again,
+)
+from te_dynamo.kernels.fp8 import (
+    Size,
+    abs_bits,
+    cast_launches,
+    round_up_16,
+    rows_and_columns,
+    tile_mask,
+    tile_offsets,
+    tile_origin,
+)
+from te_dynamo.kernels.gemm_mxfp8_sm100 import applies_block_scales, gemm_mxfp8_sm100
+from te_dynamo.kernels.launch import launch
 
 __all__ = [
     "SCALE_BLOCKS",
+    "dequantize_mxfp8",
+    "quantize_mxfp8",
     "dequantize_mxfp8_reference",
+    "gemm_mxfp8",
     "gemm_mxfp8_reference",
     "quantize_mxfp8_reference",
     "swizzle_scales",
@@ -81,6 +106,7 @@ def gemm_mxfp8_reference(
     b_columnwise: bool,
 ) -> torch.Tensor:
     """`gemm_mxfp8` in plain PyTorch on any device, products and sums in fp32."""
+    check_operands(a, b, bias, a_columnwise, b_columnwise)
     value_a = dequantize_mxfp8_reference(a, a_scale_inv, a_columnwise, torch.float32)
     value_b = dequantize_mxfp8_reference(b, b_scale_inv, b_columnwise, torch.float32)
     value = (value_a.t() if a_columnwise else value_a) @ (value_b if b_columnwise else value_b.t())
@@ -104,6 +130,19 @@ def check_scale_block(scale_block: int) -> None:
     """Raises ValueError for a block size that the format does not have here."""
     if scale_block not in SCALE_BLOCKS:
         raise ValueError(f"te mxfp8: scale_block must be 32 or 128, got {scale_block}")
+
+
+def check_operands(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, a_columnwise: bool, b_columnwise: bool
+) -> None:
+    """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise ValueError("te gemm_mxfp8: e5m2 x e5m2 is not supported; hold one operand in e4m3")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0 if a_columnwise else 1] != b.shape[0 if b_columnwise else 1]:
+        wanted = f"a [{'K, M' if a_columnwise else 'M, K'}] and b [{'K, N' if b_columnwise else 'N, K'}]"
+        raise ValueError(f"te gemm_mxfp8: expected {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None and tuple(bias.shape) != (b.shape[1 if b_columnwise else 0],):
+        raise ValueError(f"te gemm_mxfp8: expected bias [{b.shape[1 if b_columnwise else 0]}], got {tuple(bias.shape)}")
 
 
 def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,3 +175,318 @@ def _pad(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
         return x.contiguous()
     integer = x if x.element_size() > 1 else x.view(torch.uint8)
     return F.pad(integer, (0, missing) if dim else (0, 0, 0, missing)).view(x.dtype)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def code_and_multiplier(amax_bits, FMAX: tl.constexpr):
+    """Of blocks whose amaxes have these bit patterns, the code (int32) and 2^(127 - code), as in the reference."""
+    INVERSE: tl.constexpr = 1.0 / FMAX
+    bits = (amax_bits.to(tl.float32, bitcast=True) * INVERSE).to(tl.int32, bitcast=True)
+    # As unsigned, 255 comes from infinity and 256 from NaN: one more than the codes.
+    code = ((bits.to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23).to(tl.int32)
+    beyond = code > 254
+    code = tl.where(bits <= 0x00400000, 0, tl.where(beyond, code - 1, code))
+    # The bit makes 2^-127 of the zero that code 254 gives, and NaN of the infinity that code 255 gives.
+    multiplier = ((254 - code) << 23) | tl.where(beyond, 0x00400000, 0)
+    return code, multiplier.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_offsets(i, j, PER_ROW, SWIZZLED: tl.constexpr):
+    """Where code (i, j) of rowwise scales lies, PER_ROW codes a row (swizzled: `swizzle_scales`)."""
+    if SWIZZLED:
+        return ((i // 128) * (PER_ROW // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
+    return i * PER_ROW + j
+
+
+@triton.jit
+def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
+    """Where the code of block j of column i lies in the columnwise scales of blocks of 32 of a [M, K] tensor."""
+    if SWIZZLED:
+        return scale_offsets(i, j, tl.cdiv(M, 128) * 4, SWIZZLED)
+    return j * (tl.cdiv(K, 128) * 128) + i
+
+
+@triton.jit
+def quantize_mxfp8_kernel(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Blocks of 32. A program reads one tile of x once: codes and data of its blocks along rows, columns or both.
+
+    Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
+    conversion to float8 saturates, so nothing is clamped before it.
+    """
+    BLOCKS_M: tl.constexpr = BLOCK_M // 32
+    BLOCKS_K: tl.constexpr = BLOCK_K // 32
+    tiles_k = tl.cdiv(K, 128) * (128 // BLOCK_K)
+    row = tl.program_id(0) // tiles_k * BLOCK_M
+    column = tl.program_id(0) % tiles_k * BLOCK_K
+    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    value = tl.load(x + offsets, mask=mask, other=0.0)
+    bits = abs_bits(value)
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    columns = column + tl.arange(0, BLOCK_K)[None, :]
+    if ROWWISE:
+        amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, 32)), axis=2)
+        code, multiplier = code_and_multiplier(amax, FMAX)
+        scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * multiplier[:, :, None]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
+        tl.store(data + offsets, quantized, mask=mask)
+        blocks = column // 32 + tl.arange(0, BLOCKS_K)[None, :]
+        tl.store(scale_inv + scale_offsets(rows, blocks, tl.cdiv(K, 128) * 4, SWIZZLED), code.to(tl.uint8))
+    if COLUMNWISE:
+        amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
+        code, multiplier = code_and_multiplier(amax, FMAX)
+        scaled = tl.reshape(widened_again(value), (BLOCKS_M, 32, BLOCK_K)) * multiplier[:, None, :]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(columnwise_data.dtype.element_ty)
+        tl.store(columnwise_data + offsets, quantized, mask=mask)
+        blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
+        code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
+
+
+@triton.jit
+def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
+    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32."""
+    i = first_i + tl.arange(0, 128)
+    offsets = scale_offsets(i, first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED)
+    missing = tl.maximum(first_j + 4 - BLOCKS, 0)
+    words = code * (0x01010101 >> (missing * 8))
+    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + offsets // 4, words)
+
+
+@triton.jit
+def quantize_mxfp8_128_kernel(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
+    row, column = grouped_tile(M, K, 128, GROUP_M)
+    x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
+    # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
+    if ROWWISE:
+        code_0, multiplier_0 = code_and_multiplier(row_amax(x0), FMAX)
+        code_1, multiplier_1 = code_and_multiplier(row_amax(x1), FMAX)
+        code_2, multiplier_2 = code_and_multiplier(row_amax(x2), FMAX)
+        code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
+    if COLUMNWISE:
+        column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
+        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
+    if ROWWISE:
+        store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
+        store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
+        store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
+        store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
+        row_code = interleave(code_0, code_1, code_2, code_3, 128)
+        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
+    if COLUMNWISE:
+        store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
+
+
+@triton.jit
+def dequantize_mxfp8_kernel(
+    data,
+    scale_inv,
+    values,
+    M,
+    K,
+    COLUMNWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """values [M, K] = data * 2^(code - 127), rounded once; codes lie as COLUMNWISE says (the module's table)."""
+    BLOCKS_M: tl.constexpr = BLOCK_M // 32 if COLUMNWISE else BLOCK_M
+    BLOCKS_K: tl.constexpr = BLOCK_K if COLUMNWISE else BLOCK_K // 32
+    row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
+    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    quantized = tl.load(data + offsets, mask=mask, other=0.0)
+    i = (row // 32 if COLUMNWISE else row) + tl.arange(0, BLOCKS_M)[:, None]
+    j = (column if COLUMNWISE else column // 32) + tl.arange(0, BLOCKS_K)[None, :]
+    stride = tl.cdiv(K, 128) * (128 if COLUMNWISE else 4)
+    code = tl.load(scale_inv + i * stride + j).to(tl.int32)
+    bits = tl.where(code == 0, 0x00400000, code << 23)  # 2^(code - 127); 2^-127 is a denormal
+    power = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    if COLUMNWISE:
+        value = tl.reshape(quantized.to(tl.float32), (BLOCKS_M, 32, BLOCK_K)) * power[:, None, :]
+    else:
+        value = tl.reshape(quantized.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * power[:, :, None]
+    tl.store(values + offsets, tl.reshape(value, (BLOCK_M, BLOCK_K)).to(values.dtype.element_ty), mask=mask)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def quantize_mxfp8(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    scale_block: int,
+    swizzled: bool = False,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
+
+    x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
+    swizzled: scales as tensor cores read them (`swizzle_scales`), the columnwise ones of blocks of 32 as (K^128, ceil(M/32)^4).
+    One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `tile_32` or `tile_128`.
+    Raises ValueError for another scale_block.
+    """
+    check_scale_block(scale_block)
+    x = x.contiguous()
+    rows, columns = rows_and_columns(x)
+    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    if isinstance(rows, int) and rows * columns == 0:
+        return buffers
+    arguments = {
+        "x": x,
+        "data": buffers[0] if rowwise else x,
+        "scale_inv": buffers[1] if rowwise else x,
+        "columnwise_data": buffers[-2] if columnwise else x,
+        "columnwise_scale_inv": buffers[-1] if columnwise else x,
+        "M": rows,
+        "K": columns,
+        "FMAX": torch.finfo(fp8_dtype).max,
+        "SWIZZLED": swizzled,
+    }
+    tiles = _up(rows, 128) * _up(columns, 128)
+    if scale_block == 128:
+        _, group, warps = tile or TILE_128
+        for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+            usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns, "GROUP_M": group}
+            launch(quantize_mxfp8_128_kernel, (tiles // (128 * 128),), **arguments, **usage, num_warps=warps)
+    else:
+        block_m, block_k, warps = tile or tile_32(columnwise)
+        usage = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_M": block_m, "BLOCK_K": block_k}
+        launch(quantize_mxfp8_kernel, (tiles // (block_m * block_k),), **arguments, **usage, num_warps=warps)
+    return buffers
+
+
+def dequantize_mxfp8(
+    data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, dtype: torch.dtype, tile: Tile = (32, 128, 4)
+) -> torch.Tensor:
+    """The values [R, C] of data [R, C] on a CUDA device, in `dtype`, each rounded once; R may be symbolic.
+
+    columnwise: scale_inv is (ceil(R/32)^4, C^128), of blocks of 32 along columns; otherwise (R^128, ceil(C/32)^4), of blocks along
+    rows, which is also the form of columnwise buffers of blocks of 128: their values are those of x^T. bfloat16 holds every
+    value exactly that is neither below 2^-133 nor beyond 2^128.
+    """
+    rows, columns = data.shape
+    values = torch.empty((rows, columns), dtype=dtype, device=data.device)
+    if isinstance(rows, int) and rows * columns == 0:
+        return values
+    block_m, block_k, warps = tile
+    launch(
+        dequantize_mxfp8_kernel,
+        (triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k),),
+        data=data,
+        scale_inv=scale_inv,
+        values=values,
+        M=rows,
+        K=columns,
+        COLUMNWISE=columnwise,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return values
+
+
+def gemm_mxfp8(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_columnwise: bool,
+    b_columnwise: bool,
+) -> torch.Tensor:
+    """C[M, N] = round(A[M, K] @ B[N, K]^T + bias[N]) of the values that the operands hold, on a CUDA device.
+
+    a [M, K], or columnwise data [K, M]; b [N, K], or [K, N]; scales plain, as `quantize_mxfp8` returns them with them. Tensor
+    cores that know block scales (sm_100) multiply the float8 data, if its rows are whole 16 bytes. Elsewhere both operands
+    become bf16, which holds all values exactly, and multiply as such. The product is fp32, bias is added to that.
+    Raises ValueError for e5m2 by e5m2 and for shapes that do not go together.
+    """
+    check_operands(a, b, bias, a_columnwise, b_columnwise)
+    if applies_block_scales(a.device) and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0:
+        a_swizzled = swizzle_scales(a_scale_inv.t() if a_columnwise else a_scale_inv)
+        b_swizzled = swizzle_scales(b_scale_inv.t() if b_columnwise else b_scale_inv)
+        return gemm_mxfp8_sm100(a, a_swizzled, b, b_swizzled, bias, out_dtype, a_columnwise, b_columnwise)
+    value_a = dequantize_mxfp8(a, a_scale_inv, a_columnwise, torch.bfloat16)
+    value_b = dequantize_mxfp8(b, b_scale_inv, b_columnwise, torch.bfloat16)
+    left, right = value_a.t() if a_columnwise else value_a, value_b if b_columnwise else value_b.t()
+    if bias is None and out_dtype == torch.bfloat16:
+        return torch.mm(left, right)
+    product = torch.mm(left, right, out_dtype=torch.float32)
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+def _allocate(
+    rows: Size,
+    columns: Size,
+    device: torch.device,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    scale_block: int,
+    swizzled: bool,
+) -> list[torch.Tensor]:
+    """The buffers that `quantize_mxfp8` fills."""
+    shapes: list[tuple[Size, Size]] = []
+    if rowwise:
+        shapes += [(rows, columns), (_up(rows, 128), _up(columns, 128) // 32)]
+    if columnwise:
+        shapes += [(columns, round_up_16(rows)) if scale_block == 128 else (rows, columns)]
+        by_columns = (_up(columns, 128), _up(rows, 128) // 32)
+        shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
+    dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
+
+
+def _up(n: Size, multiple: int) -> Size:
+    """n rounded up to a multiple, also for a symbolic n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+# --- tile choice --------------------------------------------------------------------------------------------
+
+
+Tile = tuple[int, int, int]
+"""(rows, columns, warps) of blocks of 32, rows and columns dividing 128."""
+
+TILE_128: Tile = (128, 8, 8)
+"""(rows, rows of tiles walked together, warps) of blocks of 128."""
+
+
+def tile_32(columnwise: bool) -> Tile:
+    """With columns, one warp has a whole tile: the amax of a column of 32 then crosses threads, not warps."""
+    return (32, 64, 1) if columnwise else (64, 128, 4)

@@ -36,23 +36,25 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.e2m1 import block_scale, hadamard, load_tensor_scale, pack_words
-from te_dynamo.kernels.fp8 import (
-    Size,
-    abs_bits,
-    rows_and_columns,
-    store_partial_amax,
-    tile_from_the_end,
-    tile_origin,
-    tile_total,
+from te_dynamo.kernels._triton import triton
+from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, rows_and_columns
+from te_dynamo.kernels.launch import launch, multiprocessor_count
+from te_dynamo.kernels.nvfp4_kernels import (
+    dequantize_nvfp4_kernel,
+    hadamard_amax_kernel,
+    nvfp4_epilogue_kernel,
+    quantize_nvfp4_kernel,
 )
+from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, quantize_amax_kernel
 
 __all__ = [
     "HADAMARD_SIGNS",
+    "dequantize_nvfp4",
     "dequantize_nvfp4_reference",
+    "gemm_nvfp4",
     "gemm_nvfp4_reference",
     "hadamard_reference",
+    "quantize_nvfp4",
     "quantize_nvfp4_reference",
     "random_key",
 ]
@@ -65,6 +67,13 @@ TENSOR_MAX = 2688.0
 
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
+
+TILE: Tile = (128, 128, 4)
+"""(rows, columns, warps) of a quantizing program: what the scales are padded to, and as many threads as hold it in pieces
+of 16 rows and one load's columns. 4-byte elements, half as many a load, take twice the warps."""
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Of a quantizing launch. Two are resident, as the kernel keeps its tile in registers."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -273,126 +282,159 @@ def check_operands(
         raise ValueError(f"te gemm_nvfp4: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
 
 
-# --- kernels ------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile [16, BLOCK_M/16, BLOCK_K] of x [M, K], zero outside: element [i, g, k] is row + 16 g + i, column + k."""
-    rows = tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, BLOCK_M // 16)[None, :, None]
-    columns = tl.arange(0, BLOCK_K)[None, None, :]
-    mask = (row + rows < M) & (column + columns < K)
-    return tl.load(x + (row.to(tl.int64) * K + column) + (rows * K + columns), mask=mask, other=0.0).to(tl.float32)
+def quantize_nvfp4(
+    x: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool,
+    hadamard: bool,
+    stochastic_rounding: bool,
+    random: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
+
+    x with 4-byte elements takes a launch for each usage. tile: rows and columns multiples of 128, for 2-byte elements.
+    """
+    check_options(two_d, hadamard, stochastic_rounding, random)
+    x = x.contiguous()
+    rows, columns = rows_and_columns(x)
+    row, column = empty_buffers(rows, columns, x.device), empty_buffers(columns, rows, x.device)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
+    columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
+    block_m, block_k, warps = tile or TILE
+    shape = {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps * max(x.element_size() // 2, 1)}
+    programs = min(
+        program_count(rows, columns, block_m, block_k, x.device),
+        PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(x.device),
+    )
+    if columnwise and hadamard:
+        launch(
+            hadamard_amax_kernel,
+            (PARTIALS,),
+            x=x,
+            partials=partials,
+            columnwise_partials=columnwise_partials,
+            M=rows,
+            K=columns,
+            ROWWISE=rowwise,
+            **shape,
+        )
+    else:
+        amax_m, amax_k, amax_warps = amax_tile(columns)
+        launch(
+            quantize_amax_kernel,
+            (PARTIALS,),
+            x=x,
+            partials=partials,
+            M=rows,
+            K=columns,
+            BLOCK_M=amax_m,
+            BLOCK_K=amax_k,
+            num_warps=amax_warps,
+        )
+    for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+        launch(
+            quantize_nvfp4_kernel,
+            (programs,),
+            x=x,
+            partials=partials,
+            columnwise_partials=columnwise_partials,
+            random=random if stochastic_rounding else x,
+            data=row[0] if rowwise else x,
+            scale_inv=row[1] if rowwise else x,
+            amax=row[2] if rowwise else x,
+            columnwise_data=column[0] if columnwise else x,
+            columnwise_scale_inv=column[1] if columnwise else x,
+            columnwise_amax=column[2] if columnwise else x,
+            M=rows,
+            K=columns,
+            row_words=round_up(columns, BLOCK) // 8,
+            column_words=round_up(rows, BLOCK) // 8,
+            ROWWISE=by_rows,
+            COLUMNWISE=by_columns,
+            TWO_D=two_d,
+            HADAMARD=hadamard,
+            STOCHASTIC=stochastic_rounding,
+            PARTIALS=PARTIALS,
+            **shape,
+        )
+    return (row if rowwise else []) + (column if columnwise else [])
 
 
-@triton.jit
-def hadamard_amax_kernel(
-    x, partials, columnwise_partials, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, a program each."""
-    bits = tl.zeros((16, BLOCK_M // 16, BLOCK_K), tl.int32)
-    columnwise_bits = tl.zeros((BLOCK_M // 16, BLOCK_K, 16), tl.int32)
-    for tile in tl.range(tl.program_id(0), tile_total(M, K, BLOCK_M, BLOCK_K), tl.num_programs(0), num_stages=1):
-        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-        if ROWWISE:
-            bits = tl.maximum(bits, abs_bits(value))
-        turned = hadamard(tl.permute(value, (1, 2, 0)), BLOCK_M // 16, BLOCK_K)
-        columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned))
-    if ROWWISE:
-        store_partial_amax(partials, bits)
-    store_partial_amax(columnwise_partials, columnwise_bits)
+def empty_buffers(rows: Size, columns: Size, device: torch.device) -> list[torch.Tensor]:
+    """[data, scale_inv, amax] of one usage, unwritten."""
+    blocks = round_up(columns, BLOCK) // BLOCK
+    return [
+        torch.empty(rows, blocks * 8, dtype=torch.uint8, device=device),
+        torch.empty(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8, device=device),
+        torch.empty(1, dtype=torch.float32, device=device),
+    ]
 
 
-@triton.jit
-def store_words(data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Writes words [BLOCK_M, BLOCK_W] at that row and word of `data`, read as int32 [M, row_words]."""
-    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_W)
-    corner = row.to(tl.int64) * row_words + column
-    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * row_words + tl.arange(0, BLOCK_W)[None, :])
-    mask = (rows < M)[:, None] & (columns < row_words)[None, :]
-    tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words, mask=mask)
+def dequantize_nvfp4(
+    data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor | None, columns: Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantize_nvfp4_reference` on a CUDA device, bit for bit."""
+    rows, row_bytes = data.shape
+    y = torch.empty(rows, columns, dtype=dtype, device=data.device)
+    launch(
+        dequantize_nvfp4_kernel,
+        (triton.cdiv(rows, 16) * triton.cdiv(row_bytes, 128),),
+        data=data,
+        scale_inv=scale_inv,
+        amax=scale_inv if amax is None else amax,
+        y=y,
+        R=rows,
+        columns=columns,
+        row_bytes=row_bytes,
+        HAS_AMAX=amax is not None,
+        BLOCK_R=16,
+        BLOCK_B=128,
+        num_warps=4,
+    )
+    return y
 
 
-@triton.jit
-def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K."""
-    blocks = tl.cdiv(K, 16)
-    padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
-    rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
-    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale.to(tl.uint8, bitcast=True), 0)
-    corner = row.to(tl.int64) * padded_blocks + block
-    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
-    mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
-    tl.store(scale_inv + offsets, scale, mask=mask)
+def gemm_nvfp4(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_amax: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_amax: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """C[M, N] = round(sum_k (A * scale_a)[M, k] (B * scale_b)[N, k] * (amaxA * amaxB / 2688^2) + bias), on a CUDA device.
 
-
-@triton.jit
-def quantize_nvfp4_kernel(
-    x,
-    partials,
-    columnwise_partials,
-    random,
-    data,
-    scale_inv,
-    amax,
-    columnwise_data,
-    columnwise_scale_inv,
-    columnwise_amax,
-    M,
-    K,
-    row_words,
-    column_words,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TWO_D: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8."""
-    G: tl.constexpr = BLOCK_M // 16
-    B: tl.constexpr = BLOCK_K // 16
-    if ROWWISE:
-        sixth, inverse = load_tensor_scale(partials, amax, PARTIALS)
-    if COLUMNWISE:
-        columnwise_sixth, columnwise_inverse = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
-    first, second = 0, 0
-    if STOCHASTIC:
-        first, second = tl.load(random), tl.load(random + 1)
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        value = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-        if ROWWISE:
-            blocks = tl.reshape(value, (16, G, B, 16))
-            block_amax = tl.max(tl.abs(blocks), axis=3)
-            if TWO_D:
-                block_amax = tl.broadcast_to(tl.max(block_amax, axis=0)[None, :, :], (16, G, B))
-            scale, enc = block_scale(block_amax, sixth, inverse)
-            scaled = tl.reshape(blocks * enc[:, :, :, None], (16, G, 2 * B, 8))
-            rows = row + tl.arange(0, 16)[:, None, None] + 16 * tl.arange(0, G)[None, :, None]
-            number = rows * row_words + (column // 8 + tl.arange(0, 2 * B)[None, None, :])
-            words = pack_words(scaled, number, first, second, STOCHASTIC)
-            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_M, 2 * B))
-            store_words(data, words, row, column // 8, row_words, M, BLOCK_M, 2 * B)
-            scale = tl.reshape(tl.permute(scale, (1, 0, 2)), (BLOCK_M, B))
-            store_scales(scale_inv, scale, row, column // 16, M, K, BLOCK_M, B)
-        if COLUMNWISE:
-            turned = tl.permute(value, (1, 2, 0))
-            if HADAMARD:
-                turned = hadamard(turned, G, BLOCK_K)
-            block_amax = tl.max(tl.abs(turned), axis=2)
-            if TWO_D:
-                shared = tl.max(tl.reshape(block_amax, (G, B, 16)), axis=2)
-                block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
-            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse)
-            scaled = tl.reshape(turned * enc[:, :, None], (G, BLOCK_K, 2, 8))
-            in_column = row // 8 + 2 * tl.arange(0, G)[:, None, None] + tl.arange(0, 2)[None, None, :]
-            number = (column + tl.arange(0, BLOCK_K)[None, :, None]) * column_words + in_column
-            words = pack_words(scaled, number, second, first, STOCHASTIC)
-            words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_K, 2 * G))
-            store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
-            store_scales(columnwise_scale_inv, tl.trans(scale), column, row // 16, K, M, BLOCK_K, G)
+    a [M, K/2] and b [N, K/2] with their scales and amaxes as `quantize_nvfp4` returns one usage; bias [N] of any
+    floating dtype, or None. Emulated: operands times their block scales are exact in bfloat16, whose product is summed
+    in fp32; alpha, bias and the one rounding follow. Raises ValueError for other operands.
+    """
+    check_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+    width = 2 * a.shape[1]
+    left = dequantize_nvfp4(a, a_scale_inv, None, width, torch.bfloat16)
+    right = dequantize_nvfp4(b, b_scale_inv, None, width, torch.bfloat16)
+    product = torch.mm(left, right.t(), out_dtype=torch.float32)
+    rows, columns = product.shape
+    c = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
+    launch(
+        nvfp4_epilogue_kernel,
+        (triton.cdiv(rows, 16) * triton.cdiv(columns, 256),),
+        product=product,
+        a_amax=a_amax,
+        b_amax=b_amax,
+        bias=a_amax if bias is None else bias,
+        c=c,
+        M=rows,
+        N=columns,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=16,
+        BLOCK_N=256,
+        num_warps=4,
+    )
+    return c

@@ -113,7 +113,10 @@ def test_fast_accumulation_is_only_of_current_scaling() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Float8CurrentScaling(backward="high_precison"), "unknown backward 'high_precison'; did you mean 'high_pr"),
+        (
+            lambda: Float8CurrentScaling(backward="high_precison"),
+            "unknown backward 'high_precison'; did you mean 'high_pr",
+        ),
         (lambda: Float8CurrentScaling(fprop_fast_accum="yes"), "unknown fprop_fast_accum 'yes'; valid: False, True"),
         (lambda: Float8CurrentScaling(dgrad_fast_accum=1), "unknown dgrad_fast_accum 1; valid: False, True"),
         (lambda: Float8BlockScaling(backward_format="e5m3"), "unknown backward_format 'e5m3'; did you mean 'e5m2'"),

@@ -9,6 +9,9 @@ Both add in fp32 before the one rounding: bit-equal. The same for te.gemm_block,
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.gemm import add_bias
@@ -25,7 +28,9 @@ def fuse_gemm_bias(graph: Graph) -> int:
         product, bias, out_dtype = node.args
         if not (isinstance(product, Node) and product.target in GEMMS and len(product.users) == 1):
             continue
-        arguments = dict(zip(_names(product), product.args, strict=True))
+        assert isinstance(product.target, torch._ops.OpOverload)
+        names = [argument.name for argument in product.target._schema.arguments]
+        arguments: dict[str, Any] = dict(zip(names, product.args, strict=True))
         if arguments["bias"] is not None:
             continue
         arguments |= {"bias": bias, "out_dtype": out_dtype}
@@ -34,7 +39,3 @@ def fuse_gemm_bias(graph: Graph) -> int:
         graph.erase_node(product)
         fired += 1
     return fired
-
-
-def _names(product: Node) -> list[str]:
-    return [argument.name for argument in product.target._schema.arguments]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.fusions.producer import has_fused_kernels
 from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 
@@ -31,7 +32,7 @@ def why_not_read_by_linear(node: fx.Node) -> str:
         current = queue.pop()
         for user in current.users:
             if _is_te_linear(user) and user.args[0] is current:
-                quantizer = user.args[3].input_quantizer
+                quantizer = _config(user).input_quantizer
                 if has_fused_kernels(quantizer):
                     return ""
                 other = f"no fused kernel writes {quantizer.describe()}; left to Inductor"
@@ -53,7 +54,7 @@ def comes_from_linear(node: fx.Node) -> bool:
         source = node.args[0]
         if calls(node, {operator.getitem}):
             if _is_te_linear(source):
-                return bool(node.args[1] == 0) and has_fused_kernels(source.args[3].grad_output_quantizer)
+                return bool(node.args[1] == 0) and has_fused_kernels(_config(source).grad_output_quantizer)
             if not calls(source, _PARTS, _PART_METHODS) and tensor_of(source) is None:
                 return False
         elif not calls(node, _PARTS, _PART_METHODS) and not (
@@ -65,6 +66,12 @@ def comes_from_linear(node: fx.Node) -> bool:
 
 def _is_te_linear(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.ops.te.linear.default
+
+
+def _config(node: fx.Node) -> LinearConfig:
+    config = node.args[3]
+    assert isinstance(config, LinearConfig)
+    return config
 
 
 def _keeps_elements(user: fx.Node, node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from te_dynamo.ops.fakes import plain
 __all__ = ["gemm_block"]
 
 
-@te_op(reference=kernels.gemm_block_reference, kernel=kernels.gemm_block_reference)
+@te_op(reference=kernels.gemm_block_reference, kernel=kernels.gemm_block)
 def gemm_block(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

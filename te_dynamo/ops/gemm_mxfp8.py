@@ -11,7 +11,7 @@ from te_dynamo.ops.fakes import plain
 __all__ = ["gemm_mxfp8"]
 
 
-@te_op(reference=kernels.gemm_mxfp8_reference, kernel=kernels.gemm_mxfp8_reference)
+@te_op(reference=kernels.gemm_mxfp8_reference, kernel=kernels.gemm_mxfp8)
 def gemm_mxfp8(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

@@ -11,7 +11,7 @@ from te_dynamo.ops.fakes import plain
 __all__ = ["gemm_nvfp4"]
 
 
-@te_op(reference=kernels.gemm_nvfp4_reference, kernel=kernels.gemm_nvfp4_reference)
+@te_op(reference=kernels.gemm_nvfp4_reference, kernel=kernels.gemm_nvfp4)
 def gemm_nvfp4(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

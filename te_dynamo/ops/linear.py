@@ -168,7 +168,7 @@ def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_inp
 def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
     """(dx [..., K], dweight [N, K], dbias [N]) from dy [..., N]; None for a gradient nobody asked for."""
     config = args.config
-    assert config is not None
+    assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = dbias = None
     dy = dy.contiguous()
     if args.requires_bias_grad:

@@ -1,0 +1,212 @@
+"""The Triton kernels of kernels/nvfp4.py, which says what they compute and launches them."""
+
+from __future__ import annotations
+
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.e2m1 import (
+    TENSOR_MAX,
+    block_scale,
+    hadamard,
+    interleave,
+    load_tensor_scale,
+    magnitude,
+    pack_column,
+    pack_rows,
+)
+from te_dynamo.kernels.fp8 import (
+    abs_bits,
+    load_tile,
+    mul_rn,
+    store_partial_amax,
+    store_tile,
+    tile_from_the_end,
+    tile_mask,
+    tile_offsets,
+    tile_origin,
+    tile_total,
+)
+
+__all__ = ["dequantize_nvfp4_kernel", "hadamard_amax_kernel", "nvfp4_epilogue_kernel", "quantize_nvfp4_kernel"]
+
+# --- quantize -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of x [M, K], zero outside, as sixteen [BLOCK_M/16, BLOCK_K]: [g, k] of the i-th is row + 16 g + i, column + k."""
+    rows, columns = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    corner = x + (row.to(tl.int64) * K + column)
+    tile = ()
+    for i in tl.static_range(16):
+        mask = (row + rows + i < M) & (column + columns < K)
+        tile += (tl.load(corner + ((rows + i) * K + columns), mask=mask, other=0.0).to(tl.float32),)
+    return tile
+
+
+@triton.jit
+def hadamard_amax_kernel(
+    x, partials, columnwise_partials, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program."""
+    bits = tl.zeros((BLOCK_M // 16, BLOCK_K), tl.int32)
+    columnwise_bits = tl.zeros((BLOCK_M // 16, BLOCK_K), tl.int32)
+    for tile in tl.range(tl.program_id(0), tile_total(M, K, BLOCK_M, BLOCK_K), tl.num_programs(0), num_stages=1):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        turned = hadamard(values)
+        for i in tl.static_range(16):
+            if ROWWISE:
+                bits = tl.maximum(bits, abs_bits(values[i]))
+            columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned[i]))
+    if ROWWISE:
+        store_partial_amax(partials, bits)
+    store_partial_amax(columnwise_partials, columnwise_bits)
+
+
+@triton.jit
+def store_words(data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Writes words [BLOCK_M, BLOCK_W] at that row and word of `data`, read as int32 [M, row_words]."""
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_W)
+    corner = row.to(tl.int64) * row_words + column
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * row_words + tl.arange(0, BLOCK_W)[None, :])
+    mask = (rows < M)[:, None] & (columns < row_words)[None, :]
+    tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words, mask=mask)
+
+
+@triton.jit
+def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K."""
+    blocks = tl.cdiv(K, 16)
+    padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
+    rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
+    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale, 0)
+    corner = row.to(tl.int64) * padded_blocks + block
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
+    mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
+    tl.store(scale_inv + offsets, scale, mask=mask)
+
+
+@triton.jit
+def quantize_nvfp4_kernel(
+    x,
+    partials,
+    columnwise_partials,
+    random,
+    data,
+    scale_inv,
+    amax,
+    columnwise_data,
+    columnwise_scale_inv,
+    columnwise_amax,
+    M,
+    K,
+    row_words,
+    column_words,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8."""
+    G: tl.constexpr = BLOCK_M // 16
+    B: tl.constexpr = BLOCK_K // 16
+    if ROWWISE:
+        sixth, inverse, lift, most = load_tensor_scale(partials, amax, PARTIALS)
+    if COLUMNWISE:
+        columnwise_sixth, columnwise_inverse, columnwise_lift, columnwise_most = load_tensor_scale(
+            columnwise_partials, columnwise_amax, PARTIALS
+        )
+    first, second = 0, 0
+    if STOCHASTIC:
+        first, second = tl.load(random), tl.load(random + 1)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+        if TWO_D:
+            shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
+        if ROWWISE:
+            words, scales = (), ()
+            for i in tl.static_range(16):
+                blocks = tl.reshape(values[i], (G, B, 16))
+                block_amax = shared if TWO_D else tl.max(tl.abs(blocks), axis=2)
+                scale, enc = block_scale(block_amax, sixth, inverse, lift, most)
+                rows = row + i + 16 * tl.arange(0, G)[:, None]
+                number = rows * row_words + (column // 8 + tl.arange(0, 2 * B)[None, :])
+                scaled = tl.reshape(blocks * enc[:, :, None], (G, 2 * B, 8))
+                words += (pack_rows(scaled, number, first, second, STOCHASTIC, G, 2 * B),)
+                scales += (scale.to(tl.uint8, bitcast=True),)
+            store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B)
+            store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B)
+        if COLUMNWISE:
+            turned = hadamard(values) if HADAMARD else values
+            if TWO_D:
+                block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
+            else:
+                block_amax = magnitude(turned)
+            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse, columnwise_lift, columnwise_most)
+            number = (column + tl.arange(0, BLOCK_K)[None, :]) * column_words + (
+                row // 8 + 2 * tl.arange(0, G)[:, None]
+            )
+            low = pack_column(turned, enc, 0, number, second, first, STOCHASTIC)
+            high = pack_column(turned, enc, 8, number + 1, second, first, STOCHASTIC)
+            words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
+            store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
+            scale = tl.trans(scale.to(tl.uint8, bitcast=True))
+            store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G)
+
+
+# --- dequantize, end of the GEMM ----------------------------------------------------------------------------
+
+
+@triton.jit
+def dequantize_nvfp4_kernel(
+    data,
+    scale_inv,
+    amax,
+    y,
+    R,
+    columns,
+    row_bytes,
+    HAS_AMAX: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """One tile of y [R, columns] = q * scale (* amax / 2688) from data [R, row_bytes]."""
+    row, byte = tile_origin(tl.program_id(0), row_bytes, BLOCK_R, BLOCK_B)
+    inside = tile_mask(row, byte, R, row_bytes, BLOCK_R, BLOCK_B)
+    packed = tl.load(data + tile_offsets(row, byte, row_bytes, BLOCK_R, BLOCK_B), mask=inside, other=0).to(tl.int32)
+    codes = tl.reshape(tl.join(packed, packed >> 4), (BLOCK_R, BLOCK_B // 8, 16))
+    # As fp32's exponent and mantissa e2m1's are 2^126 too small, and subnormal where e2m1 is.
+    value = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    blocks = row_bytes // 8
+    padded_blocks = (blocks + 3) // 4 * 4
+    scale = tl.load(
+        scale_inv + tile_offsets(row, byte // 8, padded_blocks, BLOCK_R, BLOCK_B // 8),
+        mask=tile_mask(row, byte // 8, R, blocks, BLOCK_R, BLOCK_B // 8),
+        other=0,
+    )
+    value = value * scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)[:, :, None]
+    if HAS_AMAX:
+        value = value * tl.div_rn(tl.load(amax), tl.full((), TENSOR_MAX, tl.float32))
+    value = tl.reshape(value, (BLOCK_R, 2 * BLOCK_B))
+    store_tile(y, value, row, 2 * byte, R, columns, BLOCK_R, 2 * BLOCK_B)
+
+
+@triton.jit
+def nvfp4_epilogue_kernel(
+    product, a_amax, b_amax, bias, c, M, N, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One tile of c = round(product * (amaxA / 2688 * amaxB / 2688) + bias), every step an fp32 operation."""
+    row, column = tile_origin(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    full = tl.full((), TENSOR_MAX, tl.float32)
+    alpha = tl.div_rn(tl.load(a_amax), full) * tl.div_rn(tl.load(b_amax), full)
+    value = mul_rn(load_tile(product, row, column, N, M, N, BLOCK_M, BLOCK_N), alpha)
+    if HAS_BIAS:
+        columns = column + tl.arange(0, BLOCK_N)
+        value = value + tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    store_tile(c, value, row, column, M, N, BLOCK_M, BLOCK_N)

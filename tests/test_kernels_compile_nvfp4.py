@@ -1,0 +1,204 @@
+"""The NVFP4 kernels, compiled for sm_90 and sm_100 and traced for Inductor without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from test_kernels_compile import TORCH_DTYPES, Case, HopperDriver, compile_case
+from torch._dynamo.source import ConstantSource
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from te_dynamo.kernels import nvfp4, nvfp4_kernels
+from te_dynamo.kernels.quantize import PARTIALS
+
+DTYPES = {**TORCH_DTYPES, "*u8": torch.uint8, "*i32": torch.int32}
+ROW = ("data", "scale_inv", "amax")
+COLUMN = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
+FORMS = {
+    "plain": {},
+    "two_d": {"TWO_D": True},
+    "hadamard": {"HADAMARD": True},
+    "stochastic": {"STOCHASTIC": True},
+    "gradient": {"HADAMARD": True, "STOCHASTIC": True},
+}
+
+
+def tile(dtype: str) -> dict[str, int]:
+    rows, columns, warps = nvfp4.TILE
+    return {"BLOCK_M": rows, "BLOCK_K": columns, "num_warps": warps * (2 if dtype == "*fp32" else 1)}
+
+
+def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: int = 90, odd: bool = False) -> Case:
+    """One form of the quantizing kernel; `odd`: K of no known factor, so no wide loads and stores."""
+    rowwise, columnwise = usages
+    flags = {"TWO_D": False, "HADAMARD": False, "STOCHASTIC": False, **FORMS[form]}
+    pointers = {"x": dtype, "partials": "*fp32", "columnwise_partials": "*fp32", "random": "*i32"}
+    for names in (ROW, COLUMN):
+        pointers |= dict(zip(names, ("*u8", "*u8", "*fp32"), strict=True))
+    sizes = ("M", "K", "row_words", "column_words")
+    return Case(
+        name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability}{' odd' if odd else ''}",
+        kernel=nvfp4_kernels.quantize_nvfp4_kernel,
+        args={**pointers, **dict.fromkeys(sizes, "i32")},
+        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **tile(dtype)},
+        aligned=(*pointers, *(() if odd else sizes)),
+        has=("cvt.rn.satfinite.e4m3x2.f32", *(() if odd else ("ld.global.v4.b32", "st.global.v4.b32"))),
+        # One register a store would be single bytes of data; ftz would lose the denormals of the scales.
+        lacks=() if odd else ("st.global.b8", "mul.ftz", "mul.rn.ftz", "local."),
+        writes=(ROW if rowwise else ()) + (COLUMN if columnwise else ()),
+        capability=capability,
+    )
+
+
+def cases() -> Iterator[Case]:
+    for form in FORMS:
+        yield quantize_case(form, "*bf16", (True, True))
+        yield quantize_case(form, "*fp32", (True, False))
+        yield quantize_case(form, "*fp32", (False, True))
+    yield quantize_case("plain", "*bf16", (True, False))
+    yield quantize_case("plain", "*bf16", (False, True))
+    yield quantize_case("plain", "*fp16", (True, True))
+    yield quantize_case("gradient", "*fp16", (True, True))
+    yield quantize_case("plain", "*bf16", (True, True), capability=100)
+    yield quantize_case("gradient", "*bf16", (True, True), capability=100)
+    for dtype in ("*bf16", "*fp16", "*fp32"):
+        yield Case(
+            name=f"hadamard_amax {dtype[1:]}",
+            kernel=nvfp4_kernels.hadamard_amax_kernel,
+            args={"x": dtype, "partials": "*fp32", "columnwise_partials": "*fp32", "M": "i32", "K": "i32"},
+            constants={"ROWWISE": True, **tile(dtype)},
+            aligned=("x", "partials", "columnwise_partials", "M", "K"),
+            has=("ld.global.v4.b32",),
+            writes=("partials", "columnwise_partials"),
+        )
+    for amax, y in ((False, "*bf16"), (True, "*fp32")):
+        yield Case(
+            name=f"dequantize {amax=} {y[1:]}",
+            kernel=nvfp4_kernels.dequantize_nvfp4_kernel,
+            args={
+                **{"data": "*u8", "scale_inv": "*u8", "amax": "*fp32", "y": y},
+                **{"R": "i32", "columns": "i32", "row_bytes": "i32"},
+            },
+            constants={"HAS_AMAX": amax, "BLOCK_R": 16, "BLOCK_B": 128, "num_warps": 4},
+            aligned=("data", "scale_inv", "amax", "y", "R", "columns", "row_bytes"),
+            has=("ld.global.v4.b32", "st.global.v4.b32"),
+            lacks=("ftz",),
+            writes=("y",),
+        )
+    for bias in (True, False):
+        yield Case(
+            name=f"epilogue {bias=}",
+            kernel=nvfp4_kernels.nvfp4_epilogue_kernel,
+            args={
+                **{"product": "*fp32", "a_amax": "*fp32", "b_amax": "*fp32", "bias": "*bf16", "c": "*bf16"},
+                **{"M": "i32", "N": "i32"},
+            },
+            constants={"HAS_BIAS": bias, "BLOCK_M": 16, "BLOCK_N": 256, "num_warps": 4},
+            aligned=("product", "a_amax", "b_amax", "bias", "c", "M", "N"),
+            has=("ld.global.v4.b32", "st.global.v4.b32"),
+            lacks=("fma.",),
+            writes=("c",),
+        )
+
+
+CASES = list(cases())
+ODD = [quantize_case(form, dtype, usages, odd=True) for form, dtype, usages in (
+    ("plain", "*bf16", (True, True)),
+    ("gradient", "*bf16", (True, True)),
+    ("two_d", "*fp32", (True, False)),
+    ("gradient", "*fp32", (False, True)),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_machine_code(case: Case) -> None:
+    report = compile_case(case)
+    assert report.spills == 0, report.log
+    assert report.warnings == (), report.log
+    for text in case.has:
+        assert text in report.ptx
+    for text in case.lacks:
+        assert text not in report.ptx
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
+def test_ragged_shapes_compile(case: Case) -> None:
+    assert compile_case(case).warnings == ()
+
+
+def test_blocks_of_columns_stay_in_a_thread() -> None:
+    """Neither their maxima nor their transform exchange data between threads: only amax, words and scales do."""
+    exchanges = ("shfl.sync", "bar.sync", "st.shared", "ld.shared")
+    plain, hadamard = (compile_case(quantize_case(form, "*bf16", (False, True))).ptx for form in ("plain", "hadamard"))
+    assert [plain.count(what) for what in exchanges] == [hadamard.count(what) for what in exchanges]
+    assert plain.count("shfl.sync") == 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
+def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+    constants = {name: value for name, value in case.constants.items() if name != "num_warps"}
+    with FakeTensorMode():
+        arguments = {
+            name: torch.empty(256, device="cuda", dtype=DTYPES[kind]) if kind in DTYPES else 256
+            for name, kind in case.args.items()
+        }
+        kernel = kernel_side_table.add_kernel(case.kernel)
+        rest = kernel_side_table.add_constant_args(constants)
+        assert tuple(get_mutated_tensors(kernel, rest, arguments, {})) == case.writes
+
+
+def test_a_size_of_one_becomes_a_constant() -> None:
+    """Triton makes a constant of an integer argument that is 1."""
+    case = quantize_case("gradient", "*bf16", (True, True), odd=True)
+    for name in ("M", "K"):
+        args = {key: kind for key, kind in case.args.items() if key != name}
+        compile_case(dataclasses.replace(case, args=args, constants={**case.constants, name: 1}))
+
+
+def traced(function: Any, *shapes: tuple[int, ...], dynamic: bool) -> tuple[torch.fx.GraphModule, ShapeEnv]:
+    """The graph of `function` on bf16 CUDA tensors of those shapes, the first dimension of each a symbol if `dynamic`."""
+    environment = ShapeEnv()
+    symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
+    rows = environment.create_symintnode(symbol, hint=8) if dynamic else 8
+    previous = triton.runtime.driver._active
+    triton.runtime.driver.set_active(HopperDriver())
+    try:
+        with FakeTensorMode(shape_env=environment):
+            inputs = [torch.empty((rows, *shape[1:]), dtype=torch.bfloat16, device="cuda") for shape in shapes]
+            graph = make_fx(dispatch_functionalize(function), tracing_mode="real")(*inputs)
+    finally:
+        triton.runtime.driver._active = previous
+    return graph, environment
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_launchers_trace_with_exact_mutations_and_no_guards(dynamic: bool) -> None:
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        random = torch.zeros(2, dtype=torch.int32, device="cuda")
+        a = nvfp4.quantize_nvfp4(x, True, False, False, False, False, None)
+        b = nvfp4.quantize_nvfp4(weight, True, True, False, True, True, random)
+        return nvfp4.gemm_nvfp4(*a, *b[:3], None, torch.bfloat16)
+
+    graph, environment = traced(linear, (8, 128), (8, 128), dynamic=dynamic)
+    launches = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+    assert [sorted(node.kwargs["tensors_to_clone"]) for node in launches] == [
+        ["partials"],
+        sorted(ROW),
+        ["columnwise_partials", "partials"],
+        sorted(ROW + COLUMN),
+        ["y"],
+        ["y"],
+        ["c"],
+    ]
+    assert not environment.guards
