@@ -143,6 +143,10 @@ def store_columns(transpose, x0, x1, x2, x3, scale, row, column, M, K, ROWS: tl.
         widened_again(x3) * scale,
         transpose.dtype.element_ty,
     )
+    # Zeros past M, which a NaN for a scale would have made NaN: bytes of the rows that are left, from the lowest.
+    left = M - row - 4 * tl.arange(0, ROWS // 4)
+    kept = tl.where(left >= 4, -1, (1 << (8 * tl.minimum(tl.maximum(left, 0), 3))) - 1)
+    words = words & kept[:, None]
     stride = (M + 15) // 16 * 4  # in words; computed here, so that the compiler sees a multiple of four
     word = row // 4
     corner = tl.cast(column, tl.int64) * stride + word

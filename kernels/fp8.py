@@ -83,7 +83,7 @@ def scale_from_amax(
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr = FLOAT32_MAX,
+    LARGEST: tl.constexpr,
 ):
     """The module's scale rule, fp32, every operation correctly rounded; an infinite quotient is LARGEST."""
     eps = tl.full((), EPS, tl.float32)
@@ -106,7 +106,7 @@ def load_scale(
     POWER_OF_TWO: tl.constexpr,
 ):
     """The scale of the tensor that `partials` describe; one program also stores its inverse."""
-    scale = scale_from_amax(load_amax(partials, PARTIALS), FMAX, EPS, POWER_OF_TWO)
+    scale = scale_from_amax(load_amax(partials, PARTIALS), FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
     if tl.program_id(0) == 0:
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
     return scale

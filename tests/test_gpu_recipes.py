@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 
 SUMS = 2e-3
 """A GEMM of FP8 operands: the tensor core keeps fewer bits than fp32 of a sum."""
-SAME = 1e-2
-"""A model: that pushes a few values over an edge of the next quantization."""
+SAME = {"gelu_mlp": 1e-2, "swiglu": 1e-2, "block": 5e-2}
+"""A model: that pushes a few values over an edge of the next quantization; behind a softmax their share grows."""
 
 
 def on_gpu(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_a_model_equals_its_recipe_written_a_second_time(recipe: Recipe, model_n
     model, x = build(model_name, **on_gpu(torch.float32)), tokens(**on_gpu(torch.float32))
     actual = run(te(model, recipe, codegen=codegen), model, x)
     with quantized_linears(recipe):
-        assert_close(actual, run(model, model, x), SAME)
+        assert_close(actual, run(model, model, x), SAME[model_name])
 
 
 @BY_RECIPE
