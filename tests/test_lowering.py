@@ -21,7 +21,7 @@ from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
 from te_dynamo.lowering.lower import lower
 from te_dynamo.ops import KERNELS, is_te
 from te_dynamo.ops.linear import LinearConfig
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.testing import fake_cuda, graph_text
 
@@ -53,6 +53,14 @@ def f32(*shape: int) -> Tensor:
 
 def f8(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.float8_e4m3fn, device="cuda")
+
+
+def u8(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.uint8, device="cuda")
+
+
+def key() -> Tensor:
+    return torch.empty(2, dtype=torch.int32, device="cuda")
 
 
 def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -181,6 +189,52 @@ CASES: dict[str, Case] = {
         "swiglu_backward_amax_kernel -> gate_partials, up_partials\n"
         "swiglu_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
     ),
+    "quantize_block": (
+        te.quantize,
+        lambda: (bf16(19, 64), Float8BlockQuantizer()),
+        "quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv",
+    ),
+    "quantize_block_2d_rows": (
+        te.quantize,
+        lambda: (bf16(19, 64), Float8BlockQuantizer(columnwise=False, block_dims=2)),
+        "quantize_block_kernel -> data, scale_inv",
+    ),
+    "quantize_mxfp8_columns": (
+        te.quantize,
+        lambda: (bf16(19, 64), MXFP8Quantizer(rowwise=False)),
+        "quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_mxfp8_128": (
+        te.quantize,
+        lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128)),
+        "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_nvfp4": (
+        te.quantize,
+        lambda: (bf16(19, 64), NVFP4Quantizer(hadamard=True, stochastic_rounding=True), key()),
+        "hadamard_amax_kernel -> partials, columnwise_partials\n"
+        "quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax",
+    ),
+    "gemm_block": (
+        te.gemm_block,
+        lambda: (f8(19, 64), f32(1, 20), f8(32, 64), f32(1, 4), bf16(32), torch.bfloat16, False, True),
+        "gemm_block_kernel -> c",
+    ),
+    "gemm_block_e8m0": (
+        te.gemm_block,
+        lambda: (f8(19, 64), u8(128, 4), f8(32, 64), u8(128, 4), None, torch.bfloat16, False, False),
+        "gemm_block_kernel -> c",
+    ),
+    "gemm_mxfp8": (
+        te.gemm_mxfp8,
+        lambda: (f8(64, 32), u8(4, 128), f8(64, 32), u8(4, 128), None, torch.bfloat16, True, True),
+        "dequantize_mxfp8_kernel -> values\ndequantize_mxfp8_kernel -> values",
+    ),
+    "gemm_nvfp4": (
+        te.gemm_nvfp4,
+        lambda: (u8(19, 32), u8(128, 4), f32(1), u8(32, 32), u8(128, 4), f32(1), bf16(32), torch.bfloat16),
+        "dequantize_nvfp4_kernel -> y\ndequantize_nvfp4_kernel -> y\nnvfp4_epilogue_kernel -> c",
+    ),
     "add_bias": (te.add_bias, lambda: (f32(19, 64), bf16(64), torch.bfloat16), ""),
     "bias_grad": (te.bias_grad, lambda: (bf16(19, 64),), ""),
     # These are expanded before autograd ends; one that slipped through must still become kernels.
@@ -211,6 +265,18 @@ def test_operation_becomes_its_launches(gpu: None, case: str) -> None:
 
 def test_every_operation_is_tested() -> None:
     assert {case[0].default for case in CASES.values()} == set(KERNELS)
+
+
+@pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0"])
+def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell's: the same operations, both forms of scales."""
+    for module in ("mxfp8", "gemm_mxfp8_sm100"):
+        monkeypatch.setattr(f"te_dynamo.kernels.{module}.applies_block_scales", lambda device: True)
+    monkeypatch.setattr("te_dynamo.ops.gemm_block.applies_block_scales", lambda device: True)
+    target, arguments, _ = CASES[case]
+    graph = graph_of(target.default, *arguments())
+    lower(graph)
+    assert launches(graph_text(graph)) == "gemm_mxfp8_kernel -> c"
 
 
 def test_operations_without_a_kernel_are_inductors(gpu: None) -> None:

@@ -169,3 +169,81 @@ bias_grad: f32[64] = te.bias_grad(tangents_1)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
 return """,
     )
+
+
+def test_launches_of_block_scaling() -> None:
+    """One kernel a quantization, whichever usages; a bias is in the GEMM."""
+    found = lowered("float8_block_scaling")
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
+gemm_block_kernel -> c
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
+gemm_block_kernel -> c""",
+    )
+
+
+def test_launches_of_mxfp8_with_one_scale_for_128_values() -> None:
+    """Other quantizations, the same GEMM."""
+    found = lowered(MXFP8BlockScaling(scale_block=128))
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+gemm_block_kernel -> c
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+gemm_block_kernel -> c""",
+    )
+
+
+def test_launches_of_mxfp8() -> None:
+    """Emulated: the operands of each GEMM become bf16, and torch multiplies them."""
+    assert_expected_inline(
+        lowered("mxfp8")["forward"],
+        """\
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+dequantize_mxfp8_kernel -> values
+dequantize_mxfp8_kernel -> values
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+dequantize_mxfp8_kernel -> values
+dequantize_mxfp8_kernel -> values""",
+    )
+
+
+def test_launches_of_nvfp4() -> None:
+    """Emulated; amaxes and bias are applied to the fp32 product."""
+    assert_expected_inline(
+        lowered("nvfp4")["forward"],
+        """\
+hadamard_amax_kernel -> partials, columnwise_partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+quantize_amax_kernel -> partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+dequantize_nvfp4_kernel -> y
+dequantize_nvfp4_kernel -> y
+nvfp4_epilogue_kernel -> c
+hadamard_amax_kernel -> partials, columnwise_partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+quantize_amax_kernel -> partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+dequantize_nvfp4_kernel -> y
+dequantize_nvfp4_kernel -> y
+nvfp4_epilogue_kernel -> c""",
+    )

@@ -5,13 +5,31 @@ from typing import Optional
 import torch
 
 from te_dynamo.kernels import gemm_block as kernels
+from te_dynamo.kernels.gemm_mxfp8_sm100 import applies_block_scales
+from te_dynamo.kernels.mxfp8 import gemm_mxfp8
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain
 
 __all__ = ["gemm_block"]
 
 
-@te_op(reference=kernels.gemm_block_reference, kernel=kernels.gemm_block)
+def _kernel(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    a_two_d: bool,
+    b_two_d: bool,
+) -> torch.Tensor:
+    """E8M0 codes, of which four are equal, are MXFP8 as they are to tensor cores that know it."""
+    if a_scale_inv.dtype == torch.uint8 and applies_block_scales(a.device):
+        return gemm_mxfp8(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, False, False)
+    return kernels.gemm_block(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
+
+
+@te_op(reference=kernels.gemm_block_reference, kernel=_kernel)
 def gemm_block(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
