@@ -166,7 +166,7 @@ def widened_again(x):
 @triton.jit
 def cast_four(a, b, c, d, DTYPE: tl.constexpr):
     """One 32-bit word of the float8 codes of a, b, c and d, a in its lowest byte; saturating, NaN has one code."""
-    KIND: tl.constexpr = "e4m3x2" if DTYPE == tl.float8e4nv else "e5m2x2"
+    KIND: tl.constexpr = "e4m3x2" if tl.float8e4nv == DTYPE else "e5m2x2"
     asm: tl.constexpr = (
         "{ .reg .b16 low, high;"
         " cvt.rn.satfinite." + KIND + ".f32 low, $2, $1;"
