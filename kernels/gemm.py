@@ -186,8 +186,8 @@ def gemm_kernel(
             one = _scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
             two = _scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
         target = c + part.to(tl.int64) * M * N
-        _store(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
-        _store(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
+        store_result(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
+        store_result(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
 
 
 @triton.jit
@@ -254,7 +254,8 @@ def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _store(c, c_desc, value, row, column, M, N, DESCRIPTOR_STORE: tl.constexpr):
+def store_result(c, c_desc, value, row, column, M, N, DESCRIPTOR_STORE: tl.constexpr):
+    """Writes a part of C, rounded to its dtype, at (row, column)."""
     value = value.to(c.dtype.element_ty)
     if DESCRIPTOR_STORE:
         c_desc.store([row, column], value)

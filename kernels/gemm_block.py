@@ -10,16 +10,51 @@ A and B are float8_e4m3fn or float8_e5m2, both contiguous, the contracted dimens
 
 or uint8 E8M0 codes in the rowwise layout of MXFP8, 1D only: [M^128, (K/32)^4], of row m at [m, 4 * kb]. Code c is
 2^(c - 127), 255 is NaN. At most one of A and B is 2D, as in Transformer Engine.
+
+Products of 128 are summed by the tensor core and added to an fp32 sum by one fused multiply-add with the product of
+the two scales. The kernel is built as kernels/gemm.py's: persistent, with tensor descriptors and two halves a tile.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
+from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.float8_block import BLOCK
-from te_dynamo.kernels.gemm import check_operands
+from te_dynamo.kernels.gemm import check_operands, store_result
+from te_dynamo.kernels.gemm_block_tiles import BlockGemmTile, choose_block_tile
+from te_dynamo.kernels.gemm_tiles import stores_by_descriptor
+from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
 
-__all__ = ["gemm_block_reference"]
+__all__ = ["gemm_block", "gemm_block_reference", "gemm_block_with_tile"]
+
+_REDUCE_BLOCK = 1024
+
+
+def gemm_block(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_two_d: bool,
+    b_two_d: bool,
+) -> torch.Tensor:
+    """The module docstring's C, of dtype `out_dtype` (bfloat16, float16 or float32), on a CUDA device.
+
+    a [M, K], b [N, K]: float8, contiguous, K a multiple of 16; not both e5m2, not both 2D. M may be symbolic.
+    a_scale_inv, b_scale_inv: both float32 or both uint8 E8M0 codes, layouts as above. bias [N]: any floating dtype.
+    Raises ValueError for anything else. The same input gives the same bits on every run.
+    """
+    check_block_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    halves = _sums_in_registers(a.device)
+    tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize, halves)
+    return gemm_block_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 
 
 def gemm_block_reference(
@@ -111,3 +146,287 @@ def scale_shape(rows: int, k: int, two_d: bool, dtype: torch.dtype) -> tuple[int
     if two_d:
         return -(-rows // BLOCK), -(-blocks // 4) * 4
     return blocks, -(-rows // 4) * 4
+
+
+# --- launcher -----------------------------------------------------------------------------------------------
+
+
+def gemm_block_with_tile(
+    tile: BlockGemmTile,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_two_d: bool,
+    b_two_d: bool,
+) -> torch.Tensor:
+    """`gemm_block` with a tile of the caller's choice; checks nothing."""
+    m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    split = tile.split_k > 1
+    target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=a.device) if split else c
+    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+    # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
+    bias_or_any = b_scale_inv if bias is None else bias
+    arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
+    options = block_kernel_options(tile, n, bias is not None, a_two_d, b_two_d)
+    launch(gemm_block_kernel, (programs,), *arguments, **options)
+    if split:
+        launch(
+            gemm_block_reduce_kernel,
+            (triton.cdiv(m * n, _REDUCE_BLOCK),),
+            *(target, bias_or_any, c, m * n, n),
+            **{"HAS_BIAS": bias is not None, "SPLIT_K": tile.split_k, "BLOCK": _REDUCE_BLOCK},
+        )
+    return c
+
+
+@functools.cache
+def _sums_in_registers(device: torch.device) -> bool:
+    """Whether the tensor core adds up in registers, as Hopper's does; assumed where no GPU can be asked."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] < 10
+
+
+def block_kernel_options(
+    tile: BlockGemmTile, n: int | torch.SymInt, has_bias: bool, a_two_d: bool, b_two_d: bool
+) -> dict[str, Any]:
+    """The constant arguments and compile options of `gemm_block_kernel` for a tile and a width N."""
+    return {
+        "HAS_BIAS": has_bias and tile.split_k == 1,
+        "A_TWO_D": a_two_d,
+        "B_TWO_D": b_two_d,
+        "HALVES": tile.halves,
+        "FLATTEN": tile.flatten,
+        "SPLIT_K": tile.split_k,
+        "DESCRIPTOR_STORE": tile.split_k == 1 and isinstance(n, int) and stores_by_descriptor(n),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "GROUP_M": tile.group_m,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+# --- kernel -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gemm_block_kernel(
+    a,
+    a_scale_inv,
+    b,
+    b_scale_inv,
+    bias,
+    c,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    A_TWO_D: tl.constexpr,
+    B_TWO_D: tl.constexpr,
+    HALVES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DESCRIPTOR_STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """C, or with SPLIT_K > 1 the fp32 sums of each part of K as c [SPLIT_K, M, N]."""
+    # A tile leaves in two parts: its upper and its lower half with HALVES, its left and its right half otherwise.
+    PART_M: tl.constexpr = BLOCK_M // 2 if HALVES else BLOCK_M
+    PART_N: tl.constexpr = BLOCK_N if HALVES else BLOCK_N // 2
+    a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [PART_M, 128])
+    b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, 128])
+    c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
+    tl.assume(K > 0)
+    all_blocks = tl.cdiv(K, 128)
+    blocks = tl.cdiv(all_blocks, SPLIT_K)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=FLATTEN):
+        tile = index // SPLIT_K
+        part = index % SPLIT_K
+        group = tile // (GROUP_M * tiles_n)
+        rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
+        row = (group * GROUP_M + tile % rows_in_group) * BLOCK_M
+        column = (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
+        # A last part that reaches past K reads zeros: the descriptors' bounds.
+        first = part * blocks
+        if HALVES:
+            one, two = _accumulate_halves(
+                *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks, all_blocks, M, N),
+                *(A_TWO_D, B_TWO_D, FLATTEN, PART_M, BLOCK_N),
+            )
+        else:
+            one, two = _accumulate(
+                *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks, all_blocks, M, N),
+                *(A_TWO_D, B_TWO_D, BLOCK_M, BLOCK_N),
+            )
+        # Computed only here: no register holds it through the loop.
+        row_2 = row + (PART_M if HALVES else 0)
+        column_2 = column + (0 if HALVES else PART_N)
+        if HAS_BIAS:
+            one += _load_bias(bias, column, N, PART_N)
+            two += _load_bias(bias, column_2, N, PART_N)
+        target = c + part.to(tl.int64) * M * N
+        store_result(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
+        store_result(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
+
+
+@triton.jit
+def _accumulate(
+    a_desc,
+    a_scale_inv,
+    b_desc,
+    b_scale_inv,
+    row,
+    column,
+    first,
+    blocks,
+    all_blocks,
+    M,
+    N,
+    A_TWO_D: tl.constexpr,
+    B_TWO_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The tile's sum as its left and its right half, so that its way out needs half the shared memory."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(first, first + blocks):
+        a_scale = _load_scales(a_scale_inv, row, block, all_blocks, M, BLOCK_M, A_TWO_D)
+        b_scale = _load_scales(b_scale_inv, column, block, all_blocks, N, BLOCK_N, B_TWO_D)
+        x = a_desc.load([row, block * 128])
+        y = b_desc.load([column, block * 128])
+        total = _add_scaled(tl.dot(x, y.T), a_scale, b_scale, total, A_TWO_D, B_TWO_D)
+    return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _accumulate_halves(
+    a_desc,
+    a_scale_inv,
+    b_desc,
+    b_scale_inv,
+    row,
+    column,
+    first,
+    blocks,
+    all_blocks,
+    M,
+    N,
+    A_TWO_D: tl.constexpr,
+    B_TWO_D: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    HALF_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The sums of the tile's upper and lower half, one product after the other: terms of one half are all beside them."""
+    upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+    lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+    nothing = tl.minimum(M, 0)  # 0, which the compiler does not know
+    if not FLATTEN:
+        upper_next = _load_scales(a_scale_inv, row, first, all_blocks, M, HALF_M, A_TWO_D)
+        lower_next = _load_scales(a_scale_inv, row + HALF_M, first, all_blocks, M, HALF_M, A_TWO_D)
+        b_next = _load_scales(b_scale_inv, column, first, all_blocks, N, BLOCK_N, B_TWO_D)
+    for block in range(first, first + blocks):
+        if not FLATTEN:
+            upper_scale = upper_next
+            lower_scale = lower_next
+            b_scale = b_next
+        ahead = block + (0 if FLATTEN else 1)
+        upper_next = _load_scales(a_scale_inv, row, ahead, all_blocks, M, HALF_M, A_TWO_D)
+        lower_next = _load_scales(a_scale_inv, row + HALF_M, ahead, all_blocks, M, HALF_M, A_TWO_D)
+        b_next = _load_scales(b_scale_inv, column, ahead, all_blocks, N, BLOCK_N, B_TWO_D)
+        if FLATTEN:
+            upper_scale = upper_next
+            lower_scale = lower_next
+            b_scale = b_next
+        # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
+        # both products, and one warp group can add while the other multiplies.
+        x_lower = a_desc.load([row + HALF_M, block * 128])
+        x_upper = a_desc.load([row, block * 128])
+        y = b_desc.load([column, block * 128])
+        upper = _add_scaled(tl.dot(x_upper, y.T), upper_scale, b_scale, upper, A_TWO_D, B_TWO_D)
+        # The zeros that the second product starts from are made of the first one's sum. Otherwise ptxas starts it before
+        # the first one's terms are added, and two sets of terms beside two halves of sums do not fit in the registers.
+        zeros = (upper.to(tl.int32, bitcast=True) & nothing).to(tl.float32, bitcast=True)
+        lower = _add_scaled(tl.dot(x_lower, y.T, zeros), lower_scale, b_scale, lower, A_TWO_D, B_TWO_D)
+    return upper, lower
+
+
+@triton.jit
+def _load_scales(scale_inv, index, block, blocks, SIZE, COUNT: tl.constexpr, TWO_D: tl.constexpr):
+    """The scale of rows index : index + COUNT of an operand, [COUNT] or for TWO_D a scalar, for a block of K.
+
+    Past the last row or block the last one's is read again: it scales zeros or what is not stored. In Triton a clamp
+    takes fewer registers than a mask.
+    """
+    block = tl.minimum(block, blocks - 1)
+    if TWO_D:
+        stride = (blocks + 3) // 4 * 4
+        value = tl.load(scale_inv + tl.minimum(index, SIZE - 1) // 128 * stride + block)
+    else:
+        rows = tl.minimum(index + tl.arange(0, COUNT), SIZE - 1)
+        if scale_inv.dtype.element_ty == tl.uint8:
+            value = tl.load(scale_inv + 4 * block + rows * (4 * blocks))
+        else:
+            value = tl.load(scale_inv + tl.cast(block, tl.int64) * ((SIZE + 3) // 4 * 4) + rows)
+    return value
+
+
+@triton.jit
+def _add_scaled(terms, a_scale, b_scale, total, A_TWO_D: tl.constexpr, B_TWO_D: tl.constexpr):
+    """total + terms * (a_scale * b_scale), one rounding for the scales' product and one for the rest."""
+    a_scale = _decode(a_scale)
+    b_scale = _decode(b_scale)
+    if A_TWO_D:
+        scale = (a_scale * b_scale)[None, :]
+    elif B_TWO_D:
+        scale = (a_scale * b_scale)[:, None]
+    else:
+        scale = a_scale[:, None] * b_scale[None, :]
+    return tl.fma(terms, tl.broadcast_to(scale, terms.shape), total)
+
+
+@triton.jit
+def _decode(scale):
+    """fp32 as it is; an E8M0 code as the fp32 whose exponent field it is, 2^-127 for 0 and NaN for 255."""
+    if scale.dtype == tl.uint8:
+        code = scale.to(tl.int32)
+        bits = tl.where(code == 0, 0x00400000, code << 23)
+        scale = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _load_bias(bias, column, N, COUNT: tl.constexpr):
+    """bias[column : column + COUNT] in fp32 as a row."""
+    columns = column + tl.arange(0, COUNT)
+    return tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def gemm_block_reduce_kernel(
+    parts,
+    bias,
+    c,
+    SIZE,
+    N,
+    HAS_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """c = round(sum of parts [SPLIT_K, SIZE], in order, + bias), SIZE = M * N."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLIT_K):
+        total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(c + offsets, total.to(c.dtype.element_ty), mask=inside)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TypeVar
 
-__all__ = ["TILES", "Tile", "choose_tile", "estimated_us", "stores_by_descriptor"]
+__all__ = ["TILES", "Tile", "choose_among", "choose_tile", "estimated_us", "stores_by_descriptor", "with_splits"]
 
 _REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
@@ -72,7 +73,11 @@ class Tile:
         return " ".join(parts)
 
 
-def _with_splits(tile: Tile, *splits: int) -> list[Tile]:
+AnyTile = TypeVar("AnyTile", bound=Tile)
+
+
+def with_splits(tile: AnyTile, *splits: int) -> list[AnyTile]:
+    """The tile, and the same with K cut into each number of parts."""
     return [tile, *(dataclasses.replace(tile, split_k=split) for split in splits)]
 
 
@@ -84,20 +89,20 @@ TILES: tuple[Tile, ...] = (
     Tile(256, 128, 128, 8, 3, fast=True, tflops=1260),
     # Too few tiles of that size to fill the GPU.
     Tile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
-    *_with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1250), 2, 4),
+    *with_splits(Tile(128, 128, 128, 8, 4, fast=True, tflops=1250), 2, 4),
     # Decoding: a few rows of A, all the time goes into reading B.
-    *_with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
-    *_with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
-    *_with_splits(Tile(64, 64, 256, 4, 3, fast=True, tflops=520, ctas_per_sm=2), 2, 4),
+    *with_splits(Tile(64, 128, 128, 4, 5, fast=True, tflops=800), 2, 4),
+    *with_splits(Tile(64, 64, 256, 4, 4, fast=True, tflops=520), 2, 4, 8),
+    *with_splits(Tile(64, 64, 256, 4, 3, fast=True, tflops=520, ctas_per_sm=2), 2, 4),
     Tile(64, 32, 256, 4, 4, fast=True, tflops=300, ctas_per_sm=2),
     # The same three groups for slow accumulation. Of two programs on a multiprocessor one adds while the other multiplies.
     Tile(128, 128, 128, 4, 3, fast=False, tflops=1130, halves=True, ctas_per_sm=2),
     Tile(256, 128, 128, 8, 4, fast=False, tflops=1045, halves=True),
     Tile(256, 128, 128, 8, 3, fast=False, tflops=950, halves=True),
-    *_with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=900), 2, 4),
-    *_with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=680), 2, 4),
-    *_with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
-    *_with_splits(Tile(64, 64, 128, 4, 5, fast=False, tflops=500, ctas_per_sm=2), 2, 4),
+    *with_splits(Tile(128, 128, 128, 8, 4, fast=False, tflops=900), 2, 4),
+    *with_splits(Tile(64, 128, 128, 4, 5, fast=False, tflops=680), 2, 4),
+    *with_splits(Tile(64, 64, 128, 4, 6, fast=False, tflops=500), 2, 4, 8),
+    *with_splits(Tile(64, 64, 128, 4, 5, fast=False, tflops=500, ctas_per_sm=2), 2, 4),
 )
 
 
@@ -122,10 +127,16 @@ def choose_tile(
     a sum is made; the parts of K do, so how many there are is decided as for the widest C.
     """
 
-    def best(candidates: list[Tile]) -> Tile:
+    candidates = [tile for tile in TILES if tile.fast == fast_accum]
+    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+
+
+def choose_among(candidates: list[AnyTile], m: int, n: int, k: int, multiprocessors: int, out_bytes: int) -> AnyTile:
+    """`choose_tile` over the caller's candidates."""
+
+    def best(candidates: list[AnyTile]) -> AnyTile:
         return min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
 
-    candidates = [tile for tile in TILES if tile.fast == fast_accum]
     if not stores_by_descriptor(n):
         candidates = [tile for tile in candidates if tile.narrow]
     widest = best([tile for tile in candidates if tile.fits(out_bytes=4)])

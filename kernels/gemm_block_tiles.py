@@ -1,0 +1,61 @@
+"""Which tile the block-scaled FP8 GEMM runs for a shape; the cost model is that of gemm_tiles.py.
+
+`python benchmarks/gemm.py --format block --sweep` measures all candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from te_dynamo.kernels.gemm_tiles import Tile, choose_among, with_splits
+
+__all__ = ["BLOCK_TILES", "BlockGemmTile", "choose_block_tile"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGemmTile(Tile):
+    """A `Tile` of slow accumulation, block_k 128: the sum takes the scaled products of every 128 k.
+
+    flatten: one loop over tiles and blocks of K, so that loads of the next tile overlap the end of the last; the scales
+             of a block are then loaded with it. Otherwise they are loaded one block ahead.
+    """
+
+    flatten: bool = False
+
+    @property
+    def name(self) -> str:
+        """ "block 128x128x128 w4 s3 halves 2/sm flat": unique within BLOCK_TILES."""
+        return super().name.replace("slow", "block") + (" flat" if self.flatten else "")
+
+
+def _tile(m: int, n: int, warps: int, stages: int, tflops: float, **options: object) -> BlockGemmTile:
+    return BlockGemmTile(m, n, 128, warps, stages, False, tflops, **options)  # type: ignore[arg-type]
+
+
+BLOCK_TILES: tuple[BlockGemmTile, ...] = (
+    # Large products. Of two programs on a multiprocessor one scales and adds while the other multiplies.
+    _tile(128, 128, 4, 3, 1060, halves=True, ctas_per_sm=2),
+    _tile(128, 128, 4, 3, 1050, halves=True, ctas_per_sm=2, flatten=True),
+    _tile(256, 128, 8, 4, 950, halves=True, flatten=True),
+    # Too few tiles of that size to fill the GPU, and fp32 results.
+    _tile(128, 128, 8, 4, 880, flatten=True),
+    *with_splits(_tile(128, 128, 4, 3, 1050, halves=True, ctas_per_sm=2, flatten=True), 2, 4)[1:],
+    _tile(128, 128, 4, 2, 850, halves=True, ctas_per_sm=2, flatten=True),
+    # A few rows of A: all the time goes into reading B.
+    *with_splits(_tile(64, 128, 4, 5, 650, flatten=True), 2, 4),
+    *with_splits(_tile(64, 64, 4, 6, 450, flatten=True), 2, 4, 8),
+    *with_splits(_tile(64, 64, 4, 5, 480, ctas_per_sm=2, flatten=True), 2, 4),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_block_tile(
+    m: int, n: int, k: int, multiprocessors: int = 132, out_bytes: int = 4, halves: bool = True
+) -> BlockGemmTile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
+
+    halves False leaves out the tiles in two halves, which suit Hopper's registers and no later GPU.
+    """
+    candidates = [tile for tile in BLOCK_TILES if halves or not tile.halves]
+    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
