@@ -135,7 +135,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     """The three buffers of a float32 matrix [R, C], rounded stochastically if there is a key."""
     rows, width = matrix.shape
     amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
-    amax = amax.masked_fill(amax.isnan(), torch.nan)  # one NaN, whatever x's was
+    amax = amax.masked_fill(amax.isnan(), torch.nan)  # one NaN of all
     scale_s = (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX)
     scale_s = torch.where((amax == 0) | (amax == torch.inf), torch.ones_like(amax), scale_s)
     height, blocks_wide = BLOCK if two_d else 1, round_up(width, BLOCK) // BLOCK
@@ -148,7 +148,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     enc = enc.nan_to_num(nan=0.0, posinf=_FLOAT32_MAX)
     value = (blocks * enc).flatten(2).flatten(0, 1)[:rows]
     codes = e2m1_codes(value, None if key is None else random_bits(key, rows, blocks_wide * BLOCK // 2))
-    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
+    data = codes[:, 0::2] | (codes[:, 1::2] << 4)
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
 
