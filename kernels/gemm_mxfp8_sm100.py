@@ -133,11 +133,7 @@ def operand_descriptor(operand, SIDE, K, COLUMNWISE: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def load_operand(descriptor, first, k, COLUMNWISE: tl.constexpr):
     """A tile [BLOCK, BLOCK_K] of it; what lies outside is zero."""
-    if COLUMNWISE:
-        value = descriptor.load([k, first]).T
-    else:
-        value = descriptor.load([first, k])
-    return value
+    return descriptor.load([k, first]).T if COLUMNWISE else descriptor.load([first, k])
 
 
 @triton.jit

@@ -238,7 +238,12 @@ def _load(
     from te_dynamo import quantizers
     from te_dynamo.tensor_proto import TensorProto, check_layout
 
-    made = getattr(quantizers, quantizer)(**fields)
+    cls = getattr(quantizers, quantizer, None)
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise QuantizationError(
+            f"QuantizedTensor: a file names the quantizer {quantizer!r}, which te_dynamo does not have"
+        )
+    made = cls(**fields)
     dtypes = {name: dtype for name, (_, dtype) in made._describe_buffers(shape).items()}
     buffers = {name: _stored(buffer, dtypes.get(name)) for name, buffer in buffers.items()}
     check_layout(TensorProto(shape, dtype, made), buffers)

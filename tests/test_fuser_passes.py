@@ -13,7 +13,7 @@ from torch import fx
 
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.usage import drop_unread_usages
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer, NVFP4Quantizer
 from te_dynamo.testing import fake_cuda, graph_text
 
 te, aten = torch.ops.te, torch.ops.aten
@@ -75,6 +75,19 @@ quantize: (f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.quantize(view, e4m3[row+
 return quantize[0], quantize[1], quantize[2], quantize[0], quantize[1], quantize[2], quantize[0], quantize[1], quantize[2]""",
     )
     assert merge_common_subexpressions(graph) == 0
+
+
+def test_stochastic_quantizations_merge_by_their_random_bits() -> None:
+    stochastic = NVFP4Quantizer(stochastic_rounding=True)
+    rows, columns = stochastic.with_usage(columnwise=False), stochastic.with_usage(rowwise=False)
+    for same, left in ((True, 1), (False, 2)):
+        b = Builder((16, 64))
+        bits = [b.call(aten.randint.low, -9, 9, [2]) for _ in range(2)]
+        first = b.call(te.quantize.default, b.inputs[0], rows, bits[0])
+        second = b.call(te.quantize.default, b.inputs[0], columns, bits[0 if same else 1])
+        graph = b.returns(*b.read(first, 0, 1, 2), *b.read(second, 0, 1, 2))
+        merge_common_subexpressions(graph)
+        assert [node.args[2] for node in quantizes(graph)] == bits[:left]
 
 
 @pytest.mark.parametrize(("first", "second"), [(ROWS, COLUMNS), (COLUMNS, ROWS), (ROWS, BOTH), (BOTH, COLUMNS)])

@@ -110,6 +110,9 @@ def test_a_file_with_wrong_buffers_is_an_error() -> None:
         load({"data": buffers["data"]}, *rest)
     with pytest.raises(QuantizationError, match=r"buffer 'transpose' has shape \(96, 48\), expected \(48, 96\)"):
         load(buffers | {"transpose": buffers["transpose"].t().contiguous()}, *rest)
+    rest[2] = "check_linear"
+    with pytest.raises(QuantizationError, match="names the quantizer 'check_linear', which te_dynamo does not have"):
+        load(buffers, *rest)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=name)

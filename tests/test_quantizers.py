@@ -27,6 +27,14 @@ def test_equal_configuration_is_an_equal_object(quantizer: Quantizer) -> None:
     assert eval(text, dict(names)) == quantizer
 
 
+@pytest.mark.parametrize("quantizer", CONFIGURATIONS, ids=name)
+def test_usages_leave_the_rest(quantizer: Quantizer) -> None:
+    for rowwise, columnwise in USAGES:
+        expected = dataclasses.replace(quantizer, rowwise=rowwise, columnwise=columnwise)
+        assert quantizer.with_usage(rowwise, columnwise) == expected
+        assert expected.with_usage(True, True) == quantizer and expected.with_usage() == expected
+
+
 def test_different_configurations_are_different_objects() -> None:
     assert len(set(QUANTIZERS)) == len(QUANTIZERS)
 

@@ -6,7 +6,6 @@
 import functools
 from collections.abc import Callable
 from itertools import chain
-from types import ModuleType
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -32,28 +31,34 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Format(NamedTuple):
     """How `te.quantize` runs one type of quantizer.
 
-    module, name: the kernel is `module.name` and its reference `module.name_reference`; both take x and the arguments.
+    kernel, reference: a function of x and the arguments, launching Triton and in plain PyTorch.
     arguments: of the quantizer and the random bits (None: it needs none), as they take them.
     """
 
-    module: ModuleType
-    name: str
+    kernel: Callable[..., list[torch.Tensor]]
+    reference: Callable[..., list[torch.Tensor]]
     arguments: Callable[[Any, Optional[torch.Tensor]], tuple[Any, ...]]
 
 
 FORMATS: dict[type[Quantizer], Format] = {
     Float8CurrentScalingQuantizer: Format(
-        kernels, "quantize", lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon)
+        kernels.quantize,
+        kernels.quantize_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
     ),
     Float8BlockQuantizer: Format(
-        float8_block,
-        "quantize_block",
+        float8_block.quantize_block,
+        float8_block.quantize_block_reference,
         lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.block_dims == 2, q.power_of_two_scale, q.amax_epsilon),
     ),
-    MXFP8Quantizer: Format(mxfp8, "quantize_mxfp8", lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block)),
+    MXFP8Quantizer: Format(
+        mxfp8.quantize_mxfp8,
+        mxfp8.quantize_mxfp8_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block),
+    ),
     NVFP4Quantizer: Format(
-        nvfp4,
-        "quantize_nvfp4",
+        nvfp4.quantize_nvfp4,
+        nvfp4.quantize_nvfp4_reference,
         lambda q, random: (q.rowwise, q.columnwise, q.two_d, q.hadamard, q.stochastic_rounding, random),
     ),
 }
@@ -85,8 +90,8 @@ def _current_scaling(argument: Any) -> tuple[Any, ...]:
     return FORMATS[Float8CurrentScalingQuantizer].arguments(argument, None)
 
 
-def _runs(suffix: str) -> Callable[..., Any]:
-    """`te.quantize` by the kernels (suffix "") or the references ("_reference") of the quantizers' formats."""
+def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]]) -> Callable[..., list[torch.Tensor]]:
+    """`te.quantize` by the kernels or by the references of the quantizers' formats."""
 
     def run(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
         quantizer.value()
@@ -99,7 +104,7 @@ def _runs(suffix: str) -> Callable[..., Any]:
                 "quantizer.quantize(x, generator) draws them"
             )
         format = format_of(quantizer)
-        return getattr(format.module, format.name + suffix)(x, *format.arguments(quantizer, random))
+        return implementation(format)(x, *format.arguments(quantizer, random))
 
     return run
 
@@ -108,7 +113,7 @@ quantize_with_amax = takes_quantizer(kernels.quantize)
 """The launches of `te.quantize` with a third argument, x's amax (fp32 [1]), where that is known already: one pass over x."""
 
 
-@te_op(reference=_runs("_reference"), kernel=_runs(""))
+@te_op(reference=_runs(lambda format: format.reference), kernel=_runs(lambda format: format.kernel))
 def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
     """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers.
 

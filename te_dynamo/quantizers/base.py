@@ -93,11 +93,14 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
-        return dataclasses.replace(
-            self,
-            rowwise=self.rowwise if rowwise is None else rowwise,
-            columnwise=self.columnwise if columnwise is None else columnwise,
+        return self._using(
+            self.rowwise if rowwise is None else rowwise,
+            self.columnwise if columnwise is None else columnwise,
         )
+
+    def _using(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        """The same configuration with those usages. Each class calls its constructor: Dynamo traces that, not `replace`."""
+        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raises QuantizationError for a shape this format cannot hold."""

@@ -61,6 +61,11 @@ class Float8BlockQuantizer(Quantizer):
         """The float8 dtype of the data."""
         return FP8_DTYPES[self.fp8_format]
 
+    def _using(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
+        return Float8BlockQuantizer(
+            rowwise, columnwise, self.fp8_format, self.block_dims, self.power_of_two_scale, self.amax_epsilon
+        )
+
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
         rows, columns = rows_and_columns(shape)

@@ -54,6 +54,9 @@ class MXFP8Quantizer(Quantizer):
         """The float8 dtype of the data."""
         return FP8_DTYPES[self.fp8_format]
 
+    def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
+        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block)
+
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
         rows, columns = rows_and_columns(shape)

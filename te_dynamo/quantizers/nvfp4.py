@@ -48,6 +48,9 @@ class NVFP4Quantizer(Quantizer):
     def needs_random(self) -> bool:
         return self.stochastic_rounding
 
+    def _using(self, rowwise: bool, columnwise: bool) -> NVFP4Quantizer:
+        return NVFP4Quantizer(rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.two_d)
+
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
         rows, columns = rows_and_columns(shape)
