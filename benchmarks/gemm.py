@@ -1,7 +1,8 @@
 """Speed of the FP8 GEMM on one GPU, beside cuBLASLt's.
 
-    python benchmarks/gemm.py            the tile that the product chooses, each shape, fast and slow accumulation
-    python benchmarks/gemm.py --sweep    every candidate tile: what `kernels/gemm_tiles.py` is written from
+    python benchmarks/gemm.py                  the tile that the product chooses, each shape, fast and slow accumulation
+    python benchmarks/gemm.py --sweep          every candidate tile: what `kernels/gemm_tiles.py` is written from
+    python benchmarks/gemm.py --format block   Float8 block scaling and MXFP8 of 128, and `kernels/gemm_block_tiles.py`
 
 TFLOP/s, medians over a cold L2, normal-random data, all providers of one shape interleaved in one process. `*` marks
 the tile that `choose_tile` takes, `+` the fastest one when that is another.
@@ -20,7 +21,10 @@ from collections.abc import Callable
 import torch
 import triton
 
+from te_dynamo.kernels.float8_block import quantize_block
 from te_dynamo.kernels.gemm import gemm_kernel, gemm_with_tile, kernel_options
+from te_dynamo.kernels.gemm_block import block_kernel_options, gemm_block_kernel, gemm_block_with_tile
+from te_dynamo.kernels.gemm_block_tiles import BLOCK_TILES, choose_block_tile
 from te_dynamo.kernels.gemm_tiles import TILES, Tile, choose_tile, estimated_us
 from te_dynamo.kernels.launch import multiprocessor_count
 
@@ -54,30 +58,113 @@ SHAPES: list[tuple[str, int, int, int]] = [
 ]
 
 
+Provider = Callable[[], torch.Tensor]
+
+
 class Problem:
-    """The operands of one GEMM on the GPU, and its providers: functions that compute it once."""
+    """The operands of one GEMM on the GPU, one scale a tensor, and its providers: functions that compute it once."""
+
+    kinds = ("fast", "slow")
+    tiles: tuple[Tile, ...] = TILES
 
     def __init__(self, m: int, n: int, k: int) -> None:
         self.shape = (m, n, k)
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-        self.x, self.w = x, w
-        self.a, self.b = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+        self.x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        self.w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+        self.sms = multiprocessor_count(self.x.device)
+        self.quantize()
+
+    def quantize(self) -> None:
+        self.a, self.b = self.x.to(torch.float8_e4m3fn), self.w.to(torch.float8_e4m3fn)
         self.one = torch.ones(1, device="cuda")
-
-    def tile(self, tile: Tile) -> Callable[[], torch.Tensor]:
-        return lambda: gemm_with_tile(tile, self.a, self.one, self.b, self.one, None, torch.bfloat16)
-
-    def cublas(self, fast: bool) -> Callable[[], torch.Tensor]:
-        return lambda: torch._scaled_mm(
-            self.a, self.b.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
 
     def bf16(self) -> torch.Tensor:
         return torch.mm(self.x, self.w.t())
 
+    def chosen(self, kind: str) -> Tile:
+        """The tile that the product takes."""
+        return choose_tile(*self.shape, kind == "fast", self.sms, 2)
 
-def measure(providers: dict[str, Callable[[], torch.Tensor]], rounds: int, rep_ms: int) -> dict[str, float]:
+    def tile(self, kind: str, tile: Tile) -> Provider | None:
+        """The kernel with that tile, None where it is not for that kind."""
+        if tile.fast != (kind == "fast"):
+            return None
+        return lambda: gemm_with_tile(tile, self.a, self.one, self.b, self.one, None, torch.bfloat16)
+
+    @staticmethod
+    def compile(tile: Tile, m: int, n: int) -> None:
+        """Compiles all that `tile` runs for operands of those sizes."""
+        a, b, c, scale = compile_operands(tile, m, n)
+        gemm_kernel.warmup(a, scale, b, scale, scale, c, m, n, 128, grid=(1,), **kernel_options(tile, n, False))
+
+    def cublas(self, kind: str) -> Provider | None:
+        """cuBLASLt's, None where it has none."""
+        return lambda: torch._scaled_mm(
+            self.a, self.b.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=kind == "fast"
+        )
+
+
+class BlockProblem(Problem):
+    """One scale for 128 k: forward and dgrad's operands, wgrad's, and both in MXFP8 with 128 values a scale."""
+
+    kinds = ("1x128.128x128", "1x128.1x128", "e8m0.e8m0")
+    tiles = BLOCK_TILES
+
+    def quantize(self) -> None:
+        options = (torch.float8_e4m3fn, True, False)
+        one = [quantize_block(x, *options, False, True, 0.0) for x in (self.x, self.w)]
+        two = quantize_block(self.w, *options, True, True, 0.0)
+        self.operands = {
+            "1x128.128x128": (*one[0], *two, False, True),
+            "1x128.1x128": (*one[0], *one[1], False, False),
+            "e8m0.e8m0": (one[0][0], e8m0(one[0]), one[1][0], e8m0(one[1]), False, False),
+        }
+
+    def chosen(self, kind: str) -> Tile:
+        return choose_block_tile(*self.shape, self.sms, 2)
+
+    def tile(self, kind: str, tile: Tile) -> Provider | None:
+        a, a_scale, b, b_scale, *two_d = self.operands[kind]
+        return lambda: gemm_block_with_tile(tile, a, a_scale, b, b_scale, None, torch.bfloat16, *two_d)
+
+    def cublas(self, kind: str) -> Provider | None:
+        m, n, k = self.shape
+        if kind == "e8m0.e8m0" or m % 4 or k % 512:
+            return None
+        a, a_scale, b, b_scale, _, two_d = self.operands[kind]
+        right = b_scale.t() if two_d else b_scale
+        return lambda: torch._scaled_mm(a, b.t(), a_scale.t(), right, out_dtype=torch.bfloat16)
+
+    @staticmethod
+    def compile(tile: Tile, m: int, n: int) -> None:
+        a, b, c, scale = compile_operands(tile, m, n)
+        for two_d, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.uint8)):
+            scale = scale.to(dtype)
+            options = block_kernel_options(tile, n, False, False, two_d)  # type: ignore[arg-type]
+            gemm_block_kernel.warmup(a, scale, b, scale, scale, c, m, n, 128, grid=(1,), **options)
+
+
+FORMATS: dict[str, type[Problem]] = {"tensor": Problem, "block": BlockProblem}
+
+
+def compile_operands(tile: Tile, m: int, n: int) -> tuple[torch.Tensor, ...]:
+    """a, b and c of the dtypes that the launcher passes, and a scale."""
+    a = torch.empty(m, 128, device="cuda", dtype=torch.float8_e4m3fn)
+    b = torch.empty(n, 128, device="cuda", dtype=torch.float8_e4m3fn)
+    c_dtype = torch.float32 if tile.split_k > 1 else torch.bfloat16
+    return a, b, torch.empty(tile.split_k * m * n, device="cuda", dtype=c_dtype), torch.ones(1, device="cuda")
+
+
+def e8m0(quantized: list[torch.Tensor]) -> torch.Tensor:
+    """The power-of-two scales of 1x128 blocks as codes in MXFP8's rowwise layout."""
+    data, scale_inv = quantized
+    codes = torch.zeros(-(-data.shape[0] // 128) * 128, scale_inv.shape[0] * 4, device="cuda", dtype=torch.uint8)
+    exponents = scale_inv[:, : data.shape[0]].t().contiguous().view(torch.int32) >> 23
+    codes[: data.shape[0]] = exponents.repeat_interleave(4, dim=1).to(torch.uint8)
+    return codes
+
+
+def measure(providers: dict[str, Provider], rounds: int, rep_ms: int) -> dict[str, float]:
     """Milliseconds of each provider: the median of `rounds` interleaved measurements; NaN, and a line, for a failure."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     failed: set[str] = set()
@@ -93,7 +180,7 @@ def measure(providers: dict[str, Callable[[], torch.Tensor]], rounds: int, rep_m
     return {name: float("nan") if name in failed else statistics.median(times[name]) for name in providers}
 
 
-def time_once(provider: Callable[[], torch.Tensor], rep_ms: int) -> float:
+def time_once(provider: Provider, rep_ms: int) -> float:
     """CUDA-graph replays below 100 us, where the CPU's launches would be what is measured."""
     ms = triton.testing.do_bench(provider, warmup=2, rep=rep_ms, return_mode="median")
     if ms < 0.1:
@@ -101,7 +188,7 @@ def time_once(provider: Callable[[], torch.Tensor], rep_ms: int) -> float:
     return ms
 
 
-def graph_time(provider: Callable[[], torch.Tensor], rep_ms: int) -> float:
+def graph_time(provider: Provider, rep_ms: int) -> float:
     """One call inside a CUDA graph, the L2 flushed before each replay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -109,45 +196,51 @@ def graph_time(provider: Callable[[], torch.Tensor], rep_ms: int) -> float:
     return triton.testing.do_bench(graph.replay, warmup=2, rep=rep_ms, return_mode="median")
 
 
-def worth_trying(tile: Tile, m: int, n: int, k: int, sms: int) -> bool:
-    """Leaves out what the cost model puts far from the best, to keep the sweep short."""
-    best = estimated_us(choose_tile(m, n, k, tile.fast, sms), m, n, k, sms)
-    return tile.fits(2) and estimated_us(tile, m, n, k, sms) < 3 * best
+def worth_trying(problem: Problem, kind: str) -> list[Tile]:
+    """The tiles that the cost model does not put far from the best, to keep the sweep short."""
+    best = estimated_us(problem.chosen(kind), *problem.shape, problem.sms)
+    near = [tile for tile in problem.tiles if estimated_us(tile, *problem.shape, problem.sms) < 3 * best]
+    return [tile for tile in near if tile.fits(2)]
 
 
-def sweep(shapes: list[tuple[str, int, int, int]], rounds: int, rep_ms: int, everything: bool) -> None:
+def sweep(
+    problem_of: type[Problem], shapes: list[tuple[str, int, int, int]], rounds: int, rep_ms: int, everything: bool
+) -> None:
     """The table of tiles; then, for each tile, its speed beside the `tflops` that the table of tiles has for it."""
-    sms = multiprocessor_count(torch.device("cuda", torch.cuda.current_device()))
     best_of: dict[str, float] = collections.defaultdict(float)
     for label, m, n, k in shapes:
-        problem = Problem(m, n, k)
-        tiles = [tile for tile in TILES if worth_trying(tile, m, n, k, sms)]
-        if not everything:
-            tiles = [choose_tile(m, n, k, fast, sms) for fast in (True, False)]
-        providers: dict[str, Callable[[], torch.Tensor]] = {
-            "bf16": problem.bf16,
-            "fast cublas": problem.cublas(True),
-            "slow cublas": problem.cublas(False),
-        }
-        providers |= {tile.name: problem.tile(tile) for tile in tiles}
+        problem = problem_of(m, n, k)
+        providers: dict[str, Provider] = {"bf16": problem.bf16}
+        for kind in problem.kinds:
+            tiles = worth_trying(problem, kind) if everything else [problem.chosen(kind)]
+            found = {f"{kind} cublas": problem.cublas(kind)}
+            found |= {f"{kind} {short(tile)}": problem.tile(kind, tile) for tile in tiles}
+            providers |= {name: provider for name, provider in found.items() if provider is not None}
         ms = measure(providers, rounds, rep_ms)
         tflops = {name: 2 * m * n * k / each / 1e9 for name, each in ms.items()}
         print(f"{label}: {m} x {n} x {k}  bf16 {tflops['bf16']:.0f} TFLOP/s, {ms['bf16'] * 1e3:.1f} us")
-        for fast in (True, False):
-            print_row("fast" if fast else "slow", tflops, ms, choose_tile(m, n, k, fast, sms).name)
+        for kind in problem.kinds:
+            print_row(kind, tflops, ms, f"{kind} {short(problem.chosen(kind))}")
         for name, speed in tflops.items():
             best_of[name] = max(best_of[name], 0.0 if math.isnan(speed) else speed)
     print("\nbest of each tile over all shapes, TFLOP/s, and the table's figure")
-    for tile in TILES:
-        if tile.name in best_of:
-            print(f"    {tile.name:34} {best_of[tile.name]:6.0f}  {tile.tflops:6.0f}")
+    for kind in problem_of.kinds:
+        for tile in problem_of.tiles:
+            if (name := f"{kind} {short(tile)}") in best_of:
+                print(f"    {name:50} {best_of[name]:6.0f}  {tile.tflops:6.0f}")
+
+
+def short(tile: Tile) -> str:
+    """The tile's name without its first word, which says what it is for."""
+    return tile.name.partition(" ")[2]
 
 
 def print_row(kind: str, tflops: dict[str, float], ms: dict[str, float], chosen: str) -> None:
     """One line: cuBLASLt, the fastest five tiles and the chosen one."""
-    names = [name for name in tflops if name.startswith(kind) and "cublas" not in name and not math.isnan(ms[name])]
+    cublas = f"{kind} cublas"
+    names = [name for name in tflops if name.startswith(kind) and name != cublas and not math.isnan(ms[name])]
     ranked = sorted(names, key=lambda name: ms[name])
-    cells = [f"{tflops[f'{kind} cublas']:.0f} cublas ({ms[f'{kind} cublas'] * 1e3:.1f} us)"]
+    cells = [f"{tflops[cublas]:.0f} cublas ({ms[cublas] * 1e3:.1f} us)" if cublas in tflops else "no cublas"]
     for rank, name in enumerate(ranked):
         if rank < 5 or name == chosen:
             mark = "*" if name == chosen else "+" if rank == 0 else ""
@@ -155,20 +248,14 @@ def print_row(kind: str, tflops: dict[str, float], ms: dict[str, float], chosen:
     print(f"    {kind}: " + " | ".join(cells), flush=True)
 
 
-def compile_ahead(tiles: list[Tile], shapes: list[tuple[str, int, int, int]]) -> None:
+def compile_ahead(problem_of: type[Problem], shapes: list[tuple[str, int, int, int]]) -> None:
     """Fills Triton's cache in threads (ptxas is a process of its own), so that the timing loop compiles nothing."""
     device = torch.cuda.current_device()
+    tiles = [tile for tile in problem_of.tiles if tile.fits(2)]
 
     def one(tile: Tile, m: int, n: int) -> None:
         torch.cuda.set_device(device)
-        a = torch.empty(m, 128, device="cuda", dtype=torch.float8_e4m3fn)
-        b = torch.empty(n, 128, device="cuda", dtype=torch.float8_e4m3fn)
-        scale = torch.ones(1, device="cuda")
-        c = torch.empty(
-            tile.split_k * m * n, device="cuda", dtype=torch.float32 if tile.split_k > 1 else torch.bfloat16
-        )
-        options = kernel_options(tile, n, False)
-        gemm_kernel.warmup(a, scale, b, scale, scale, c, m, n, 128, grid=(1,), **options)
+        problem_of.compile(tile, m, n)
 
     jobs = [(tile, m, 1024) for tile in tiles for m in sorted({1 if m == 1 else 64 for _, m, _, _ in shapes})]
     start = time.perf_counter()
@@ -181,6 +268,7 @@ def compile_ahead(tiles: list[Tile], shapes: list[tuple[str, int, int, int]]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", choices=FORMATS, default="tensor", help="how operands are scaled")
     parser.add_argument("--sweep", action="store_true", help="time every candidate tile, not only the chosen one")
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--rounds", type=int, default=3)
@@ -193,9 +281,9 @@ def main() -> None:
     print(f"{device.name}, {device.multi_processor_count} SMs, torch {torch.__version__}, triton {triton.__version__}")
     shapes = [shape for shape in SHAPES if arguments.only in shape[0]]
     if arguments.sweep:
-        compile_ahead([tile for tile in TILES if tile.fits(2)], shapes)
+        compile_ahead(FORMATS[arguments.format], shapes)
     start = time.perf_counter()
-    sweep(shapes, arguments.rounds, arguments.rep, arguments.sweep)
+    sweep(FORMATS[arguments.format], shapes, arguments.rounds, arguments.rep, arguments.sweep)
     print(f"measured in {time.perf_counter() - start:.0f} s")
 
 

@@ -1,9 +1,9 @@
-"""Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--format nvfp4] [--sweep]`.
+"""Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--recipe RECIPE] [--sweep]`.
 
-Bytes are those the two launches must move: inputs twice, every output once. A row's percentage is of the
-bandwidth of a device-to-device copy measured in the same run; it can pass 100 where the second launch finds
-inputs in the cache. --sweep tries other tiles of the second launch and prints the best ones beside the
-chosen.
+Bytes are those the launches must move: inputs twice for current scaling and NVFP4, once for block scaling, every
+output once. A row's percentage is of the bandwidth of a device-to-device copy measured in the same run; it can pass 100
+where a second launch finds inputs in the cache. --sweep tries other tiles of the last launch and prints the best
+ones beside the chosen.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import argparse
 import itertools
 import subprocess
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
 
 from te_dynamo.kernels.activation import activation_backward_quantize
+from te_dynamo.kernels.float8_block import BlockTile, quantize_block
 from te_dynamo.kernels.norm import rms_norm_quantize
 from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
 from te_dynamo.kernels.quantize import Tile, quantize
@@ -28,33 +30,49 @@ ROWWISE = (torch.float8_e4m3fn, True, False, False, 0.0)
 COLUMNWISE = (torch.float8_e4m3fn, False, True, False, 0.0)
 GRADIENT = (torch.float8_e5m2, True, True, False, 0.0)
 
-Case = tuple[str, Callable[[Tile | None], object], int, float, bool]
-"""(name, function of a tile, bf16 inputs, bytes written for each element of one, whether a transpose is among them)"""
+Tiles = Callable[[], Iterator[tuple[int, ...]]]
+
+Case = tuple[str, Callable[[Any], object], int, float, Tiles]
+"""(name, function of a tile, reads of a bf16 tensor, bytes written for each of its elements, the tiles that --sweep tries)"""
 
 
-def cases(rows: int, columns: int) -> Iterator[Case]:
-    """The benchmarked functions on fresh normal data of that shape."""
+def current_cases(rows: int, columns: int) -> Iterator[Case]:
+    """Current scaling, on fresh normal data of that shape."""
     x, gate, dy = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     weight = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
-    yield "quantize row+column", lambda tile: quantize(x, *BOTH, tile=tile), 1, 2, True
-    yield "quantize row", lambda tile: quantize(x, *ROWWISE, tile=tile), 1, 1, False
-    yield "quantize column", lambda tile: quantize(x, *COLUMNWISE, tile=tile), 1, 1, True
+    yield "quantize row+column", lambda tile: quantize(x, *BOTH, tile=tile), 2, 2, column_tiles
+    yield "quantize row", lambda tile: quantize(x, *ROWWISE, tile=tile), 2, 1, row_tiles
+    yield "quantize column", lambda tile: quantize(x, *COLUMNWISE, tile=tile), 2, 1, column_tiles
     yield (
         "rms_norm_quantize",
         lambda tile: rms_norm_quantize(x, weight, 1e-5, True, False, *BOTH, False, tile=tile),
-        1, 2, True,
+        2, 2, column_tiles,
     )  # fmt: skip
-    yield "swiglu_quantize", lambda tile: swiglu_quantize(gate, x, *BOTH, False, tile=tile), 2, 2, True
+    yield "swiglu_quantize", lambda tile: swiglu_quantize(gate, x, *BOTH, False, tile=tile), 4, 2, column_tiles
     yield (
         "swiglu_backward_quantize",
         lambda tile: swiglu_backward_quantize(dy, gate, x, *GRADIENT, False, tile=tile),
-        3, 4, True,
+        6, 4, column_tiles,
     )  # fmt: skip
     yield (
         "gelu_tanh_backward_quantize",
         lambda tile: activation_backward_quantize(dy, x, "gelu_tanh", *GRADIENT, False, True, tile=tile),
-        2, 2, True,
+        4, 2, column_tiles,
     )  # fmt: skip
+
+
+def block_cases(rows: int, columns: int) -> Iterator[Case]:
+    """Float8 block scaling, on fresh normal data of that shape."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    for two_d, kind in ((False, "1x128"), (True, "128x128")):
+        for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
+            options = (torch.float8_e4m3fn, rowwise, columnwise, two_d, True, 0.0)
+            tiles = block_tiles if columnwise or two_d else block_row_tiles
+
+            def run(tile: BlockTile | None, options: tuple = options) -> object:
+                return quantize_block(x, *options, tile=tile)
+
+            yield f"{kind} {usage}", run, 1, rowwise + columnwise, tiles
 
 
 def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
@@ -70,17 +88,14 @@ def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
         "nvfp4 gradient row+column": (True, True, False, True, True, key),
     }
     for name, form in forms.items():
-        yield (
-            name,
-            lambda tile, form=form: quantize_nvfp4(x, *form, tile=tile),
-            1,
-            0.5625 * (form[0] + form[1]),
-            form[1],
-        )
+
+        def run(tile: Tile | None, form: tuple = form) -> object:
+            return quantize_nvfp4(x, *form, tile=tile)
+
+        yield name, run, 2, 0.5625 * (form[0] + form[1]), nvfp4_tiles
 
 
-FORMATS = {"float8": cases, "nvfp4": nvfp4_cases}
-"""What --format chooses among."""
+RECIPES = {"float8_current_scaling": current_cases, "float8_block_scaling": block_cases, "nvfp4": nvfp4_cases}
 
 
 def milliseconds(function: Callable[[], object], repetitions: int = 60) -> float:
@@ -95,26 +110,39 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
-NVFP4_TILES = ((128, 128, 4), (128, 256, 8), (256, 128, 8), (256, 256, 16))
 ROW_TILES = ((8, 1024, 8), (4, 1024, 8), (2, 2048, 8), (4, 2048, 8), (16, 512, 8), (8, 512, 8), (2, 4096, 8))
 
 
-def tiles(name: str, columnwise: bool) -> Iterator[Tile]:
-    """The second launch's tiles that --sweep tries."""
-    if name.startswith("nvfp4"):
-        yield from NVFP4_TILES
-        return
-    if not columnwise:
-        yield from ROW_TILES
-        return
+def row_tiles() -> Iterator[Tile]:
+    """Tiles of current scaling's second launch without a transpose."""
+    yield from ROW_TILES
+
+
+def column_tiles() -> Iterator[Tile]:
+    """Tiles of current scaling's second launch with one."""
     for block_m, block_k, warps in itertools.product((32, 64, 128, 256), (32, 64, 128), (4, 8, 16)):
         if 8 <= block_m * block_k // (32 * warps) <= 64:
             yield block_m, block_k, warps
 
 
-def sweep(function: Callable[[Tile | None], object], tried: Iterator[Tile]) -> list[tuple[float, Tile]]:
+def block_tiles() -> Iterator[BlockTile]:
+    """Tiles of block scaling where blocks span 128 rows."""
+    yield from itertools.product((128,), (4, 8, 16), (1, 4, 8, 16, 32))
+
+
+def block_row_tiles() -> Iterator[BlockTile]:
+    """Tiles of block scaling by rows alone."""
+    yield from itertools.product((16, 32, 64, 128), (2, 4, 8), (1,))
+
+
+def nvfp4_tiles() -> Iterator[Tile]:
+    """Tiles of NVFP4's second launch."""
+    yield from ((128, 128, 4), (128, 256, 8), (256, 128, 8), (256, 256, 16))
+
+
+def sweep(function: Callable[[Any], object], tiles: Tiles) -> list[tuple[float, tuple[int, ...]]]:
     """(milliseconds, tile), the fastest first."""
-    return sorted((milliseconds(lambda: function(tile), 15), tile) for tile in tried)  # noqa: B023
+    return sorted((milliseconds(lambda: function(tile), 15), tile) for tile in tiles())  # noqa: B023
 
 
 def environment() -> str:
@@ -125,36 +153,36 @@ def environment() -> str:
     return f"{name}, driver {driver}, torch {torch.__version__}, Triton {triton.__version__}"
 
 
-def measure(rows: int, columns: int, copy: float, arguments: argparse.Namespace) -> None:
+def measure(cases: Iterator[Case], shape: tuple[int, int], copy: float, only: str, sweeping: bool) -> None:
     """Prints the rows of one shape."""
-    for name, function, inputs, outputs, columnwise in FORMATS[arguments.format](rows, columns):
-        if arguments.only not in name:
+    for name, function, reads, outputs, tiles in cases:
+        if only not in name:
             continue
-        moved = rows * columns * (2 * 2 * inputs + outputs)
+        moved = shape[0] * shape[1] * (2 * reads + outputs)
 
         def row(time: float, moved: float = moved) -> str:
             speed = moved / time * 1e3
             return f"{time * 1e3:8.1f} us  {speed / 1e12:5.2f} TB/s  {speed / copy:4.0%}"
 
         chosen = milliseconds(lambda: function(None))  # noqa: B023
-        print(f"{rows}x{columns}".ljust(12), name.ljust(28), row(chosen), flush=True)
-        if arguments.sweep:
-            for time, tile in sweep(function, tiles(name, columnwise))[:6]:
+        print("{}x{}".format(*shape).ljust(12), name.ljust(28), row(chosen), flush=True)
+        if sweeping:
+            for time, tile in sweep(function, tiles)[:6]:
                 print("   ", row(time), tile, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try other tiles of the second launch")
+    parser.add_argument("--recipe", choices=RECIPES, default="float8_current_scaling")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles of the last launch")
     parser.add_argument("--only", default="", help="run only the functions whose name holds this")
-    parser.add_argument("--format", choices=FORMATS, default="float8", help="which kernels")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(environment())
     print(f"copy {copy / 1e12:.2f} TB/s")
-    for rows, columns in SHAPES[:1] if arguments.sweep else SHAPES:
-        measure(rows, columns, copy, arguments)
+    for shape in SHAPES[:1] if arguments.sweep else SHAPES:
+        measure(RECIPES[arguments.recipe](*shape), shape, copy, arguments.only, arguments.sweep)
 
 
 if __name__ == "__main__":

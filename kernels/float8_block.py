@@ -56,7 +56,7 @@ def quantize_block_reference(
     """`quantize_block` in plain PyTorch, on any device."""
     rows, columns = rows_and_columns(x)
     matrix = x.reshape(rows, columns)
-    buffers = []
+    buffers: list[torch.Tensor] = []
     if rowwise:
         buffers += _rowwise_reference(matrix, fp8_dtype, two_d, power_of_two, eps)
     if columnwise:

@@ -17,6 +17,7 @@ the two scales. The kernel is built as kernels/gemm.py's: persistent, with tenso
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def gemm_block(
     """
     check_block_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize)
+    halves = _sums_in_registers(a.device)
+    tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize, halves)
     return gemm_block_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 
 
@@ -179,6 +181,12 @@ def gemm_block_with_tile(
             **{"HAS_BIAS": bias is not None, "SPLIT_K": tile.split_k, "BLOCK": _REDUCE_BLOCK},
         )
     return c
+
+
+@functools.cache
+def _sums_in_registers(device: torch.device) -> bool:
+    """Whether the tensor core adds up in registers, as Hopper's does; assumed where no GPU can be asked."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] < 10
 
 
 def block_kernel_options(

@@ -40,8 +40,8 @@ BLOCK_TILES: tuple[BlockGemmTile, ...] = (
     _tile(256, 128, 8, 4, 950, halves=True, flatten=True),
     # Too few tiles of that size to fill the GPU, and fp32 results.
     _tile(128, 128, 8, 4, 880, flatten=True),
-    *with_splits(_tile(128, 128, 4, 3, 1040, halves=True, ctas_per_sm=2), 2, 4)[1:],
-    _tile(128, 128, 4, 2, 850, halves=True, ctas_per_sm=2),
+    *with_splits(_tile(128, 128, 4, 3, 1050, halves=True, ctas_per_sm=2, flatten=True), 2, 4)[1:],
+    _tile(128, 128, 4, 2, 850, halves=True, ctas_per_sm=2, flatten=True),
     # A few rows of A: all the time goes into reading B.
     *with_splits(_tile(64, 128, 4, 5, 650, flatten=True), 2, 4),
     *with_splits(_tile(64, 64, 4, 6, 450, flatten=True), 2, 4, 8),
@@ -50,6 +50,12 @@ BLOCK_TILES: tuple[BlockGemmTile, ...] = (
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_block_tile(m: int, n: int, k: int, multiprocessors: int = 132, out_bytes: int = 4) -> BlockGemmTile:
-    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each."""
-    return choose_among(list(BLOCK_TILES), m, n, k, multiprocessors, out_bytes)
+def choose_block_tile(
+    m: int, n: int, k: int, multiprocessors: int = 132, out_bytes: int = 4, halves: bool = True
+) -> BlockGemmTile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
+
+    halves False leaves out the tiles in two halves, which suit Hopper's registers and no later GPU.
+    """
+    candidates = [tile for tile in BLOCK_TILES if halves or not tile.halves]
+    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)

@@ -131,9 +131,7 @@ def choose_tile(
     return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
 
 
-def choose_among(
-    candidates: list[AnyTile], m: int, n: int, k: int, multiprocessors: int, out_bytes: int
-) -> AnyTile:
+def choose_among(candidates: list[AnyTile], m: int, n: int, k: int, multiprocessors: int, out_bytes: int) -> AnyTile:
     """`choose_tile` over the caller's candidates."""
 
     def best(candidates: list[AnyTile]) -> AnyTile:

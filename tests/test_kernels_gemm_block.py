@@ -1,0 +1,274 @@
+"""The block-scaled GEMM: its reference against float64, its errors, its traced launch, and on a GPU the kernel itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from te_dynamo.kernels.float8_block import quantize_block_reference
+from te_dynamo.kernels.gemm_block import gemm_block, gemm_block_reference, gemm_block_with_tile, scale_shape
+from te_dynamo.kernels.gemm_block_tiles import BLOCK_TILES, choose_block_tile
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OUT = [torch.bfloat16, torch.float16, torch.float32]
+BLOCKS = {"1x128.128x128": (False, True), "128x128.1x128": (True, False), "1x128.1x128": (False, False)}
+
+
+def spread(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    """Normal values whose blocks of 128 differ by powers of two, so that a scale in the wrong place shows."""
+    x = torch.randn(rows, k, generator=generator)
+    powers = torch.randint(-4, 5, (rows, -(-k // 128)), generator=generator)
+    return torch.ldexp(x, powers.repeat_interleave(128, dim=1)[:, :k])
+
+
+def operands(m: int, n: int, k: int, blocks: str, a_dtype=E4M3, b_dtype=E4M3, device: str = "cpu", power_of_two=True):
+    """a, its scales, b, its scales, bias, and the two flags."""
+    generator = torch.Generator().manual_seed(0)
+    quantized: list[torch.Tensor] = []
+    for rows, dtype, two_d in zip((m, n), (a_dtype, b_dtype), BLOCKS[blocks], strict=True):
+        x = spread(rows, k, generator)
+        quantized += quantize_block_reference(x, dtype, True, False, two_d, power_of_two, 0.0)
+    bias = torch.randn(n, generator=generator).to(torch.bfloat16)
+    return *(tensor.to(device) for tensor in (*quantized, bias)), *BLOCKS[blocks]
+
+
+def e8m0(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
+    """Power-of-two scales [blocks, M^4] as codes in MXFP8's rowwise layout; its padding must not be read, so it is NaN."""
+    blocks = scale_inv.shape[0]
+    codes = torch.full((-(-rows // 128) * 128, 4 * blocks), 255, dtype=torch.uint8, device=scale_inv.device)
+    exponents = torch.frexp(scale_inv[:, :rows].t().double())[1] + 126
+    codes[:rows, ::4] = exponents.clamp(0, 254).to(torch.uint8)
+    return codes
+
+
+def in_float64(a, a_scale_inv, b, b_scale_inv, bias, a_two_d, b_two_d):
+    """The definition on the dequantized operands: scales go in before the sum, not after it."""
+
+    def dequantize(data, scale_inv, two_d):
+        rows, k = data.shape
+        grid = scale_inv.double().cpu()
+        grid = grid.repeat_interleave(128, dim=0) if two_d else grid.t()
+        return data.double().cpu() * grid[:rows].repeat_interleave(128, dim=1)[:, :k]
+
+    value = dequantize(a, a_scale_inv, a_two_d) @ dequantize(b, b_scale_inv, b_two_d).t()
+    return value if bias is None else value + bias.double().cpu()
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double().cpu() - want).norm() / want.norm())
+
+
+# -- the reference, on the CPU ---------------------------------------------------------------------
+
+SHAPES = [(128, 256, 96), (64, 128, 64), (1, 336, 272), (200, 24, 16), (130, 300, 400)]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reference_is_the_float64_product(shape, blocks) -> None:
+    for mix in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
+        a, sa, b, sb, bias, *two_d = operands(*shape, blocks, *mix)
+        want = in_float64(a, sa, b, sb, bias, *two_d)
+        assert relative_error(gemm_block_reference(a, sa, b, sb, bias, torch.float32, *two_d), want) < 1e-6
+        assert relative_error(gemm_block_reference(a, sa, b, sb, bias, torch.bfloat16, *two_d), want) < 2**-8
+
+
+def test_e8m0_codes_are_the_same_scales() -> None:
+    a, sa, b, sb, bias, *two_d = operands(130, 140, 400, "1x128.1x128")
+    want = gemm_block_reference(a, sa, b, sb, bias, torch.float32, *two_d)
+    got = gemm_block_reference(a, e8m0(sa, 130), b, e8m0(sb, 140), bias, torch.float32, *two_d)
+    assert torch.equal(got, want)
+
+
+def test_e8m0_codes_0_and_255() -> None:
+    ones = torch.ones(2, 16).to(E4M3)
+    codes = torch.zeros(128, 4, dtype=torch.uint8)
+    codes[1] = 255
+    other = torch.full((128, 4), 127, dtype=torch.uint8)
+    got = gemm_block_reference(ones, codes, ones, other, None, torch.float32, False, False)
+    assert torch.equal(got[0], torch.full((2,), 16 * 2.0**-127)) and got[1].isnan().all()
+
+
+def test_reference_bias_is_an_addition_of_its_own() -> None:
+    a, sa, b, sb, bias, *two_d = operands(128, 256, 272, "1x128.128x128")
+    product = gemm_block_reference(a, sa, b, sb, None, torch.float32, *two_d)
+    for out_dtype in OUT:
+        unfused = (product + bias.float()).to(out_dtype)
+        assert torch.equal(gemm_block_reference(a, sa, b, sb, bias, out_dtype, *two_d), unfused)
+
+
+def test_operands_that_are_refused() -> None:
+    a, sa, b, sb, bias, *_ = operands(32, 64, 144, "1x128.128x128")
+
+    def call(a=a, sa=sa, b=b, sb=sb, bias=None, out=torch.bfloat16, a_two_d=False, b_two_d=True):
+        return gemm_block_reference(a, sa, b, sb, bias, out, a_two_d, b_two_d)
+
+    with pytest.raises(ValueError, match=r"128x128 x 128x128 .*\(32, 144\).*\(64, 144\)"):
+        call(a_two_d=True)
+    with pytest.raises(ValueError, match="e5m2 x e5m2"):
+        call(a.to(E5M2), b=b.to(E5M2))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        call(a[:, :24].contiguous(), b=b[:, :24].contiguous())
+    with pytest.raises(ValueError, match=r"a_scale_inv \[2, 32\] for a \[32, 144\] in 1x128 blocks, got \[2, 28\]"):
+        call(sa=sa[:, :28].contiguous())
+    with pytest.raises(ValueError, match=r"b_scale_inv \[1, 4\] for b \[64, 144\] in 128x128 blocks, got \[2, 64\]"):
+        call(sb=torch.ones(2, 64))
+    with pytest.raises(ValueError, match="both be float32 or both be uint8"):
+        call(sa=torch.zeros(128, 8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="which are 1D"):
+        call(sa=torch.zeros(128, 8, dtype=torch.uint8), sb=torch.zeros(128, 8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="a_scale_inv must be contiguous"):
+        call(sa=sa.t().contiguous().t())
+
+
+def test_scale_shapes_are_those_of_the_quantizer() -> None:
+    for rows, k, two_d in itertools.product((1, 128, 300), (16, 272, 640), (False, True)):
+        _, scale_inv = quantize_block_reference(torch.zeros(rows, k), E4M3, True, False, two_d, True, 0.0)
+        assert scale_inv.shape == scale_shape(rows, k, two_d, torch.float32)
+
+
+# -- tile choice -----------------------------------------------------------------------------------
+
+
+def test_the_chosen_tile_suits_the_shape() -> None:
+    large = choose_block_tile(8192, 14336, 4096, out_bytes=2)
+    assert large.halves and large.ctas_per_sm == 2, "of two programs one adds while the other multiplies"
+    decode = choose_block_tile(1, 4096, 14336)
+    assert decode.block_m == 64 and decode.split_k > 1
+    for shape in itertools.product((1, 300, 8192), (100, 4095, 4096), (16, 4096)):
+        for halves in (True, False):
+            tile = choose_block_tile(*shape, halves=halves)
+            assert tile.fits(out_bytes=4) and (tile.narrow or shape[1] % 8 == 0) and (halves or not tile.halves)
+    assert len({tile.name for tile in BLOCK_TILES}) == len(BLOCK_TILES)
+
+
+# -- launching from a traced graph, no GPU needed --------------------------------------------------
+
+
+def traced_kernels(m: int, n: int, k: int, bias: bool, dynamic: str, codes: bool = False) -> list[dict]:
+    """The launches recorded for fake CUDA operands; the sizes named in `dynamic` ("m", "k") are symbolic."""
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env) as mode:
+        symbols = mode.from_tensor(torch.empty(m, k // 16), static_shapes=False).shape
+        m = symbols[0] if "m" in dynamic else m
+        k = symbols[1] * 16 if "k" in dynamic else k
+        dtype = torch.uint8 if codes else torch.float32
+        scales = [torch.empty(scale_shape(rows, k, False, dtype), dtype=dtype, device="cuda") for rows in (m, n)]
+        a, b = (torch.empty((rows, k), dtype=E4M3, device="cuda") for rows in (m, n))
+        shift = torch.empty(n, device="cuda") if bias else None
+        fn = lambda a, sa, b, sb: gemm_block(a, sa, b, sb, shift, torch.bfloat16, False, False)  # noqa: E731
+        graph = make_fx(fn, tracing_mode="real")(a, scales[0], b, scales[1]).graph
+    assert len(shape_env.guards) == 0, "the launch must not specialize the graph"
+    return [node.kwargs for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["fp32", "e8m0"])
+@pytest.mark.parametrize("dynamic", ["", "m", "k"], ids=["static", "dynamic m", "dynamic k"])
+def test_the_launch_is_recorded_by_make_fx(dynamic, codes) -> None:
+    (launch,) = traced_kernels(256, 128, 256, True, dynamic, codes)
+    assert set(launch["kwargs"]) >= {"a", "a_scale_inv", "b", "b_scale_inv", "bias", "c"}
+    assert launch["grid"][0][0] > 0
+
+
+def test_split_k_is_two_launches() -> None:
+    assert len(traced_kernels(16, 4096, 14336, False, "")) == 2
+
+
+# -- the kernel, on a GPU --------------------------------------------------------------------------
+
+
+def on_gpu(test):
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))
+
+
+GPU_SHAPES = [
+    (128, 256, 96),
+    (64, 128, 64),
+    (1, 4096, 4096),
+    (16, 4096, 14336),
+    (320, 336, 64),
+    (336, 320, 4096),
+    (1000, 1024, 4096),
+    (2048, 4096, 4096),
+    (512, 14336, 4096),
+    (200, 100, 208),  # rows of 200 bytes: masked stores
+    (1000, 4095, 256),
+    (17, 33, 4112),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_kernel_is_the_reference(shape, blocks) -> None:
+    for (a_dtype, b_dtype), out_dtype in zip(((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)), OUT, strict=True):
+        power_of_two = out_dtype != torch.float16
+        a, sa, b, sb, bias, *two_d = operands(*shape, blocks, a_dtype, b_dtype, "cuda", power_of_two)
+        want = gemm_block_reference(a, sa, b, sb, bias, torch.float32, *two_d)
+        got = gemm_block(a, sa, b, sb, bias, out_dtype, *two_d)
+        assert got.dtype == out_dtype and got.shape == shape[:2]
+        assert relative_error(got, want.double().cpu()) < (1e-3 if out_dtype == torch.float32 else 1e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("tile", BLOCK_TILES, ids=lambda tile: tile.name)
+def test_every_tile_is_right_and_repeats_itself(tile, blocks) -> None:
+    a, sa, b, sb, bias, *two_d = operands(1000, 1040, 2064, blocks, E5M2, device="cuda")
+    want = in_float64(a, sa, b, sb, bias, *two_d)
+    first = gemm_block_with_tile(tile, a, sa, b, sb, bias, torch.bfloat16, *two_d)
+    assert relative_error(first, want) < 1e-2
+    for _ in range(3):
+        assert torch.equal(gemm_block_with_tile(tile, a, sa, b, sb, bias, torch.bfloat16, *two_d), first)
+
+
+@on_gpu
+def test_bits_depend_on_the_parts_of_k_alone() -> None:
+    a, sa, b, sb, bias, *two_d = operands(1000, 1040, 2064, "1x128.1x128", device="cuda")
+    first = {}
+    for tile in BLOCK_TILES:
+        got = gemm_block_with_tile(tile, a, sa, b, sb, bias, torch.float32, *two_d)
+        assert torch.equal(got, first.setdefault(tile.split_k, got)), tile.name
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [(1000, 1024, 4096), (16, 4096, 14336), (200, 100, 208)], ids=str)
+def test_e8m0_codes_give_the_bits_of_their_scales(shape) -> None:
+    a, sa, b, sb, bias, *two_d = operands(*shape, "1x128.1x128", device="cuda")
+    want = gemm_block(a, sa, b, sb, bias, torch.bfloat16, *two_d)
+    codes = e8m0(sa, shape[0]), e8m0(sb, shape[1])
+    assert torch.equal(gemm_block(a, codes[0], b, codes[1], bias, torch.bfloat16, *two_d), want)
+
+
+@on_gpu
+@pytest.mark.parametrize("out_dtype", OUT, ids=str)
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_fused_bias_is_bit_equal_to_an_addition_of_its_own(blocks, out_dtype) -> None:
+    for shape in ((1000, 1024, 4096), (16, 4096, 14336), (200, 100, 208)):
+        a, sa, b, sb, bias, *two_d = operands(*shape, blocks, device="cuda")
+        product = gemm_block(a, sa, b, sb, None, torch.float32, *two_d)
+        fused = gemm_block(a, sa, b, sb, bias, out_dtype, *two_d)
+        assert torch.equal(fused, (product + bias.float()).to(out_dtype))
+
+
+@on_gpu
+def test_nan_infinity_and_the_codes_0_and_255_pass_through() -> None:
+    a, sa, b, sb, _, *two_d = operands(128, 128, 256, "1x128.1x128", E5M2, device="cuda")
+    for value in (float("nan"), float("inf")):
+        broken = a.clone()
+        broken[3, 5] = value
+        got = gemm_block(broken, sa, b, sb, None, torch.float32, *two_d)
+        assert not got[3].isfinite().any() and got[:3].isfinite().all() and got[4:].isfinite().all()
+    codes = e8m0(sa, 128)
+    codes[7], codes[8] = 255, 0
+    got = gemm_block(a, codes, b, e8m0(sb, 128), None, torch.float32, *two_d)
+    want = gemm_block_reference(a, codes, b, e8m0(sb, 128), None, torch.float32, *two_d)
+    assert got[7].isnan().all() and (got[8].abs() < 1e-30).all()
+    keep = torch.arange(128) != 7
+    assert relative_error(got[keep], want[keep].double().cpu()) < 1e-3
