@@ -31,6 +31,7 @@ HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(0xD7E8)  # bit i: the i-th of HAD
 def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
     """What `block_scale` reads of the tensor that `partials` describe; one program also stores its amax."""
     value = load_amax(partials, PARTIALS)
+    value = tl.where(value == value, value, float("nan"))  # one NaN of all
     if tl.program_id(0) == 0:
         tl.store(amax, value)
     scale = tl.div_rn(tl.full((), TENSOR_MAX, tl.float32), value)

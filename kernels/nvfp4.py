@@ -135,6 +135,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     """The three buffers of a float32 matrix [R, C], rounded stochastically if there is a key."""
     rows, width = matrix.shape
     amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
+    amax = amax.masked_fill(amax.isnan(), torch.nan)  # one NaN of all
     scale_s = (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX)
     scale_s = torch.where((amax == 0) | (amax == torch.inf), torch.ones_like(amax), scale_s)
     height, blocks_wide = BLOCK if two_d else 1, round_up(width, BLOCK) // BLOCK

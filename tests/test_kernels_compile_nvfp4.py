@@ -119,7 +119,16 @@ ODD = [quantize_case(form, dtype, usages, odd=True) for form, dtype, usages in (
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+FAST = ("quantize plain bf16 rowwise=True columnwise=True sm_90", "quantize gradient bf16", "dequantize", "epilogue")
+
+
+def as_parameter(case: Case) -> Any:
+    """Compiling takes seconds each: the other forms, dtypes and targets run with the slow tests."""
+    marks = () if case.name.startswith(FAST) and case.capability == 90 else pytest.mark.slow
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("case", map(as_parameter, CASES))
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
     assert report.spills == 0, report.log
@@ -130,6 +139,7 @@ def test_machine_code(case: Case) -> None:
         assert text not in report.ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
 def test_ragged_shapes_compile(case: Case) -> None:
     assert compile_case(case).warnings == ()
@@ -158,6 +168,7 @@ def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.Monke
         assert tuple(get_mutated_tensors(kernel, rest, arguments, {})) == case.writes
 
 
+@pytest.mark.slow
 def test_a_size_of_one_becomes_a_constant() -> None:
     """Triton makes a constant of an integer argument that is 1."""
     case = quantize_case("gradient", "*bf16", (True, True), odd=True)
