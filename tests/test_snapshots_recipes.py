@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from expecttest import assert_expected_inline
-from snapshot_models import GeluMLP, capture_training, kernels_everywhere, launches
+from snapshot_models import HIDDEN, GeluMLP, capture_training, kernels_everywhere, launches
 
 from te_dynamo.recipe import MXFP8BlockScaling, Recipe
+from te_dynamo.testing import capture_on_fake_cuda
 
 SHAPE = (32, 64)
 
@@ -247,3 +250,18 @@ dequantize_nvfp4_kernel -> y
 dequantize_nvfp4_kernel -> y
 nvfp4_epilogue_kernel -> c""",
     )
+
+
+@pytest.mark.parametrize(
+    "recipe", ["float8_block_scaling", "mxfp8", MXFP8BlockScaling(scale_block=128), "nvfp4"], ids=str
+)
+def test_a_symbolic_number_of_tokens_reaches_the_launches(recipe: str | Recipe) -> None:
+    def tokens(device: str) -> tuple[torch.Tensor]:
+        return (torch.empty(200, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True),)
+
+    with kernels_everywhere():
+        options = {"recipe": recipe, "codegen": "inductor"}
+        graphs = capture_on_fake_cuda(lambda: GeluMLP().bfloat16(), tokens, options=options, dynamic=True)
+    for stage in ("lower.forward", "lower.backward"):
+        text = graphs[stage]
+        assert "s0: int = input" in text and "= te." not in text and "triton." in text
