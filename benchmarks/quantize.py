@@ -1,7 +1,7 @@
 """Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--recipe RECIPE] [--sweep]`.
 
-Bytes are those the launches must move: inputs twice where one scale is the tensor's, once where scales are local, every output
-once. A row's percentage is of the bandwidth of a device-to-device copy measured in the same run; it can pass 100
+Bytes are those the launches must move: inputs twice for current scaling and NVFP4, once for block scaling, every
+output once. A row's percentage is of the bandwidth of a device-to-device copy measured in the same run; it can pass 100
 where a second launch finds inputs in the cache. --sweep tries other tiles of the last launch and prints the best
 ones beside the chosen.
 """
@@ -19,7 +19,6 @@ import triton
 
 from te_dynamo.kernels.activation import activation_backward_quantize
 from te_dynamo.kernels.float8_block import BlockTile, quantize_block
-from te_dynamo.kernels.mxfp8 import quantize_mxfp8
 from te_dynamo.kernels.norm import rms_norm_quantize
 from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
 from te_dynamo.kernels.quantize import Tile, quantize
@@ -34,7 +33,7 @@ GRADIENT = (torch.float8_e5m2, True, True, False, 0.0)
 Tiles = Callable[[], Iterator[tuple[int, ...]]]
 
 Case = tuple[str, Callable[[Any], object], int, float, Tiles]
-"""(name, function of a tile, reads of a bf16 tensor, bytes written for an element of it, the tiles that --sweep tries)"""
+"""(name, function of a tile, reads of a bf16 tensor, bytes written for each of its elements, the tiles that --sweep tries)"""
 
 
 def current_cases(rows: int, columns: int) -> Iterator[Case]:
@@ -76,21 +75,8 @@ def block_cases(rows: int, columns: int) -> Iterator[Case]:
             yield f"{kind} {usage}", run, 1, rowwise + columnwise, tiles
 
 
-def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
-    """MXFP8: one byte an element and a 32nd for its share of a scale."""
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    for scale_block in (32, 128):
-        for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
-            options = (torch.float8_e4m3fn, rowwise, columnwise, scale_block)
-
-            def run(_: object, options: tuple = options) -> object:
-                return quantize_mxfp8(x, *options)
-
-            yield f"mxfp8/{scale_block} {usage}", run, 1, 1.03125 * (rowwise + columnwise), no_tiles
-
-
 def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
-    """NVFP4: half a byte an element and a sixteenth for its share of a scale, x read twice."""
+    """NVFP4: half a byte an element and a sixteenth for its share of a scale, for rows and for columns."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     key = random_key(x.device)
     forms = {
@@ -103,18 +89,13 @@ def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
     }
     for name, form in forms.items():
 
-        def run(tile: Any, form: tuple = form) -> object:
+        def run(tile: Tile | None, form: tuple = form) -> object:
             return quantize_nvfp4(x, *form, tile=tile)
 
         yield name, run, 2, 0.5625 * (form[0] + form[1]), nvfp4_tiles
 
 
-RECIPES = {
-    "float8_current_scaling": current_cases,
-    "float8_block_scaling": block_cases,
-    "mxfp8": mxfp8_cases,
-    "nvfp4": nvfp4_cases,
-}
+RECIPES = {"float8_current_scaling": current_cases, "float8_block_scaling": block_cases, "nvfp4": nvfp4_cases}
 
 
 def milliseconds(function: Callable[[], object], repetitions: int = 60) -> float:
@@ -154,14 +135,9 @@ def block_row_tiles() -> Iterator[BlockTile]:
     yield from itertools.product((16, 32, 64, 128), (2, 4, 8), (1,))
 
 
-def nvfp4_tiles() -> Iterator[tuple[int, ...]]:
+def nvfp4_tiles() -> Iterator[Tile]:
     """Tiles of NVFP4's second launch."""
     yield from ((128, 128, 4), (128, 256, 8), (256, 128, 8), (256, 256, 16))
-
-
-def no_tiles() -> Iterator[tuple[int, ...]]:
-    """Of a kernel that has one tile."""
-    yield from ()
 
 
 def sweep(function: Callable[[Any], object], tiles: Tiles) -> list[tuple[float, tuple[int, ...]]]:
@@ -184,7 +160,7 @@ def measure(cases: Iterator[Case], shape: tuple[int, int], copy: float, only: st
             continue
         moved = shape[0] * shape[1] * (2 * reads + outputs)
 
-        def row(time: float, moved: int = moved) -> str:
+        def row(time: float, moved: float = moved) -> str:
             speed = moved / time * 1e3
             return f"{time * 1e3:8.1f} us  {speed / 1e12:5.2f} TB/s  {speed / copy:4.0%}"
 
