@@ -128,8 +128,7 @@ class BlockProblem(Problem):
         return lambda: gemm_block_with_tile(tile, a, a_scale, b, b_scale, None, torch.bfloat16, *two_d)
 
     def cublas(self, kind: str) -> Provider | None:
-        m, n, k = self.shape
-        if kind == "e8m0.e8m0" or m % 4 or k % 512:
+        if kind == "e8m0.e8m0" or self.shape[0] % 4 or self.shape[2] % 512:
             return None
         a, a_scale, b, b_scale, _, two_d = self.operands[kind]
         right = b_scale.t() if two_d else b_scale

@@ -73,11 +73,7 @@ def load_quarters(x, row, column, M, K, ROWS: tl.constexpr):
 @triton.jit
 def magnitude(x):
     """Bit pattern of |x| as an integer of x's width: 16-bit values stay packed in pairs."""
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-    else:
-        bits = abs_bits(x)
-    return bits
+    return x.to(tl.int16, bitcast=True) & 0x7FFF if x.dtype.primitive_bitwidth == 16 else abs_bits(x)
 
 
 @triton.jit

@@ -152,7 +152,7 @@ def test_columns_are_quantized_on_their_own_or_share_the_blocks():
     x = make_input("normal", (256, 384), torch.bfloat16)
     for two_d in (False, True):
         options = (two_d, True, 0.0)
-        data, scale_inv, transpose, columnwise_scale_inv = quantize_block_reference(x, E4M3, True, True, *options)
+        data, _, transpose, columnwise_scale_inv = quantize_block_reference(x, E4M3, True, True, *options)
         by_columns = quantize_block_reference(x.t().contiguous(), E4M3, True, False, *options)
         assert_same_bits([transpose, columnwise_scale_inv], by_columns)
         assert torch.equal(data.view(torch.uint8), transpose.view(torch.uint8).t()) == two_d

@@ -103,7 +103,7 @@ def test_reference_bias_is_an_addition_of_its_own() -> None:
 
 
 def test_operands_that_are_refused() -> None:
-    a, sa, b, sb, bias, *_ = operands(32, 64, 144, "1x128.128x128")
+    a, sa, b, sb, *_ = operands(32, 64, 144, "1x128.128x128")
 
     def call(a=a, sa=sa, b=b, sb=sb, bias=None, out=torch.bfloat16, a_two_d=False, b_two_d=True):
         return gemm_block_reference(a, sa, b, sb, bias, out, a_two_d, b_two_d)
