@@ -112,12 +112,21 @@ def gemm_mxfp8_kernel(
             x_scale = load_scales(a_scales, row, block, BLOCK_M, BLOCK_K)
             y_scale = load_scales(b_scales, column, block, BLOCK_N, BLOCK_K)
             total = tl.dot_scaled(x, x_scale, A_FORMAT, y.T, y_scale, B_FORMAT, total)
-        columns = column + tl.arange(0, BLOCK_N)[None, :]
-        if HAS_BIAS:
-            total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)
-        rows = row + tl.arange(0, BLOCK_M)[:, None]
-        offsets = rows.to(tl.int64) * N + columns
-        tl.store(c + offsets, total.to(c.dtype.element_ty), mask=(rows < M) & (columns < N))
+        # Left and right half one after the other: the addresses of a whole tile do not fit in registers beside it.
+        left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        store_part(c, left, bias, row, column, M, N, HAS_BIAS)
+        store_part(c, right, bias, row, column + BLOCK_N // 2, M, N, HAS_BIAS)
+
+
+@triton.jit
+def store_part(c, value, bias, row, column, M, N, HAS_BIAS: tl.constexpr):
+    """Adds the bias in fp32, rounds and writes a part of c [M, N]."""
+    columns = column + tl.arange(0, value.shape[1])[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)
+    rows = row + tl.arange(0, value.shape[0])[:, None]
+    offsets = rows.to(tl.int64) * N + columns
+    tl.store(c + offsets, value.to(c.dtype.element_ty), mask=(rows < M) & (columns < N))
 
 
 @triton.jit

@@ -383,7 +383,7 @@ def quantize_mxfp8(
             usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns, "GROUP_M": group}
             launch(quantize_mxfp8_128_kernel, (tiles // (128 * 128),), **arguments, **usage, num_warps=warps)
     else:
-        block_m, block_k, warps = tile or tile_32(columnwise)
+        block_m, block_k, warps = tile or tile_32(columns, columnwise)
         usage = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_M": block_m, "BLOCK_K": block_k}
         launch(quantize_mxfp8_kernel, (tiles // (block_m * block_k),), **arguments, **usage, num_warps=warps)
     return buffers
@@ -487,6 +487,11 @@ TILE_128: Tile = (128, 8, 8)
 """(rows, rows of tiles walked together, warps) of blocks of 128."""
 
 
-def tile_32(columnwise: bool) -> Tile:
-    """With columns, one warp has a whole tile: the amax of a column of 32 then crosses threads, not warps."""
+def tile_32(columns: Size, columnwise: bool) -> Tile:
+    """With columns, one warp has a whole tile: the amax of a column of 32 then crosses threads, not warps.
+
+    Where rows of x are not whole vectors, a thread has an address for every element, and so fewer of them.
+    """
+    if isinstance(columns, int) and columns % 16:
+        return 32, 128, 8
     return (32, 64, 1) if columnwise else (64, 128, 4)
