@@ -1,8 +1,8 @@
 """The device half of kernels/nvfp4.py: codes, block scales, random bits and the transform, on tiles in registers.
 
-A tile is [16, G, BLOCK_K]: rows of 16 G in an order that puts the 16 rows of a block in the first dimension. A thread
-then holds 16 rows of a few columns, and whole blocks of a column stay inside it: no block of columns crosses a
-thread, and the transpose of the packed words is all that goes through shared memory.
+A tile is sixteen tensors [G, BLOCK_K], the i-th holding row 16 g + i of each group g of rows. A thread then holds whole
+blocks of columns: their maxima, their transform and their codes are elementwise in sixteen tensors, and only finished
+words go through shared memory on their way to the transpose.
 
 Codes without a conversion instruction: e2m1's steps are halves to 2, ones to 4, twos to 6, so with a = |x * enc|
 
@@ -10,6 +10,9 @@ Codes without a conversion instruction: e2m1's steps are halves to 2, ones to 4,
 
 and adding 2^23 to each piece before the minimum rounds it: the code is then in the low bits of the sum.
 """
+
+# Tuples of tensors grow in unrolled loops, of which mypy sees one turn.
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 

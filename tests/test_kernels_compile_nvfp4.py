@@ -128,7 +128,7 @@ def as_parameter(case: Case) -> Any:
     return pytest.param(case, id=case.name, marks=marks)
 
 
-@pytest.mark.parametrize("case", map(as_parameter, CASES))
+@pytest.mark.parametrize("case", [as_parameter(case) for case in CASES])
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
     assert report.spills == 0, report.log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -11,17 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
+from ptx_emulator import PtxEmulator
 
 from te_dynamo.kernels.e2m1 import word_assembly
 from te_dynamo.kernels.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
     dequantize_nvfp4_reference,
+    e2m1_codes,
     gemm_nvfp4,
     gemm_nvfp4_reference,
     hadamard_reference,
     quantize_nvfp4,
     quantize_nvfp4_reference,
+    random_bits,
     random_key,
 )
 
@@ -380,69 +382,8 @@ def test_bad_input_is_named() -> None:
 # -- the codes' machine code, without a GPU --------------------------------------------------------
 
 
-class PtxEmulator:
-    """Runs the straight-line PTX of one packed word on arrays: registers hold uint32 patterns."""
-
-    def __init__(self, arguments: list[np.ndarray]) -> None:
-        self.registers = {f"${index + 1}": value.view(np.uint32) for index, value in enumerate(arguments)}
-        self.count = len(arguments[0])
-
-    def run(self, text: str) -> np.ndarray:
-        text = re.sub(r"//[^\n]*", "", text).strip("{} \n")
-        for statement in filter(None, (part.strip() for part in text.split(";"))):
-            if not statement.startswith(".reg"):
-                name, operands = statement.split(None, 1)
-                target, *sources = (operand.strip() for operand in operands.split(","))
-                with np.errstate(all="ignore"):
-                    self.registers[target] = self.execute(name, [self.value(s) for s in sources])
-        return self.registers["$0"]
-
-    def value(self, operand: str) -> np.ndarray:
-        if operand in self.registers:
-            return self.registers[operand]
-        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
-        return np.full(self.count, number, np.uint32)
-
-    def execute(self, name: str, values: list[np.ndarray]) -> np.ndarray:
-        operation = name.split(".")[0]
-        if name in ("mov.b32", "mov.f32"):
-            return values[0]
-        if (operation in ("fma", "min", "abs") and name.endswith("f32")) or name in ("add.rn.f32", "add.rz.f32"):
-            return self.floating(name, *(value.view(np.float32) for value in values)).view(np.uint32)
-        wide = [value.astype(np.uint64) for value in values]
-        result = {
-            "add": lambda a, b: a + b,
-            "sub": lambda a, b: a - b,
-            "mul": lambda a, b: a * b,
-            "mad": lambda a, b, c: a * b + c,
-            "and": lambda a, b: a & b,
-            "or": lambda a, b: a | b,
-            "xor": lambda a, b: a ^ b,
-            "shl": lambda a, b: a << b,
-            "shr": lambda a, b: a >> b,
-            "shf": lambda low, high, n: (high << n) | (low >> (np.uint64(32) - n)),
-            "min": lambda a, b: np.minimum(a, b),  # of positive numbers only
-        }[operation](*wide)
-        return (result & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-
-    @staticmethod
-    def floating(name: str, *values: np.ndarray) -> np.ndarray:
-        if name == "abs.f32":
-            return np.abs(values[0])
-        if name == "min.f32":
-            return np.fmin(*values)  # drops NaN, as PTX's does
-        exact = values[0].astype(np.float64)
-        exact = exact * values[1] + values[2] if name.startswith("fma") else exact + values[1]
-        rounded = exact.astype(np.float32)
-        if ".rz" in name:
-            rounded = np.where(rounded > exact, np.nextafter(rounded, np.float32(0)), rounded)
-        return rounded
-
-
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_packed_word_equals_the_codes_of_the_reference(stochastic) -> None:
-    from te_dynamo.kernels.nvfp4 import e2m1_codes, random_bits
-
     words = 4096
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(words, 8, generator=generator) * 2
