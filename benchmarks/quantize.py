@@ -1,7 +1,7 @@
 """Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--recipe RECIPE] [--sweep]`.
 
-Bytes are those the launches must move: inputs twice for current scaling and NVFP4, once for block scaling, every
-output once. A row's percentage is of the bandwidth of a device-to-device copy measured in the same run; it can pass 100
+Bytes are those the launches must move: inputs twice for current scaling and NVFP4, once for the others, every output
+once. A row's percentage is of the bandwidth of a device-to-device copy measured in the same run; it can pass 100
 where a second launch finds inputs in the cache. --sweep tries other tiles of the last launch and prints the best
 ones beside the chosen.
 """
@@ -19,6 +19,7 @@ import triton
 
 from te_dynamo.kernels.activation import activation_backward_quantize
 from te_dynamo.kernels.float8_block import BlockTile, quantize_block
+from te_dynamo.kernels.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
 from te_dynamo.kernels.norm import rms_norm_quantize
 from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
 from te_dynamo.kernels.quantize import Tile, quantize
@@ -95,7 +96,33 @@ def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
         yield name, run, 2, 0.5625 * (form[0] + form[1]), nvfp4_tiles
 
 
-RECIPES = {"float8_current_scaling": current_cases, "float8_block_scaling": block_cases, "nvfp4": nvfp4_cases}
+def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
+    """MXFP8 in blocks of 32 and of 128, and what the GEMM's emulation reads, on fresh normal data of that shape."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    for scale_block in SCALE_BLOCKS:
+        for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
+            options = (torch.float8_e4m3fn, rowwise, columnwise, scale_block, False)
+            tiles = mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
+
+            def run(tile: Tile | None, options: tuple = options) -> object:
+                return quantize_mxfp8(x, *options, tile=tile)
+
+            yield f"mxfp8 {scale_block} {usage}", run, 1, rowwise + columnwise, tiles
+    for columnwise, usage in ((False, "row"), (True, "column")):
+        buffers = quantize_mxfp8(x, torch.float8_e4m3fn, not columnwise, columnwise, 32)
+
+        def restore(tile: Tile | None, operand: tuple = (*buffers, columnwise, torch.bfloat16)) -> object:
+            return dequantize_mxfp8(*operand, *(() if tile is None else (tile,)))
+
+        yield f"dequantize_mxfp8 {usage}", restore, 1, 1, mxfp8_dequantize_tiles  # reads fp8 and writes bf16
+
+
+RECIPES = {
+    "float8_current_scaling": current_cases,
+    "float8_block_scaling": block_cases,
+    "mxfp8": mxfp8_cases,
+    "nvfp4": nvfp4_cases,
+}
 
 
 def milliseconds(function: Callable[[], object], repetitions: int = 60) -> float:
@@ -138,6 +165,23 @@ def block_row_tiles() -> Iterator[BlockTile]:
 def nvfp4_tiles() -> Iterator[Tile]:
     """Tiles of NVFP4's second launch."""
     yield from ((128, 128, 4), (128, 256, 8), (256, 128, 8), (256, 256, 16))
+
+
+def mxfp8_tiles() -> Iterator[Tile]:
+    """Tiles of MXFP8 in blocks of 32 that leave a thread at most 128 values."""
+    for block_m, block_k, warps in itertools.product((32, 64, 128), (32, 64, 128), (1, 2, 4, 8)):
+        if 16 <= block_m * block_k // (32 * warps) <= 128:
+            yield block_m, block_k, warps
+
+
+def mxfp8_128_tiles() -> Iterator[Tile]:
+    """Tiles of MXFP8 in blocks of 128: (128, rows of tiles walked together, warps)."""
+    yield from itertools.product((128,), (1, 4, 8, 16, 32), (4, 8, 16))
+
+
+def mxfp8_dequantize_tiles() -> Iterator[Tile]:
+    """Tiles of the dequantization."""
+    yield from itertools.product((32, 64, 128), (64, 128), (2, 4, 8))
 
 
 def sweep(function: Callable[[Any], object], tiles: Tiles) -> list[tuple[float, tuple[int, ...]]]:
