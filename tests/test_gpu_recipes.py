@@ -82,7 +82,7 @@ def test_lengths_compile_once(recipe: Recipe) -> None:
         with quantized_linears(recipe):
             expected = run(model, model, tokens(rows, **on_gpu()))
         stochastic = getattr(recipe, "stochastic_rounding", False)
-        assert_close(actual, expected, 0.5 if stochastic else 0.03)
+        assert_close(actual, expected, 0.5 if stochastic else 0.05)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
