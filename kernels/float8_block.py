@@ -217,7 +217,7 @@ def quantize_block(
     buffers = BlockBuffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise, two_d)
     if isinstance(rows, int) and rows * columns == 0:
         return buffers.as_list()
-    tile_rows, warps, group = tile or block_tile(x.element_size(), columnwise, two_d)
+    tile_rows, warps, group = tile or block_tile(columnwise, two_d)
     for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
         launch(
             quantize_block_kernel,
@@ -240,12 +240,10 @@ def quantize_block(
     return buffers.as_list()
 
 
-def block_tile(itemsize: int, columnwise: bool, two_d: bool) -> BlockTile:
-    """Rows, warps and group of a launch over elements of that size: few threads hold a whole tile, since what a
-    thread does once a tile (masks, scales, the exchange of amaxes) is half of its work; three tiles fit together."""
-    if columnwise or two_d:
-        return 128, 4 if itemsize == 2 else 8, 8
-    return 64, 4, 1
+def block_tile(columnwise: bool, two_d: bool) -> BlockTile:
+    """Rows, warps and group of a launch. With 8 warps a whole tile leaves registers for two or three programs a
+    multiprocessor: one loads while another computes."""
+    return (128, 8, 8) if columnwise or two_d else (64, 4, 1)
 
 
 class BlockBuffers:

@@ -23,6 +23,10 @@ class BlockGemmTile(Tile):
 
     flatten: bool = False
 
+    def result_bytes(self, out_bytes: int) -> int:
+        """As `Tile.result_bytes`; the sums of a split K leave straight from registers."""
+        return 0 if self.split_k > 1 else super().result_bytes(out_bytes)
+
     @property
     def name(self) -> str:
         """ "block 128x128x128 w4 s3 halves 2/sm flat": unique within BLOCK_TILES."""

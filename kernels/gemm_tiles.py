@@ -66,8 +66,11 @@ class Tile:
     def fits(self, out_bytes: int) -> bool:
         """Whether loads in flight and half a tile of results of `out_bytes` each fit in shared memory."""
         loads = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        result = self.block_m * self.block_n // 2 * (4 if self.split_k > 1 else out_bytes)
-        return loads + result + _BARRIER_BYTES <= _SHARED_BYTES // self.ctas_per_sm
+        return loads + self.result_bytes(out_bytes) + _BARRIER_BYTES <= _SHARED_BYTES // self.ctas_per_sm
+
+    def result_bytes(self, out_bytes: int) -> int:
+        """Shared memory that half a tile of results passes through."""
+        return self.block_m * self.block_n // 2 * (4 if self.split_k > 1 else out_bytes)
 
     @property
     def name(self) -> str:
