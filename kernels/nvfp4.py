@@ -148,7 +148,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     enc = enc.nan_to_num(nan=0.0, posinf=_FLOAT32_MAX)
     value = (blocks * enc).flatten(2).flatten(0, 1)[:rows]
     codes = e2m1_codes(value, None if key is None else random_bits(key, rows, blocks_wide * BLOCK // 2))
-    data = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
 

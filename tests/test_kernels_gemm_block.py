@@ -232,7 +232,7 @@ def test_every_tile_is_right_and_repeats_itself(tile, blocks) -> None:
 def test_bits_depend_on_the_parts_of_k_alone() -> None:
     a, sa, b, sb, bias, *two_d = operands(1000, 1040, 2064, "1x128.1x128", device="cuda")
     first = {}
-    for tile in BLOCK_TILES:
+    for tile in (tile for tile in BLOCK_TILES if tile.fits(out_bytes=4)):
         got = gemm_block_with_tile(tile, a, sa, b, sb, bias, torch.float32, *two_d)
         assert torch.equal(got, first.setdefault(tile.split_k, got)), tile.name
 
