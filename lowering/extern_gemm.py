@@ -23,8 +23,13 @@ _NAME = "te_gemm"
 
 
 def is_extern(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph for a device with kernels is a `te.gemm` that the specialized kernel runs fastest."""
-    if node.target is not gemm:
+    """Whether a node of a graph for a device with kernels is a `te.gemm` that the specialized kernel runs fastest.
+
+    Code in C++ cannot call it: under Inductor's cpp_wrapper every GEMM is a launch.
+    """
+    from torch._inductor import config
+
+    if node.target is not gemm or config.cpp_wrapper:
         return False
     a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
     fast_accum = bool(node.args[6])

@@ -71,6 +71,8 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_a_small_one() ->
     with fake_cuda(), kernels_everywhere():
         assert lower(graph_of_gemm(8192, 14336, 4096)) == [("te.gemm", "Gluon")]
         assert lower(graph_of_gemm(256, 512, 128)) == [("te.gemm", "Triton")]
+        with torch._inductor.config.patch(cpp_wrapper=True):
+            assert lower(graph_of_gemm(8192, 14336, 4096)) == [("te.gemm", "Triton")]
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------
