@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,30 @@ def expected_buffers(x, fp8_dtype, rowwise, columnwise, power_of_two, eps):
         *(torch.from_numpy(b).view(fp8_dtype) for b in buffers),
         torch.tensor([np.float32(1) / np.float32(scale)]),
     ]
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "constant", "huge"])
+def test_reference_equals_torchao(kind, power_of_two):
+    """Its tensorwise scale and saturating cast, bit for bit; it has other rules for zeros, denormals, inf and NaN."""
+    peer = pytest.importorskip("torchao.float8.float8_utils", reason="torchao is not installed")
+    for shape, dtype, fp8_dtype in itertools.product(SHAPES, DTYPES, FP8_DTYPES):
+        x = make_input(kind, shape, dtype)
+        scale = peer.tensor_to_scale(x, fp8_dtype, round_scales_to_power_of_2=power_of_two)
+        data, scale_inv = quantize_reference(x, fp8_dtype, True, False, power_of_two, 0.0)
+        assert_same_bits([data], [peer.to_fp8_saturated(x.float() * scale, fp8_dtype)])
+        assert scale_inv.item() == (1.0 / scale).item()
+
+
+@pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=str)
+def test_reference_casts_as_torch(fp8_dtype):
+    """Every bfloat16 that the format can hold: with amax = fmax the scale is 1."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    fmax = torch.finfo(fp8_dtype).max
+    x = torch.cat([x[x.abs() <= fmax], torch.tensor([fmax], dtype=torch.bfloat16)]).reshape(1, -1)
+    data, scale_inv = quantize_reference(x, fp8_dtype, True, False, False, 0.0)
+    assert scale_inv.item() == 1.0
+    assert_same_bits([data], [x.to(fp8_dtype)])
 
 
 @pytest.mark.parametrize("kind", INPUT_KINDS)
