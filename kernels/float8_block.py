@@ -32,7 +32,7 @@ from te_dynamo.kernels.block_tile import (
     store_columns,
     store_quarter,
 )
-from te_dynamo.kernels.fp8 import Size, cast_launches, round_up_16, rows_and_columns, scale_from_amax
+from te_dynamo.kernels.fp8 import Size, cast_launches, round_up, rows_and_columns, scale_from_amax, zero_padded
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import scale_reference
 
@@ -61,7 +61,7 @@ def quantize_block_reference(
         buffers += _rowwise_reference(matrix, fp8_dtype, two_d, power_of_two, eps)
     if columnwise:
         data, scale_inv = _rowwise_reference(matrix.t(), fp8_dtype, two_d, power_of_two, eps)
-        transpose = _padded(data.view(torch.uint8), columns, round_up_16(rows)).view(fp8_dtype)
+        transpose = zero_padded(data, columns, round_up(rows, 16))
         buffers += [transpose, scale_inv]
     return buffers
 
@@ -73,7 +73,7 @@ def _rowwise_reference(
     rows, columns = x.shape
     tile_rows = BLOCK if two_d else 1
     tiles_m, tiles_k = -(-rows // tile_rows), -(-columns // BLOCK)
-    tiles = _padded(x, tiles_m * tile_rows, tiles_k * BLOCK).view(tiles_m, tile_rows, tiles_k, BLOCK)
+    tiles = zero_padded(x, tiles_m * tile_rows, tiles_k * BLOCK).view(tiles_m, tile_rows, tiles_k, BLOCK)
     amax = tiles.abs().amax(dim=(1, 3)).to(torch.float32)
     scale = scale_reference(amax, fp8_dtype, power_of_two, eps, torch.finfo(x.dtype).max)
     fmax = torch.finfo(fp8_dtype).max
@@ -81,14 +81,7 @@ def _rowwise_reference(
     value = value.view(tiles_m * tile_rows, tiles_k * BLOCK)[:rows, :columns]
     value = value.masked_fill(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     grid = 1.0 / scale if two_d else (1.0 / scale).t()
-    return value.to(fp8_dtype), _padded(grid, grid.shape[0], -(-grid.shape[1] // 4) * 4)
-
-
-def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """x at the upper left of zeros [rows, columns]."""
-    result = x.new_zeros(rows, columns)
-    result[: x.shape[0], : x.shape[1]] = x
-    return result
+    return value.to(fp8_dtype), zero_padded(grid, grid.shape[0], round_up(grid.shape[1], 4))
 
 
 # --- kernel -------------------------------------------------------------------------------------------------
@@ -266,7 +259,7 @@ class BlockBuffers:
             return data, torch.empty(shape, dtype=torch.float32, device=device)
 
         self.rowwise = pair(rows, columns, columns) if rowwise else None
-        self.columnwise = pair(columns, rows, round_up_16(rows)) if columnwise else None
+        self.columnwise = pair(columns, rows, round_up(rows, 16)) if columnwise else None
 
     def pointers(self, unused: torch.Tensor) -> dict[str, torch.Tensor]:
         """The four buffers as kernel arguments; `unused` stands in for those that are not held."""

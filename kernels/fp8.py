@@ -21,7 +21,7 @@ import torch
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.launch import multiprocessor_count
 
-__all__ = ["Fp8Buffers", "cast_launches", "program_count", "round_up_16", "rows_and_columns"]
+__all__ = ["Fp8Buffers", "cast_launches", "program_count", "round_up", "rows_and_columns", "zero_padded"]
 
 FLOAT32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
@@ -202,9 +202,17 @@ def rows_and_columns(x: torch.Tensor) -> tuple[Size, Size]:
     return math.prod(x.shape[:-1]), x.shape[-1]
 
 
-def round_up_16(n: Size) -> Size:
-    """n rounded up to a multiple of 16, also for a symbolic n."""
-    return (n + 15) // 16 * 16
+def round_up(n: Size, multiple: int) -> Size:
+    """n rounded up to a multiple, also for a symbolic n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """x at the upper left of zero bytes [rows, columns]; contiguous. float8 travels as integers: torch fills no float8."""
+    integers = x.view(torch.uint8) if x.element_size() == 1 else x
+    result = integers.new_zeros(rows, columns)
+    result[: x.shape[0], : x.shape[1]] = integers
+    return result.view(x.dtype)
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -250,7 +258,7 @@ class Fp8Buffers:
 
         self.fp8_dtype = fp8_dtype
         self.data = empty(rows, columns) if rowwise else None
-        self.transpose = empty(columns, round_up_16(rows)) if columnwise else None
+        self.transpose = empty(columns, round_up(rows, 16)) if columnwise else None
         self.scale_inv = empty(1, dtype=torch.float32)
 
     def pointers(self, unused: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:

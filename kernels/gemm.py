@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_out
-from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, specialized_is_faster, stores_by_descriptor
-from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
+from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
+from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
@@ -48,13 +48,12 @@ def gemm(
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
     check_operands(a, b, bias, out_dtype)
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    multiprocessors = multiprocessor_count(a.device)
-    if is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessors):
+    if runs_specialized(a, b, fast_accum):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, out=c)
         return c
-    tile = choose_tile(m, n, k, fast_accum, multiprocessors, out_dtype.itemsize)
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    tile = choose_tile(m, n, k, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize)
     return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 

@@ -17,7 +17,6 @@ the two scales. The kernel is built as kernels/gemm.py's: persistent, with tenso
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from te_dynamo.kernels.float8_block import BLOCK
 from te_dynamo.kernels.gemm import check_operands, store_result
 from te_dynamo.kernels.gemm_block_tiles import BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.gemm_tiles import stores_by_descriptor
-from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm_block", "gemm_block_reference", "gemm_block_with_tile"]
 
@@ -52,8 +51,7 @@ def gemm_block(
     """
     check_block_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    halves = _sums_in_registers(a.device)
-    tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize, halves)
+    tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize, is_hopper(a.device))
     return gemm_block_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 
 
@@ -181,12 +179,6 @@ def gemm_block_with_tile(
             **{"HAS_BIAS": bias is not None, "SPLIT_K": tile.split_k, "BLOCK": _REDUCE_BLOCK},
         )
     return c
-
-
-@functools.cache
-def _sums_in_registers(device: torch.device) -> bool:
-    """Whether the tensor core adds up in registers, as Hopper's does; assumed where no GPU can be asked."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] < 10
 
 
 def block_kernel_options(

@@ -14,15 +14,21 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._gluon import async_load, async_store, gl, gluon, hopper, mbarrier, tma
-from te_dynamo.kernels.gemm_tiles import SPECIALIZED, specialized_stages
-from te_dynamo.kernels.launch import launch, multiprocessor_count
+from te_dynamo.kernels.gemm_tiles import SPECIALIZED, specialized_is_faster, specialized_stages
+from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
 
-__all__ = ["gemm_specialized_out", "specialized_options"]
+__all__ = ["gemm_specialized_out", "runs_specialized", "specialized_options"]
 
 GROUPS = gl.constexpr(2)  # of warps that multiply
 _GROUP_WARPS = gl.constexpr(4)
 _GROUP_REGISTERS = gl.constexpr(240)
 _COPY_REGISTERS = gl.constexpr(24)
+
+
+def runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
+    """Whether this kernel runs a [M, K] by b [N, K]: on this device, and faster than kernels/gemm.py's own."""
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
 
 
 def gemm_specialized_out(

@@ -20,7 +20,6 @@ A block of 128 has its code four times, once for every 32 values, so that both a
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_tile import (
@@ -37,11 +36,12 @@ from te_dynamo.kernels.fp8 import (
     Size,
     abs_bits,
     cast_launches,
-    round_up_16,
+    round_up,
     rows_and_columns,
     tile_mask,
     tile_offsets,
     tile_origin,
+    zero_padded,
 )
 from te_dynamo.kernels.gemm_mxfp8_sm100 import applies_block_scales, gemm_mxfp8_sm100
 from te_dynamo.kernels.launch import launch
@@ -76,7 +76,7 @@ def quantize_mxfp8_reference(
         if scale_block == 32:
             buffers += [data.t().contiguous(), scale_inv if swizzled else scale_inv.t().contiguous()]
         else:
-            buffers += [_pad(data, 1, 16), scale_inv]
+            buffers += [zero_padded(data, data.shape[0], round_up(data.shape[1], 16)), scale_inv]
     if swizzled:
         buffers[1::2] = [swizzle_scales(scale_inv) for scale_inv in buffers[1::2]]
     return buffers
@@ -148,7 +148,8 @@ def check_operands(
 def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Data [R, C] and codes (R^128, ceil(C/32)^4) of x [R, C] in blocks along its rows."""
     rows, columns = x.shape
-    blocks = _pad(x.to(torch.float32), 1, scale_block).reshape(rows, -(-columns // scale_block), scale_block)
+    padded = zero_padded(x.to(torch.float32), rows, round_up(columns, scale_block))
+    blocks = padded.reshape(rows, padded.shape[1] // scale_block, scale_block)
     codes = _codes(blocks.abs().amax(-1), fp8_dtype)
     bits = torch.where(codes == 254, 0x00400000, (254 - codes) << 23)  # 2^(127 - code); 2^-127 is a denormal
     bits = torch.where(codes == 255, 0x7FC00000, bits)
@@ -157,7 +158,8 @@ def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) ->
     value = value.clamp(-fmax, fmax)
     value = value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     codes = codes.repeat_interleave(scale_block // 32, dim=1)[:, : -(-columns // 32)]
-    return value.to(fp8_dtype), _pad(_pad(codes.to(torch.uint8), 0, 128), 1, 4)
+    scale_inv = zero_padded(codes.to(torch.uint8), round_up(rows, 128), round_up(codes.shape[1], 4))
+    return value.to(fp8_dtype), scale_inv
 
 
 def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
@@ -166,15 +168,6 @@ def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     rounded = ((bits + 0x7FFFFF) >> 23).clamp(max=254)
     rounded = torch.where(bits <= 0x00400000, 0, rounded)  # up to 2^-127, which is what code 0 means
     return torch.where(amax.isnan(), 255, rounded)
-
-
-def _pad(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """x with zero bytes up to a multiple along a dimension of two."""
-    missing = -x.shape[dim] % multiple
-    if not missing:
-        return x.contiguous()
-    integer = x if x.element_size() > 1 else x.view(torch.uint8)
-    return F.pad(integer, (0, missing) if dim else (0, 0, 0, missing)).view(x.dtype)
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
@@ -376,7 +369,7 @@ def quantize_mxfp8(
         "FMAX": torch.finfo(fp8_dtype).max,
         "SWIZZLED": swizzled,
     }
-    tiles = _up(rows, 128) * _up(columns, 128)
+    tiles = round_up(rows, 128) * round_up(columns, 128)
     if scale_block == 128:
         _, group, warps = tile or TILE_128
         for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
@@ -463,18 +456,13 @@ def _allocate(
     """The buffers that `quantize_mxfp8` fills."""
     shapes: list[tuple[Size, Size]] = []
     if rowwise:
-        shapes += [(rows, columns), (_up(rows, 128), _up(columns, 128) // 32)]
+        shapes += [(rows, columns), (round_up(rows, 128), round_up(columns, 128) // 32)]
     if columnwise:
-        shapes += [(columns, round_up_16(rows)) if scale_block == 128 else (rows, columns)]
-        by_columns = (_up(columns, 128), _up(rows, 128) // 32)
+        shapes += [(columns, round_up(rows, 16)) if scale_block == 128 else (rows, columns)]
+        by_columns = (round_up(columns, 128), round_up(rows, 128) // 32)
         shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
     dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
-
-
-def _up(n: Size, multiple: int) -> Size:
-    """n rounded up to a multiple, also for a symbolic n."""
-    return (n + multiple - 1) // multiple * multiple
 
 
 # --- tile choice --------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._triton import triton
-from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, rows_and_columns
+from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.nvfp4_kernels import (
     dequantize_nvfp4_kernel,
@@ -126,11 +126,6 @@ def check_options(two_d: bool, hadamard: bool, stochastic_rounding: bool, random
         raise ValueError("te nvfp4: stochastic rounding takes `random`, int32 [2] (te_dynamo.kernels.nvfp4.random_key)")
 
 
-def round_up(n: Size, multiple: int) -> Size:
-    """n rounded up to a multiple, also for a symbolic n."""
-    return (n + multiple - 1) // multiple * multiple
-
-
 def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -> list[torch.Tensor]:
     """The three buffers of a float32 matrix [R, C], rounded stochastically if there is a key."""
     rows, width = matrix.shape
@@ -151,11 +146,6 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
-
-
-def zero_padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] with `matrix` in its corner and zero elsewhere."""
-    return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
 
 
 def e2m1_codes(value: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:

@@ -15,13 +15,14 @@ from te_dynamo.kernels.fp8 import (
     load_scale,
     load_tile,
     program_count,
-    round_up_16,
+    round_up,
     rows_and_columns,
     store_partial_amax,
     store_quantized_tile,
     tile_from_the_end,
     tile_origin,
     tile_total,
+    zero_padded,
 )
 from te_dynamo.kernels.launch import launch, size_hint
 
@@ -77,9 +78,7 @@ def quantize_reference(
     data = value.to(fp8_dtype)
     buffers = [data] if rowwise else []
     if columnwise:
-        transpose = torch.zeros(columns, round_up_16(rows), dtype=torch.uint8, device=x.device)
-        transpose[:, :rows] = data.view(torch.uint8).t()
-        buffers.append(transpose.view(fp8_dtype))
+        buffers.append(zero_padded(data.t(), columns, round_up(rows, 16)))
     return [*buffers, 1.0 / scale]
 
 

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.availability import kernels_available
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_out
-from te_dynamo.kernels.gemm_tiles import specialized_is_faster
-from te_dynamo.kernels.launch import is_hopper, multiprocessor_count, size_hint
+from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
 from te_dynamo.ops.gemm import gemm
 
 __all__ = ["is_extern", "register"]
@@ -32,9 +30,7 @@ def is_extern(node: torch.fx.Node) -> bool:
     if node.target is not gemm or config.cpp_wrapper:
         return False
     a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
-    fast_accum = bool(node.args[6])
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
+    return runs_specialized(a, b, fast_accum=bool(node.args[6]))
 
 
 @functools.cache

@@ -28,6 +28,8 @@ TORCH_DTYPES = {
     "*bf16": torch.bfloat16,
     "*fp16": torch.float16,
     "*fp32": torch.float32,
+    "*u8": torch.uint8,
+    "*i32": torch.int32,
 }
 TRITON_TYPES = {dtype: kind for kind, dtype in TORCH_DTYPES.items()}
 
@@ -179,9 +181,8 @@ class HopperDriver:
         return 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
-def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that torch cannot read is taken to write every argument, and costs a copy of each."""
+def written(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The arguments that torch finds the kernel to write, in its order."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
     constants = {name: value for name, value in case.constants.items() if name not in ("num_warps", "num_stages")}
@@ -192,7 +193,13 @@ def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.Monke
         }
         kernel = kernel_side_table.add_kernel(case.kernel)
         rest = kernel_side_table.add_constant_args(constants)
-        assert tuple(get_mutated_tensors(kernel, rest, arguments, {})) == case.writes
+        return tuple(get_mutated_tensors(kernel, rest, arguments, {}))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
+def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that torch cannot read is taken to write every argument, and costs a copy of each."""
+    assert written(case, monkeypatch) == case.writes
 
 
 def test_slow_accumulation_adds_in_fp32_after_every_block() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import triton
-from test_kernels_compile import SHARED_BYTES, TORCH_DTYPES, Case, HopperDriver, compile_case
+from test_kernels_compile import SHARED_BYTES, Case, HopperDriver, compile_case, written
 from torch._dynamo.source import ConstantSource
-from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +21,6 @@ from te_dynamo.kernels import mxfp8
 from te_dynamo.kernels.fp8 import cast_launches
 from te_dynamo.kernels.gemm_mxfp8_sm100 import CONSTANTS, OPTIONS, gemm_mxfp8_kernel
 
-DTYPES = {**TORCH_DTYPES, "*u8": torch.uint8}
 USAGES = ((True, True), (True, False), (False, True))
 INPUTS = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 """Type -> bytes of an element."""
@@ -129,17 +128,7 @@ def test_machine_code(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
 def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
-    constants = {name: value for name, value in case.constants.items() if name not in ("num_warps", "num_stages")}
-    with FakeTensorMode():
-        arguments = {
-            name: torch.empty(256, device="cuda", dtype=DTYPES[kind]) if kind in DTYPES else 256
-            for name, kind in case.args.items()
-        }
-        kernel = kernel_side_table.add_kernel(case.kernel)
-        rest = kernel_side_table.add_constant_args(constants)
-        assert tuple(sorted(get_mutated_tensors(kernel, rest, arguments, {}))) == case.writes
+    assert tuple(sorted(written(case, monkeypatch))) == case.writes
 
 
 @pytest.mark.parametrize("scale_block", mxfp8.SCALE_BLOCKS)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from test_kernels_compile import TORCH_DTYPES, Case, HopperDriver, compile_case
+from test_kernels_compile import Case, HopperDriver, compile_case, written
 from torch._dynamo.source import ConstantSource
-from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from te_dynamo.kernels import nvfp4, nvfp4_kernels
 from te_dynamo.kernels.quantize import PARTIALS
 
-DTYPES = {**TORCH_DTYPES, "*u8": torch.uint8, "*i32": torch.int32}
 ROW = ("data", "scale_inv", "amax")
 COLUMN = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
 FORMS = {
@@ -156,17 +154,7 @@ def test_blocks_of_columns_stay_in_a_thread() -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
 def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
-    constants = {name: value for name, value in case.constants.items() if name != "num_warps"}
-    with FakeTensorMode():
-        arguments = {
-            name: torch.empty(256, device="cuda", dtype=DTYPES[kind]) if kind in DTYPES else 256
-            for name, kind in case.args.items()
-        }
-        kernel = kernel_side_table.add_kernel(case.kernel)
-        rest = kernel_side_table.add_constant_args(constants)
-        assert tuple(get_mutated_tensors(kernel, rest, arguments, {})) == case.writes
+    assert written(case, monkeypatch) == case.writes
 
 
 @pytest.mark.slow

@@ -1,9 +1,8 @@
-"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: numerics page, Float8 block scaling)."""
+"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: docs/architecture.md, Float8 block scaling)."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from te_dynamo.quantizers.base import Buffers, Quantizer
 from te_dynamo.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
+    check_amax_epsilon,
     check_fp8_format,
     rounded_up,
     rows_and_columns,
@@ -53,8 +53,7 @@ class Float8BlockQuantizer(Quantizer):
             raise QuantizationError(
                 f"block_dims: expected 1 (blocks of 1x128) or 2 (blocks of 128x128), got {self.block_dims!r}"
             )
-        if not (math.isfinite(self.amax_epsilon) and self.amax_epsilon >= 0):
-            raise QuantizationError(f"amax_epsilon: expected a finite number >= 0, got {self.amax_epsilon}")
+        check_amax_epsilon(self.amax_epsilon)
 
     @property
     def dtype(self) -> torch.dtype:

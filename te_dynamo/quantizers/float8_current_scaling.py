@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
 
-from te_dynamo.errors import QuantizationError
 from te_dynamo.quantizers.base import Buffers, Quantizer
 from te_dynamo.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
+    check_amax_epsilon,
     check_fp8_format,
     rounded_up,
     rows_and_columns,
@@ -37,8 +36,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self.fp8_format)
-        if not (math.isfinite(self.amax_epsilon) and self.amax_epsilon >= 0):
-            raise QuantizationError(f"amax_epsilon: expected a finite number >= 0, got {self.amax_epsilon}")
+        check_amax_epsilon(self.amax_epsilon)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -8,7 +8,15 @@ import torch
 
 from te_dynamo.errors import QuantizationError
 
-__all__ = ["FP8_DTYPES", "TRANSPOSE_ALIGNMENT", "check_fp8_format", "rounded_up", "rows_and_columns", "tiles"]
+__all__ = [
+    "FP8_DTYPES",
+    "TRANSPOSE_ALIGNMENT",
+    "check_amax_epsilon",
+    "check_fp8_format",
+    "rounded_up",
+    "rows_and_columns",
+    "tiles",
+]
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -20,6 +28,12 @@ def check_fp8_format(fp8_format: str) -> None:
     """Raises QuantizationError for a format that is none of FP8_DTYPES."""
     if fp8_format not in FP8_DTYPES:
         raise QuantizationError(f"fp8_format: expected one of {sorted(FP8_DTYPES)}, got {fp8_format!r}")
+
+
+def check_amax_epsilon(amax_epsilon: float) -> None:
+    """Raises QuantizationError for a lower bound of an amax that is none."""
+    if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
+        raise QuantizationError(f"amax_epsilon: expected a finite number >= 0, got {amax_epsilon}")
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
