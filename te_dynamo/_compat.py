@@ -14,7 +14,7 @@ from torch._opaque_base import OpaqueBaseMeta
 if TYPE_CHECKING:
     from torch._library.opaque_object import MemberType
 
-__all__ = ["OpaqueMeta", "register_value_class", "torch_version"]
+__all__ = ["OpaqueMeta", "mutation_analysis_name", "register_value_class", "torch_version"]
 
 T = TypeVar("T", bound=type)
 
@@ -26,6 +26,11 @@ def torch_version() -> tuple[int, int]:
     """(major, minor) of the running torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def mutation_analysis_name() -> str:
+    """The function of torch's triton_kernel_wrap that finds what a kernel writes."""
+    return "identify_mutated_tensors" if torch_version() == (2, 11) else "identify_accessed_tensors"
 
 
 def register_value_class(cls: T) -> T:

@@ -26,6 +26,7 @@ from te_dynamo.cache_key import cache_key
 from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.lower import lower
+from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import fuse, fusion_key
@@ -132,6 +133,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
             _phase.reset(token)
 
     extern_gemm.register()
+    analyse_once()
     patches = dict(compilation.options.inductor)
     key = cache_key(compilation.options, fusion_key())
     for hook, stage in (

@@ -1,0 +1,64 @@
+"""Which tensors a launch writes, found out once for each kernel and its constants.
+
+torch compiles a kernel to Triton's IR to see what it writes: four times a launch, 0.1 to 0.4 s each, while a model of many
+layers launches few different kernels many times. The answer depends on the kernel, its constants and the dtypes of its tensors
+alone, so that one answer serves every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+
+from te_dynamo._compat import mutation_analysis_name
+
+__all__ = ["analyse_once"]
+
+_OURS = "te_dynamo.kernels."
+
+
+@functools.cache
+def analyse_once() -> None:
+    """Makes torch keep its analyses of our kernels for the life of the process; those of other kernels stay as they are."""
+    name = mutation_analysis_name()
+    setattr(triton_kernel_wrap, name, _remembered(getattr(triton_kernel_wrap, name)))
+
+
+def _remembered(analyse: Callable[..., Any]) -> Callable[..., Any]:
+    answers: dict[Any, Any] = {}
+
+    @functools.wraps(analyse)
+    def answer(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
+        # A launch that chooses its warps is recorded as an autotuner of its own, with one configuration.
+        function, chosen = (kernel.fn, kernel.configs[0].kwargs) if hasattr(kernel, "configs") else (kernel, {})
+        if not function.fn.__module__.startswith(_OURS) or tma_descriptor_metadata:
+            return analyse(kernel, kwargs, tma_descriptor_metadata)
+        key = (function, _description(function, {**kwargs, **chosen}))
+        if key not in answers:
+            answers[key] = analyse(kernel, kwargs, tma_descriptor_metadata)
+        return answers[key]
+
+    return answer
+
+
+def _description(function: Any, arguments: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """What the analysis can see of the arguments."""
+    constants = {parameter.name for parameter in function.params if parameter.is_constexpr}
+    return frozenset((name, _seen(value, name in constants)) for name, value in arguments.items())
+
+
+def _seen(value: Any, constant: bool) -> Any:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)):
+        return "symbol"  # torch gives each the same value
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype
+    if hasattr(value, "get_dtype"):  # a tensor of Inductor's IR
+        return "tensor", value.get_dtype()
+    if type(value) is int and not constant:
+        return "integer", value == 1, value % 16 == 0, -(2**31) <= value < 2**31  # as Triton specializes it
+    return type(value), value
