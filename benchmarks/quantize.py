@@ -161,12 +161,22 @@ def column_tiles() -> Iterator[Tile]:
 
 def block_tiles() -> Iterator[BlockTile]:
     """Tiles of block scaling where blocks span 128 rows."""
-    yield from itertools.product((128,), (4, 8, 16), (1, 4, 8, 16, 32))
+    yield from itertools.product((128,), (4, 8, 16), (1, 4, 8, 16))
 
 
 def block_row_tiles() -> Iterator[BlockTile]:
     """Tiles of block scaling by rows alone."""
-    yield from itertools.product((16, 32, 64, 128), (2, 4, 8), (1,))
+    yield from (
+        (16, 2, 8),
+        (32, 2, 8),
+        (32, 4, 8),
+        (64, 2, 8),
+        (64, 4, 8),
+        (64, 8, 8),
+        (128, 8, 8),
+        (64, 4, 1),
+        (128, 4, 8),
+    )
 
 
 def nvfp4_tiles() -> Iterator[Tile]:
@@ -175,15 +185,15 @@ def nvfp4_tiles() -> Iterator[Tile]:
 
 
 def mxfp8_tiles() -> Iterator[Tile]:
-    """Tiles of MXFP8 in blocks of 32 that leave a thread at most 128 values."""
-    for block_m, block_k, warps in itertools.product((32, 64, 128), (32, 64, 128), (1, 2, 4, 8)):
-        if 16 <= block_m * block_k // (32 * warps) <= 128:
+    """Tiles of MXFP8 in blocks of 32 that leave a thread 32 or 64 values."""
+    for block_m, block_k, warps in itertools.product((32, 64, 128), (64, 128), (1, 2, 4, 8)):
+        if 32 <= block_m * block_k // (32 * warps) <= 64:
             yield block_m, block_k, warps
 
 
 def mxfp8_128_tiles() -> Iterator[Tile]:
     """Tiles of MXFP8 in blocks of 128: (128, rows of tiles walked together, warps)."""
-    yield from itertools.product((128,), (1, 4, 8, 16, 32), (4, 8, 16))
+    yield from itertools.product((128,), (1, 4, 8, 16), (4, 8, 16))
 
 
 def mxfp8_dequantize_tiles() -> Iterator[Tile]:

@@ -12,9 +12,9 @@ and NaN above inf.
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.fp8 import abs_bits, tile_mask
+from te_dynamo.kernels.fp8 import Size, abs_bits, tile_mask
 
-__all__: list[str] = []
+__all__ = ["grouped_grid"]
 
 COLUMNS: tl.constexpr = tl.constexpr(128)
 
@@ -23,16 +23,9 @@ COLUMNS: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
-def grouped_tile(M, K, ROWS: tl.constexpr, GROUP_M: tl.constexpr):
-    """(first row, first column) of this program's tile: GROUP_M rows of tiles are walked together, column by column,
-    so that rows of the transpose are written to in long pieces too."""
-    tiles_m = tl.cdiv(M, ROWS)
-    tiles_k = tl.cdiv(K, COLUMNS)
-    tile = tl.program_id(0)
-    group = tile // (GROUP_M * tiles_k)
-    rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
-    row = group * GROUP_M + tile % rows_in_group
-    return row * ROWS, (tile % (GROUP_M * tiles_k)) // rows_in_group * COLUMNS
+def grouped_tile(ROWS: tl.constexpr, GROUP_M: tl.constexpr):
+    """(first row, first column) of this program's tile in a launch over `grouped_grid`; the row may lie past the last."""
+    return (tl.program_id(2) * GROUP_M + tl.program_id(0)) * ROWS, tl.program_id(1) * COLUMNS
 
 
 @triton.jit
@@ -174,3 +167,12 @@ def cast_four(a, b, c, d, DTYPE: tl.constexpr):
         " mov.b32 $0, {low, high}; }"
     )
     return tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+
+
+# --- host ---------------------------------------------------------------------------------------------------
+
+
+def grouped_grid(rows: Size, columns: Size, tile_rows: int, group: int) -> tuple[Size, Size, Size]:
+    """The grid of tiles of a [rows, columns] tensor: `group` rows of tiles are walked together, column by column, so that
+    rows of the transpose are written to in long pieces too. Three numbers of a program, so that none divides for its tile."""
+    return group, (columns + 127) // 128, (rows + tile_rows * group - 1) // (tile_rows * group)

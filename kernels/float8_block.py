@@ -25,12 +25,30 @@ import torch
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_tile import (
     column_amax,
+    grouped_grid,
     grouped_tile,
     interleave,
     load_quarters,
     row_amax,
     store_columns,
     store_quarter,
+)
+from te_dynamo.kernels.block_words import (
+    all_bits,
+    both_halves,
+    cast_rows,
+    column_pair_amax,
+    exponents,
+    larger_halves,
+    load_words,
+    packs,
+    row_pair_amax,
+    store_codes,
+    store_column_codes,
+    store_row_codes,
+    store_turned,
+    turned,
+    whole_tiles,
 )
 from te_dynamo.kernels.fp8 import Size, cast_launches, round_up, rows_and_columns, scale_from_amax, zero_padded
 from te_dynamo.kernels.launch import launch
@@ -125,9 +143,173 @@ def quantize_block_kernel(
     COLUMNWISE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One tile of x a program: amaxes, scales, casts and stores. ROWS is 128 where blocks span as many rows."""
-    row, column = grouped_tile(M, K, ROWS, GROUP_M)
+    row, column = grouped_tile(ROWS, GROUP_M)
+    if row >= M:
+        return
+    if PACKED:
+        quantize_words(
+            x,
+            data,
+            scale_inv,
+            transpose,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            EPS,
+            TWO_D,
+            ROWWISE,
+            COLUMNWISE,
+            ROWS,
+            WHOLE,
+        )
+    else:
+        quantize_elements(
+            x,
+            data,
+            scale_inv,
+            transpose,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            EPS,
+            POWER_OF_TWO,
+            LARGEST,
+            TWO_D,
+            ROWWISE,
+            COLUMNWISE,
+            ROWS,
+        )
+
+
+@triton.jit
+def word_scales(amaxes, FMAX: tl.constexpr, EPS: tl.constexpr):
+    """(scales, inverses) of `block_scale` with powers of two, in bf16, two in a word as their amaxes are."""
+    above = exponents(amaxes, FMAX)
+    special = amaxes + 0x00800080  # the highest bit of infinities and NaN
+    if EPS > 0:
+        least = tl.full((), EPS, tl.float32).to(tl.int32, bitcast=True)
+        exponent: tl.constexpr = 8 if FMAX == 448.0 else 15
+        least = tl.maximum(((least + 0x1FFFFF) & 0x7F800000) - (exponent << 23), 0)
+        above = larger_halves(above, (least >> 16) | least)
+    else:
+        special |= tl.full((), -0x7FFF8000, tl.int32) - amaxes  # and of zeros
+    one = all_bits(special)
+    scales = ((0x7F007F00 - above) & ~one) | (0x3F803F80 & one)
+    # 2^-127, the inverse of 2^127, is subnormal.
+    inverses = larger_halves(above, tl.full((), 0x00400040, tl.int32))
+    return scales, (inverses & ~one) | (0x3F803F80 & one)
+
+
+@triton.jit
+def low_value(words):
+    """The low halves, bf16, as fp32."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_value(words):
+    """The high halves, bf16, as fp32."""
+    return (words & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_words(
+    x,
+    data,
+    scale_inv,
+    transpose,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    TWO_D: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The tile at (row, column) of bf16 x, scales powers of two: kernels/block_words.py."""
+    DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
+    x0 = load_words(x, row, column, M, K, 0, ROWS, WHOLE)
+    x1 = load_words(x, row, column, M, K, 1, ROWS, WHOLE)
+    x2 = load_words(x, row, column, M, K, 2, ROWS, WHOLE)
+    x3 = load_words(x, row, column, M, K, 3, ROWS, WHOLE)
+    if TWO_D:
+        amax = both_halves(tl.reduce(column_pair_amax(x0, x1, x2, x3), 0, larger_halves))
+        scale, inverse = word_scales(amax, FMAX, EPS)
+        if ROWWISE:
+            store_scale_2d(scale_inv, low_value(inverse), row, column, K)
+        if COLUMNWISE:
+            store_scale_2d(columnwise_scale_inv, low_value(inverse), column, row, M)
+        c0 = cast_rows(x0, scale, DTYPE)
+        c1 = cast_rows(x1, scale, DTYPE)
+        c2 = cast_rows(x2, scale, DTYPE)
+        c3 = cast_rows(x3, scale, DTYPE)
+        if ROWWISE:
+            store_codes(data, c0, row, column, M, K, 0, ROWS, WHOLE)
+            store_codes(data, c1, row, column, M, K, 1, ROWS, WHOLE)
+            store_codes(data, c2, row, column, M, K, 2, ROWS, WHOLE)
+            store_codes(data, c3, row, column, M, K, 3, ROWS, WHOLE)
+        if COLUMNWISE:
+            left, right = turned(c0, c1, c2, c3)
+            store_turned(transpose, left, right, row, column, M, K, ROWS, WHOLE)
+    else:
+        # Every scale before the first cast: fewer registers than in any other order.
+        if ROWWISE:
+            upper, upper_inverse = word_scales(row_pair_amax(x0, x1, ROWS), FMAX, EPS)
+            lower, lower_inverse = word_scales(row_pair_amax(x2, x3, ROWS), FMAX, EPS)
+            inverse = interleave(
+                low_value(upper_inverse),
+                high_value(upper_inverse),
+                low_value(lower_inverse),
+                high_value(lower_inverse),
+                ROWS,
+            )
+            store_scales_1d(scale_inv, inverse, column, row, M, ROWS, WHOLE)
+        if COLUMNWISE:
+            columns, inverse = word_scales(column_pair_amax(x0, x1, x2, x3), FMAX, EPS)
+            inverse = tl.reshape(tl.join(low_value(inverse), high_value(inverse)), (128,))
+            store_scales_1d(columnwise_scale_inv, inverse, row, column, K, 128, WHOLE)
+        if ROWWISE:
+            store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, ROWS, WHOLE)
+        if COLUMNWISE:
+            store_column_codes(transpose, x0, x1, x2, x3, columns, row, column, M, K, ROWS, WHOLE)
+
+
+@triton.jit
+def quantize_elements(
+    x,
+    data,
+    scale_inv,
+    transpose,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TWO_D: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The tile at (row, column) of x of any dtype, with scales of any kind: kernels/block_tile.py."""
     x0, x1, x2, x3 = load_quarters(x, row, column, M, K, ROWS)
     if TWO_D:
         bits = tl.max(column_amax(x0, x1, x2, x3), axis=0)
@@ -149,11 +331,11 @@ def quantize_block_kernel(
             scale_2, inverse_2 = block_scale(row_amax(x2), FMAX, EPS, POWER_OF_TWO, LARGEST)
             scale_3, inverse_3 = block_scale(row_amax(x3), FMAX, EPS, POWER_OF_TWO, LARGEST)
             inverse = interleave(inverse_0, inverse_1, inverse_2, inverse_3, ROWS)
-            store_scales_1d(scale_inv, inverse, column, row, M, ROWS)
+            store_scales_1d(scale_inv, inverse, column, row, M, ROWS, False)
         if COLUMNWISE:
             bits = column_amax(x0, x1, x2, x3)
             columnwise_scale, columnwise_inverse = block_scale(bits, FMAX, EPS, POWER_OF_TWO, LARGEST)
-            store_scales_1d(columnwise_scale_inv, columnwise_inverse, row, column, K, 128)
+            store_scales_1d(columnwise_scale_inv, columnwise_inverse, row, column, K, 128, False)
         if ROWWISE:
             store_quarter(data, x0, scale_0[:, None], row, column, M, K, 0, ROWS)
             store_quarter(data, x1, scale_1[:, None], row, column, M, K, 1, ROWS)
@@ -164,12 +346,15 @@ def quantize_block_kernel(
 
 
 @triton.jit
-def store_scales_1d(scale_inv, inverse, k, m, SIZE, COUNT: tl.constexpr):
+def store_scales_1d(scale_inv, inverse, k, m, SIZE, COUNT: tl.constexpr, WHOLE: tl.constexpr):
     """inverse [COUNT] to scale_inv[k / 128, m : m + COUNT], rows of SIZE rounded up to 4, zeros past SIZE."""
     stride = (SIZE + 3) // 4 * 4
     index = m + tl.arange(0, COUNT)
-    value = tl.where(index < SIZE, inverse, 0.0)
-    tl.store(scale_inv + tl.cast(k // 128, tl.int64) * stride + index, value, mask=index < stride)
+    places = (scale_inv + tl.cast(k // 128, tl.int64) * stride) + index
+    if WHOLE:
+        tl.store(places, inverse)
+    else:
+        tl.store(places, tl.where(index < SIZE, inverse, 0.0), mask=index < stride)
 
 
 @triton.jit
@@ -214,7 +399,7 @@ def quantize_block(
     for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
         launch(
             quantize_block_kernel,
-            (triton.cdiv(rows, tile_rows) * triton.cdiv(columns, BLOCK),),
+            grouped_grid(rows, columns, tile_rows, group),
             x=x,
             M=rows,
             K=columns,
@@ -228,6 +413,8 @@ def quantize_block(
             COLUMNWISE=by_columns,
             ROWS=tile_rows,
             GROUP_M=group,
+            PACKED=power_of_two and packs(x),
+            WHOLE=whole_tiles(rows, columns, tile_rows),
             num_warps=warps,
         )
     return buffers.as_list()

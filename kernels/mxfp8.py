@@ -21,30 +21,17 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.block_tile import (
-    column_amax,
-    grouped_tile,
-    interleave,
-    load_quarters,
-    row_amax,
-    store_columns,
-    store_quarter,
-    widened_again,
-)
-from te_dynamo.kernels.fp8 import (
-    Size,
-    abs_bits,
-    cast_launches,
-    round_up,
-    rows_and_columns,
-    tile_mask,
-    tile_offsets,
-    tile_origin,
-    zero_padded,
-)
+from te_dynamo.kernels._triton import triton
+from te_dynamo.kernels.block_tile import grouped_grid
+from te_dynamo.kernels.block_words import packs, whole_tiles
+from te_dynamo.kernels.fp8 import Size, cast_launches, round_up, rows_and_columns, zero_padded
 from te_dynamo.kernels.gemm_mxfp8_sm100 import applies_block_scales, gemm_mxfp8_sm100
 from te_dynamo.kernels.launch import launch
+from te_dynamo.kernels.mxfp8_kernels import (
+    dequantize_mxfp8_kernel,
+    quantize_mxfp8_128_kernel,
+    quantize_mxfp8_kernel,
+)
 
 __all__ = [
     "SCALE_BLOCKS",
@@ -170,169 +157,6 @@ def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     return torch.where(amax.isnan(), 255, rounded)
 
 
-# --- kernels ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def code_and_multiplier(amax_bits, FMAX: tl.constexpr):
-    """Of blocks whose amaxes have these bit patterns, the code (int32) and 2^(127 - code), as in the reference."""
-    INVERSE: tl.constexpr = 1.0 / FMAX
-    bits = (amax_bits.to(tl.float32, bitcast=True) * INVERSE).to(tl.int32, bitcast=True)
-    # As unsigned, 255 comes from infinity and 256 from NaN: one more than the codes.
-    code = ((bits.to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23).to(tl.int32)
-    beyond = code > 254
-    code = tl.where(bits <= 0x00400000, 0, tl.where(beyond, code - 1, code))
-    # The bit makes 2^-127 of the zero that code 254 gives, and NaN of the infinity that code 255 gives.
-    multiplier = ((254 - code) << 23) | tl.where(beyond, 0x00400000, 0)
-    return code, multiplier.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_offsets(i, j, PER_ROW, SWIZZLED: tl.constexpr):
-    """Where code (i, j) of rowwise scales lies, PER_ROW codes a row (swizzled: `swizzle_scales`)."""
-    if SWIZZLED:
-        return ((i // 128) * (PER_ROW // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
-    return i * PER_ROW + j
-
-
-@triton.jit
-def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
-    """Where the code of block j of column i lies in the columnwise scales of blocks of 32 of a [M, K] tensor."""
-    if SWIZZLED:
-        return scale_offsets(i, j, tl.cdiv(M, 128) * 4, SWIZZLED)
-    return j * (tl.cdiv(K, 128) * 128) + i
-
-
-@triton.jit
-def quantize_mxfp8_kernel(
-    x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    M,
-    K,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Blocks of 32. A program reads one tile of x once: codes and data of its blocks along rows, columns or both.
-
-    Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
-    conversion to float8 saturates, so nothing is clamped before it.
-    """
-    BLOCKS_M: tl.constexpr = BLOCK_M // 32
-    BLOCKS_K: tl.constexpr = BLOCK_K // 32
-    tiles_k = tl.cdiv(K, 128) * (128 // BLOCK_K)
-    row = tl.program_id(0) // tiles_k * BLOCK_M
-    column = tl.program_id(0) % tiles_k * BLOCK_K
-    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
-    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
-    value = tl.load(x + offsets, mask=mask, other=0.0)
-    bits = abs_bits(value)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
-    columns = column + tl.arange(0, BLOCK_K)[None, :]
-    if ROWWISE:
-        amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, 32)), axis=2)
-        code, multiplier = code_and_multiplier(amax, FMAX)
-        scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * multiplier[:, :, None]
-        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
-        tl.store(data + offsets, quantized, mask=mask)
-        blocks = column // 32 + tl.arange(0, BLOCKS_K)[None, :]
-        tl.store(scale_inv + scale_offsets(rows, blocks, tl.cdiv(K, 128) * 4, SWIZZLED), code.to(tl.uint8))
-    if COLUMNWISE:
-        amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
-        code, multiplier = code_and_multiplier(amax, FMAX)
-        scaled = tl.reshape(widened_again(value), (BLOCKS_M, 32, BLOCK_K)) * multiplier[:, None, :]
-        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(columnwise_data.dtype.element_ty)
-        tl.store(columnwise_data + offsets, quantized, mask=mask)
-        blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
-        code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
-        tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
-
-
-@triton.jit
-def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
-    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32."""
-    i = first_i + tl.arange(0, 128)
-    offsets = scale_offsets(i, first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED)
-    missing = tl.maximum(first_j + 4 - BLOCKS, 0)
-    words = code * (0x01010101 >> (missing * 8))
-    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + offsets // 4, words)
-
-
-@triton.jit
-def quantize_mxfp8_128_kernel(
-    x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    M,
-    K,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
-    row, column = grouped_tile(M, K, 128, GROUP_M)
-    x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
-    # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
-    if ROWWISE:
-        code_0, multiplier_0 = code_and_multiplier(row_amax(x0), FMAX)
-        code_1, multiplier_1 = code_and_multiplier(row_amax(x1), FMAX)
-        code_2, multiplier_2 = code_and_multiplier(row_amax(x2), FMAX)
-        code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
-    if COLUMNWISE:
-        column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
-        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
-    if ROWWISE:
-        store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
-        store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
-        store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
-        store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
-        row_code = interleave(code_0, code_1, code_2, code_3, 128)
-        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
-    if COLUMNWISE:
-        store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
-
-
-@triton.jit
-def dequantize_mxfp8_kernel(
-    data,
-    scale_inv,
-    values,
-    M,
-    K,
-    COLUMNWISE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """values [M, K] = data * 2^(code - 127), rounded once; codes lie as COLUMNWISE says (the module's table)."""
-    BLOCKS_M: tl.constexpr = BLOCK_M // 32 if COLUMNWISE else BLOCK_M
-    BLOCKS_K: tl.constexpr = BLOCK_K if COLUMNWISE else BLOCK_K // 32
-    row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
-    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
-    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
-    quantized = tl.load(data + offsets, mask=mask, other=0.0)
-    i = (row // 32 if COLUMNWISE else row) + tl.arange(0, BLOCKS_M)[:, None]
-    j = (column if COLUMNWISE else column // 32) + tl.arange(0, BLOCKS_K)[None, :]
-    stride = tl.cdiv(K, 128) * (128 if COLUMNWISE else 4)
-    code = tl.load(scale_inv + i * stride + j).to(tl.int32)
-    bits = tl.where(code == 0, 0x00400000, code << 23)  # 2^(code - 127); 2^-127 is a denormal
-    power = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    if COLUMNWISE:
-        value = tl.reshape(quantized.to(tl.float32), (BLOCKS_M, 32, BLOCK_K)) * power[:, None, :]
-    else:
-        value = tl.reshape(quantized.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * power[:, :, None]
-    tl.store(values + offsets, tl.reshape(value, (BLOCK_M, BLOCK_K)).to(values.dtype.element_ty), mask=mask)
-
-
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
@@ -369,16 +193,18 @@ def quantize_mxfp8(
         "FMAX": torch.finfo(fp8_dtype).max,
         "SWIZZLED": swizzled,
     }
-    tiles = round_up(rows, 128) * round_up(columns, 128)
+    packed = {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
     if scale_block == 128:
         _, group, warps = tile or TILE_128
         for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
             usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns, "GROUP_M": group}
-            launch(quantize_mxfp8_128_kernel, (tiles // (128 * 128),), **arguments, **usage, num_warps=warps)
+            grid = grouped_grid(rows, columns, 128, group)
+            launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, **packed, num_warps=warps)
     else:
         block_m, block_k, warps = tile or tile_32(columns, columnwise)
         usage = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_M": block_m, "BLOCK_K": block_k}
-        launch(quantize_mxfp8_kernel, (tiles // (block_m * block_k),), **arguments, **usage, num_warps=warps)
+        grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
+        launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **packed, num_warps=warps)
     return buffers
 
 

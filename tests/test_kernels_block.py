@@ -176,7 +176,7 @@ def test_error_is_at_most_half_a_step(two_d):
 @needs_cuda
 @pytest.mark.parametrize("two_d", [False, True], ids=["1x128", "128x128"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [*SHAPES, (17, 4096), (4096, 30), (1, 1), (33, 1), (130, 129)])
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 4096), (131, 136), (4096, 30), (1, 1), (33, 1), (130, 129)])
 def test_kernel_equals_reference(shape, kind, two_d):
     for dtype in DTYPES:
         x = block_input(kind, shape, dtype, "cuda")
@@ -241,6 +241,23 @@ def test_scales_near_the_ends_of_their_range():
             options = (fp8_dtype, True, False, False, power_of_two, 0.0)
             assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
             assert_same_bits(quantize_block_reference(x, *options), quantize_block_reference(x.cpu(), *options))
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("power_of_two, eps", [(True, 0.0), (True, 1e-3), (True, 1e30), (False, 0.0)])
+def test_every_bfloat16_as_amax(power_of_two, eps):
+    """Two rows share a word of amaxes, and so do two columns."""
+    amax = torch.arange(1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    for shape in ((1 << 15, 128), (128, 1 << 15)):
+        x = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        rows = x if shape[1] == 128 else x.t()
+        rows[:, 77] = amax
+        rows[:, 3] = -amax * 0.4375
+        for fp8_dtype in FP8_DTYPES:
+            for two_d in (False, True):
+                options = (fp8_dtype, True, True, two_d, power_of_two, eps)
+                assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
 
 
 @gpu

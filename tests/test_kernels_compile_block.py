@@ -30,26 +30,36 @@ TORCH_TYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.f
 
 
 def quantize_case(
-    dtype: str, rowwise: bool, columnwise: bool, two_d: bool, power_of_two: bool = True, fp8: str = "fp8e4nv"
+    dtype: str,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool,
+    power_of_two: bool = True,
+    fp8: str = "fp8e4nv",
+    whole: bool = True,
 ) -> Iterator[Case]:
     """A case for each launch."""
+    packed = dtype == "*bf16" and power_of_two
     itemsize = TORCH_TYPES[dtype].itemsize
     rows, warps, group = block_tile(columnwise, two_d)
     for by_rows, by_columns in cast_launches(rowwise, columnwise, itemsize):
         buffers = {"data": by_rows, "scale_inv": by_rows, "transpose": by_columns, "columnwise_scale_inv": by_columns}
         types = {name: "*fp32" if "scale" in name else f"*{fp8}" for name in buffers}
         yield Case(
-            name=f"{dtype} {two_d=} {by_rows=} {by_columns=} {power_of_two=} {fp8}",
+            name=f"{dtype} {two_d=} {by_rows=} {by_columns=} {power_of_two=} {fp8} {whole=}",
             kernel=quantize_block_kernel,
             args={"x": dtype, **types, "M": "i32", "K": "i32"},
             constants={
                 **{"FMAX": 448.0 if fp8 == "fp8e4nv" else 57344.0, "EPS": 0.0, "POWER_OF_TWO": power_of_two},
                 **{"LARGEST": torch.finfo(TORCH_TYPES[dtype]).max, "TWO_D": two_d},
                 **{"ROWWISE": by_rows, "COLUMNWISE": by_columns, "ROWS": rows, "GROUP_M": group, "num_warps": warps},
+                **{"PACKED": packed, "WHOLE": whole},
             },
             aligned=("x", *buffers, "M", "K"),
             has=(
-                *("ld.global.v4", "st.global.v4"),
+                *("ld.global.v4", "st.global.v2" if packed and not by_columns else "st.global.v4"),
+                # Two values an instruction.
+                *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
                 # Nothing is clamped before it.
                 "cvt.rn.satfinite.e4m3x2.f32" if fp8 == "fp8e4nv" else "cvt.rn.satfinite.e5m2x2.f32",
                 *(() if power_of_two else ("div.rn.f32",)),
@@ -62,6 +72,7 @@ def quantize_case(
 def quantize_cases() -> Iterator[Case]:
     yield from quantize_case("*bf16", True, True, False)
     yield from quantize_case("*bf16", True, True, True)
+    yield from quantize_case("*bf16", True, True, False, whole=False)
     yield from quantize_case("*bf16", True, False, False)
     yield from quantize_case("*bf16", True, True, False, power_of_two=False, fp8="fp8e5")
     yield from quantize_case("*fp16", True, True, False)

@@ -37,10 +37,13 @@ def quantize_case(
     swizzled: bool = False,
     capability: int = 90,
     aligned_k: bool = True,
+    whole: bool = True,
 ) -> Case:
+    packed = x == "*bf16" and aligned_k
+    turned = scale_block == 128 and usage[1]
     pointers = {"x": x, "data": fp8, "scale_inv": "*u8", "columnwise_data": fp8, "columnwise_scale_inv": "*u8"}
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0, "SWIZZLED": swizzled}
-    constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1]}
+    constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
     if scale_block == 128:
         constants |= {"GROUP_M": mxfp8.TILE_128[1], "num_warps": mxfp8.TILE_128[2]}
     else:
@@ -50,12 +53,17 @@ def quantize_case(
     rowwise = ("data", "scale_inv") if usage[0] else ()
     columnwise = ("columnwise_data", "columnwise_scale_inv") if usage[1] else ()
     return Case(
-        name=f"quantize {scale_block} {usage} {x} {fp8} {swizzled=} {aligned_k=} sm_{capability}",
+        name=f"quantize {scale_block} {usage} {x} {fp8} {swizzled=} {aligned_k=} {whole=} sm_{capability}",
         kernel=mxfp8.quantize_mxfp8_128_kernel if scale_block == 128 else mxfp8.quantize_mxfp8_kernel,
         args={**pointers, "M": "i32", "K": "i32"},
         constants=constants,
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
-        has=(f"cvt.rn.satfinite.{kind}.f32", *(("ld.global.v4", "st.global.v4") if aligned_k else ())),
+        has=(
+            f"cvt.rn.satfinite.{kind}.f32",
+            *(("ld.global.v4", "st.global.v4" if turned or not packed else "st.global.v2") if aligned_k else ()),
+            # Two values an instruction.
+            *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
+        ),
         # A scale of 2^-127 and values near it are denormals.
         lacks=(".ftz", "div.full", "div.rn"),
         writes=tuple(sorted((*rowwise, *columnwise))),
@@ -92,6 +100,7 @@ def cases() -> Iterator[Case]:
                 yield quantize_case(scale_block, usage, x)
         yield quantize_case(scale_block, (True, True), fp8="*fp8e5")
         yield quantize_case(scale_block, (True, True), swizzled=True)
+        yield quantize_case(scale_block, (True, True), whole=False)
         yield quantize_case(scale_block, (True, True), aligned_k=False)
         yield quantize_case(scale_block, (True, True), capability=100)
     for columnwise in (False, True):

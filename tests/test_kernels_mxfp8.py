@@ -260,12 +260,28 @@ def test_gemm_refuses_what_it_cannot_multiply(gemm):
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [*SHAPES, (17, 4096), (4096, 30), (1, 1), (33, 1)])
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 4096), (131, 136), (4096, 30), (1, 1), (33, 1)])
 def test_kernel_equals_reference(shape, kind):
     for dtype, scale_block in itertools.product(DTYPES, SCALE_BLOCKS):
         x = make(kind, shape, dtype, "cuda")
         for fp8_dtype, usage in itertools.product(FP8_DTYPES, USAGES):
             options = (fp8_dtype, *usage, scale_block)
+            assert_same_bits(quantize_mxfp8(x, *options), quantize_mxfp8_reference(x, *options))
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
+def test_every_bfloat16_as_amax_on_the_gpu(scale_block):
+    """Two rows share a word of amaxes, and so do two columns."""
+    amax = torch.arange(1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    for shape in ((1 << 15, 128), (128, 1 << 15)):
+        x = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        rows = x if shape[1] == 128 else x.t()
+        rows[:, 77] = amax
+        rows[:, 67] = -amax * 0.4375
+        for fp8_dtype in FP8_DTYPES:
+            options = (fp8_dtype, True, True, scale_block)
             assert_same_bits(quantize_mxfp8(x, *options), quantize_mxfp8_reference(x, *options))
 
 
