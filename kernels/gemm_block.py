@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_tile import decode_e8m0
 from te_dynamo.kernels.float8_block import BLOCK
 from te_dynamo.kernels.gemm import check_operands, store_result
 from te_dynamo.kernels.gemm_block_tiles import BlockGemmTile, choose_block_tile
@@ -374,8 +375,9 @@ def _load_scales(scale_inv, index, block, blocks, SIZE, COUNT: tl.constexpr, TWO
 @triton.jit
 def _add_scaled(terms, a_scale, b_scale, total, A_TWO_D: tl.constexpr, B_TWO_D: tl.constexpr):
     """total + terms * (a_scale * b_scale), one rounding for the scales' product and one for the rest."""
-    a_scale = _decode(a_scale)
-    b_scale = _decode(b_scale)
+    if a_scale.dtype == tl.uint8:
+        a_scale = decode_e8m0(a_scale)
+        b_scale = decode_e8m0(b_scale)
     if A_TWO_D:
         scale = (a_scale * b_scale)[None, :]
     elif B_TWO_D:
@@ -383,16 +385,6 @@ def _add_scaled(terms, a_scale, b_scale, total, A_TWO_D: tl.constexpr, B_TWO_D: 
     else:
         scale = a_scale[:, None] * b_scale[None, :]
     return tl.fma(terms, tl.broadcast_to(scale, terms.shape), total)
-
-
-@triton.jit
-def _decode(scale):
-    """fp32 as it is; an E8M0 code as the fp32 whose exponent field it is, 2^-127 for 0 and NaN for 255."""
-    if scale.dtype == tl.uint8:
-        code = scale.to(tl.int32)
-        bits = tl.where(code == 0, 0x00400000, code << 23)
-        scale = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    return scale
 
 
 @triton.jit

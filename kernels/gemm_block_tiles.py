@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from te_dynamo.kernels.gemm_tiles import Tile, choose_among, with_splits
+from te_dynamo.kernels.gemm_tiles import Tile, choose_among, is_worth_a_call, with_splits
 
-__all__ = ["BLOCK_TILES", "BlockGemmTile", "choose_block_tile"]
+__all__ = ["BLOCK_TILES", "SPECIALIZED_BLOCK", "BlockGemmTile", "choose_block_tile", "specialized_block_is_faster"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,17 @@ BLOCK_TILES: tuple[BlockGemmTile, ...] = (
 )
 
 
+class _SpecializedBlockTile(Tile):
+    """Its results leave in quarters, not halves, and scales lie in the ring beside the tiles that they scale."""
+
+    def result_bytes(self, out_bytes: int) -> int:
+        return super().result_bytes(out_bytes) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
+
+
+SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1200, halves=True)
+"""What kernels/gemm_block_specialized.py runs."""
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_block_tile(
     m: int, n: int, k: int, multiprocessors: int = 132, out_bytes: int = 4, halves: bool = True
@@ -63,3 +74,11 @@ def choose_block_tile(
     """
     candidates = [tile for tile in BLOCK_TILES if halves or not tile.halves]
     return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def specialized_block_is_faster(m: int, n: int, k: int, multiprocessors: int = 132) -> bool:
+    """Whether to run C[m, n] = A[m, k] @ B[n, k]^T by kernels/gemm_block_specialized.py, whatever C's dtype."""
+    return is_worth_a_call(
+        SPECIALIZED_BLOCK, choose_block_tile(m, n, k, multiprocessors), m, n, k, multiprocessors
+    )
