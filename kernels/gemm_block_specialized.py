@@ -20,8 +20,8 @@ from te_dynamo.kernels.gemm_ring import (
     GROUP_REGISTERS,
     GROUP_WARPS,
     GROUPS,
+    add_bias,
     copy,
-    load_bias,
     make_result,
     make_ring,
     next_slot,
@@ -102,15 +102,18 @@ def gemm_block_specialized_kernel(
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, 128)
     result_of = make_result(c, M, N, BLOCK_M // (2 * GROUPS), BLOCK_N // 2)
     a_scales = _make_scales(a_scale_inv, M, K, STAGES, BLOCK_M)
-    if B_TWO_D:
-        scales = (a_scales,)
-    else:
-        scales = (a_scales, _make_scales(b_scale_inv, N, K, STAGES, BLOCK_N))
+    scales = (a_scales,) if B_TWO_D else (a_scales, _make_scales(b_scale_inv, N, K, STAGES, BLOCK_N))
     size = (M, N, K)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), ring, scales, b_scale_inv, result_of, bias, size, HAS_BIAS, B_TWO_D, GROUP_M)),
-            (_multiply, (gl.constexpr(1), ring, scales, b_scale_inv, result_of, bias, size, HAS_BIAS, B_TWO_D, GROUP_M)),
+            (
+                _multiply,
+                (gl.constexpr(0), ring, scales, b_scale_inv, result_of, bias, size, HAS_BIAS, B_TWO_D, GROUP_M),
+            ),
+            (
+                _multiply,
+                (gl.constexpr(1), ring, scales, b_scale_inv, result_of, bias, size, HAS_BIAS, B_TWO_D, GROUP_M),
+            ),
             (copy, (descs, ring, scales, size, GROUP_M)),
         ],
         [GROUP_WARPS, 1],
@@ -157,9 +160,8 @@ def _multiply(
         upper, lower, stage, phase = _sum(GROUP, ring, scales, b_scale_of_tile, stage, phase, blocks, B_TWO_D)
         row += GROUP * 2 * PART_M
         if HAS_BIAS:
-            shift = load_bias(bias, column, N, upper.type.layout, BLOCK_N)
-            upper += shift
-            lower += shift
+            upper = add_bias(upper, bias, column, N)
+            lower = add_bias(lower, bias, column, N)
         store(c_tile, c_desc, upper, row, column)
         store(c_tile, c_desc, lower, row + PART_M, column)
     tma.store_wait(0)
@@ -207,10 +209,7 @@ def _sum(GROUP: gl.constexpr, ring, scales, b_scale_of_tile, stage, phase, block
 @gluon.jit
 def _add_scaled(terms, a_scale, b_scale, total, B_TWO_D: gl.constexpr):
     """total + terms * (a_scale * b_scale), one rounding for the scales' product and one for the rest."""
-    if B_TWO_D:
-        scale = (a_scale * b_scale)[:, None]
-    else:
-        scale = a_scale[:, None] * b_scale[None, :]
+    scale = (a_scale * b_scale)[:, None] if B_TWO_D else a_scale[:, None] * b_scale[None, :]
     return gl.fma(terms, scale, total)
 
 

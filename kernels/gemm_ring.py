@@ -103,10 +103,10 @@ def tile_origin(index, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
 
 
 @gluon.jit
-def load_bias(bias, column, N, layout: gl.constexpr, COUNT: gl.constexpr):
-    """bias[column : column + COUNT] in fp32 as a row."""
-    columns = column + gl.arange(0, COUNT, layout=gl.SliceLayout(0, layout))
-    return gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+def add_bias(total, bias, column, N):
+    """total + bias[column :], the bias in fp32."""
+    columns = column + gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
+    return total + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit

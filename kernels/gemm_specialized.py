@@ -17,8 +17,8 @@ from te_dynamo.kernels.gemm_ring import (
     GROUP_REGISTERS,
     GROUP_WARPS,
     GROUPS,
+    add_bias,
     copy,
-    load_bias,
     make_result,
     make_ring,
     next_slot,
@@ -30,6 +30,7 @@ from te_dynamo.kernels.gemm_tiles import SPECIALIZED, specialized_is_faster, sta
 from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm_specialized_out", "runs_specialized", "specialized_options"]
+
 
 def runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
     """Whether this kernel runs a [M, K] by b [N, K]: on this device, and faster than kernels/gemm.py's own."""
@@ -156,5 +157,5 @@ def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
     )
     if HAS_BIAS:
-        value += load_bias(bias, column, N, total.type.layout, total.shape[1])
+        value = add_bias(value, bias, column, N)
     return value
