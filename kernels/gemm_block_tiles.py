@@ -60,7 +60,7 @@ class _SpecializedBlockTile(Tile):
 
 
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1200, halves=True)
-"""What kernels/gemm_block_specialized.py runs."""
+"""What kernels/gemm_block_specialized.py runs; `tflops` is an estimate."""
 
 
 @functools.lru_cache(maxsize=4096)
