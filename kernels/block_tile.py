@@ -169,6 +169,14 @@ def cast_four(a, b, c, d, DTYPE: tl.constexpr):
     return tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
+@triton.jit
+def decode_e8m0(code):
+    """E8M0 codes as the fp32 whose exponent field they are: 2^(code - 127), a denormal for 0, NaN for 255."""
+    code = code.to(tl.int32)
+    bits = tl.where(code == 0, 0x00400000, code << 23)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
 # --- host ---------------------------------------------------------------------------------------------------
 
 

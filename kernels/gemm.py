@@ -23,7 +23,7 @@ import torch
 from te_dynamo.kernels._triton import libdevice, tl, triton
 from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
-from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_recording, launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
@@ -48,7 +48,7 @@ def gemm(
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
     check_operands(a, b, bias, out_dtype)
-    if runs_specialized(a, b, fast_accum):
+    if not is_recording() and runs_specialized(a, b, fast_accum):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, out=c)
         return c
@@ -112,13 +112,26 @@ def gemm_with_tile(
     arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
     launch(gemm_kernel, (programs,), *arguments, **kernel_options(tile, n, bias is not None))
     if split:
-        launch(
-            gemm_reduce_kernel,
-            (triton.cdiv(m * n, _REDUCE_BLOCK),),
-            *(target, a_scale_inv, b_scale_inv, bias_or_any, c, m * n, n),
-            **{"HAS_BIAS": bias is not None, "SPLIT_K": tile.split_k, "BLOCK": _REDUCE_BLOCK},
-        )
+        add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=True)
     return c
+
+
+def add_parts(
+    parts: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    scaled: bool,
+) -> None:
+    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* a_scale_inv * b_scale_inv) + bias)."""
+    m, n = c.shape
+    launch(
+        gemm_reduce_kernel,
+        (triton.cdiv(m * n, _REDUCE_BLOCK),),
+        *(parts, a_scale_inv, b_scale_inv, a_scale_inv if bias is None else bias, c, m * n, n),
+        **{"SCALED": scaled, "HAS_BIAS": bias is not None, "SPLIT_K": parts.shape[0], "BLOCK": _REDUCE_BLOCK},
+    )
 
 
 def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[str, Any]:
@@ -173,12 +186,7 @@ def gemm_kernel(
     scale = tl.load(a_scale_inv) * tl.load(b_scale_inv)
 
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=True):
-        tile = index // SPLIT_K
-        part = index % SPLIT_K
-        group = tile // (GROUP_M * tiles_n)
-        rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
-        row = (group * GROUP_M + tile % rows_in_group) * BLOCK_M
-        column = (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
+        row, column, part = tile_origin(index, tiles_m, tiles_n, SPLIT_K, BLOCK_M, BLOCK_N, GROUP_M)
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first_k = part * blocks * BLOCK_K
         if HALVES:
@@ -194,6 +202,24 @@ def gemm_kernel(
         target = c + part.to(tl.int64) * M * N
         store_result(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
         store_result(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
+
+
+@triton.jit
+def tile_origin(
+    index,
+    tiles_m,
+    tiles_n,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """(first row, first column, part of K) of a tile; GROUP_M rows of tiles are walked together, column by column."""
+    tile = index // SPLIT_K
+    group = tile // (GROUP_M * tiles_n)
+    rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
+    row = (group * GROUP_M + tile % rows_in_group) * BLOCK_M
+    return row, (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N, index % SPLIT_K
 
 
 @triton.jit
@@ -280,17 +306,19 @@ def gemm_reduce_kernel(
     c,
     SIZE,
     N,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """c = round(sum of parts [SPLIT_K, SIZE], in order, * scale + bias), SIZE = M * N."""
+    """c = round(sum of parts [SPLIT_K, SIZE], in order, (* scale) + bias), SIZE = M * N."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < SIZE
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT_K):
         total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)
-    value = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
+    if SCALED:
+        total = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
     if HAS_BIAS:
-        value += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(c + offsets, value.to(c.dtype.element_ty), mask=inside)
+        total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(c + offsets, total.to(c.dtype.element_ty), mask=inside)

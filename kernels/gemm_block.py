@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_tile import decode_e8m0
 from te_dynamo.kernels.float8_block import BLOCK
-from te_dynamo.kernels.gemm import check_operands, store_result
+from te_dynamo.kernels.gemm import add_parts, check_operands, store_result, tile_origin
+from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
 from te_dynamo.kernels.gemm_block_tiles import BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.gemm_tiles import stores_by_descriptor
-from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm_block", "gemm_block_reference", "gemm_block_with_tile"]
-
-_REDUCE_BLOCK = 1024
 
 
 def gemm_block(
@@ -50,6 +50,10 @@ def gemm_block(
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
     check_block_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
+    if not is_recording() and runs_block_specialized(a, b, a_two_d):
+        c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+        gemm_block_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, b_two_d=b_two_d, out=c)
+        return c
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
     tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize, is_hopper(a.device))
     return gemm_block_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
@@ -172,12 +176,7 @@ def gemm_block_with_tile(
     options = block_kernel_options(tile, n, bias is not None, a_two_d, b_two_d)
     launch(gemm_block_kernel, (programs,), *arguments, **options)
     if split:
-        launch(
-            gemm_block_reduce_kernel,
-            (triton.cdiv(m * n, _REDUCE_BLOCK),),
-            *(target, bias_or_any, c, m * n, n),
-            **{"HAS_BIAS": bias is not None, "SPLIT_K": tile.split_k, "BLOCK": _REDUCE_BLOCK},
-        )
+        add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=False)
     return c
 
 
@@ -240,12 +239,7 @@ def gemm_block_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
 
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=FLATTEN):
-        tile = index // SPLIT_K
-        part = index % SPLIT_K
-        group = tile // (GROUP_M * tiles_n)
-        rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
-        row = (group * GROUP_M + tile % rows_in_group) * BLOCK_M
-        column = (tile % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
+        row, column, part = tile_origin(index, tiles_m, tiles_n, SPLIT_K, BLOCK_M, BLOCK_N, GROUP_M)
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first = part * blocks
         if HALVES:
@@ -374,8 +368,9 @@ def _load_scales(scale_inv, index, block, blocks, SIZE, COUNT: tl.constexpr, TWO
 @triton.jit
 def _add_scaled(terms, a_scale, b_scale, total, A_TWO_D: tl.constexpr, B_TWO_D: tl.constexpr):
     """total + terms * (a_scale * b_scale), one rounding for the scales' product and one for the rest."""
-    a_scale = _decode(a_scale)
-    b_scale = _decode(b_scale)
+    if a_scale.dtype == tl.uint8:
+        a_scale = decode_e8m0(a_scale)
+        b_scale = decode_e8m0(b_scale)
     if A_TWO_D:
         scale = (a_scale * b_scale)[None, :]
     elif B_TWO_D:
@@ -386,39 +381,7 @@ def _add_scaled(terms, a_scale, b_scale, total, A_TWO_D: tl.constexpr, B_TWO_D: 
 
 
 @triton.jit
-def _decode(scale):
-    """fp32 as it is; an E8M0 code as the fp32 whose exponent field it is, 2^-127 for 0 and NaN for 255."""
-    if scale.dtype == tl.uint8:
-        code = scale.to(tl.int32)
-        bits = tl.where(code == 0, 0x00400000, code << 23)
-        scale = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    return scale
-
-
-@triton.jit
 def _load_bias(bias, column, N, COUNT: tl.constexpr):
     """bias[column : column + COUNT] in fp32 as a row."""
     columns = column + tl.arange(0, COUNT)
     return tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def gemm_block_reduce_kernel(
-    parts,
-    bias,
-    c,
-    SIZE,
-    N,
-    HAS_BIAS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """c = round(sum of parts [SPLIT_K, SIZE], in order, + bias), SIZE = M * N."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < SIZE
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(SPLIT_K):
-        total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(c + offsets, total.to(c.dtype.element_ty), mask=inside)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from te_dynamo.kernels.gemm_tiles import Tile, choose_among, with_splits
+from te_dynamo.kernels.gemm_tiles import Tile, choose_among, is_worth_a_call, with_splits
 
-__all__ = ["BLOCK_TILES", "BlockGemmTile", "choose_block_tile"]
+__all__ = ["BLOCK_TILES", "SPECIALIZED_BLOCK", "BlockGemmTile", "choose_block_tile", "specialized_block_is_faster"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +37,30 @@ def _tile(m: int, n: int, warps: int, stages: int, tflops: float, **options: obj
     return BlockGemmTile(m, n, 128, warps, stages, False, tflops, **options)  # type: ignore[arg-type]
 
 
+# `tflops` with blocks of 1x128 by 128x128. Other scales are slower, by about as much for all tiles; a split K's figures and those
+# of tiles for small products are of products that fill the GPU once, which is what they are chosen for.
 BLOCK_TILES: tuple[BlockGemmTile, ...] = (
     # Large products. Of two programs on a multiprocessor one scales and adds while the other multiplies.
-    _tile(128, 128, 4, 3, 1060, halves=True, ctas_per_sm=2),
-    _tile(128, 128, 4, 3, 1050, halves=True, ctas_per_sm=2, flatten=True),
-    _tile(256, 128, 8, 4, 950, halves=True, flatten=True),
-    # Too few tiles of that size to fill the GPU, and fp32 results.
-    _tile(128, 128, 8, 4, 880, flatten=True),
-    *with_splits(_tile(128, 128, 4, 3, 1050, halves=True, ctas_per_sm=2, flatten=True), 2, 4)[1:],
-    _tile(128, 128, 4, 2, 850, halves=True, ctas_per_sm=2, flatten=True),
+    _tile(128, 128, 4, 3, 1025, halves=True, ctas_per_sm=2),
+    # Too few tiles of that size to fill the GPU, fp32 results, and GPUs that no tile in two halves is for.
+    *with_splits(_tile(128, 128, 4, 3, 950, halves=True, ctas_per_sm=2, flatten=True), 2)[1:],
+    _tile(128, 128, 4, 2, 765, halves=True, ctas_per_sm=2, flatten=True),
+    _tile(128, 128, 8, 4, 500, flatten=True),
     # A few rows of A: all the time goes into reading B.
-    *with_splits(_tile(64, 128, 4, 5, 650, flatten=True), 2, 4),
-    *with_splits(_tile(64, 64, 4, 6, 450, flatten=True), 2, 4, 8),
-    *with_splits(_tile(64, 64, 4, 5, 480, ctas_per_sm=2, flatten=True), 2, 4),
+    *with_splits(_tile(64, 128, 4, 5, 540, flatten=True), 2, 4),
+    *with_splits(_tile(64, 64, 4, 5, 430, ctas_per_sm=2, flatten=True), 2, 4),
 )
+
+
+class _SpecializedBlockTile(Tile):
+    """Its results leave in quarters, not halves, and scales lie in the ring beside the tiles that they scale."""
+
+    def result_bytes(self, out_bytes: int) -> int:
+        return super().result_bytes(out_bytes) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
+
+
+SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1200, halves=True)
+"""What kernels/gemm_block_specialized.py runs; `tflops` is an estimate."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,3 +73,9 @@ def choose_block_tile(
     """
     candidates = [tile for tile in BLOCK_TILES if halves or not tile.halves]
     return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def specialized_block_is_faster(m: int, n: int, k: int, multiprocessors: int = 132) -> bool:
+    """Whether to run C[m, n] = A[m, k] @ B[n, k]^T by kernels/gemm_block_specialized.py, whatever C's dtype."""
+    return is_worth_a_call(SPECIALIZED_BLOCK, choose_block_tile(m, n, k, multiprocessors), m, n, k, multiprocessors)

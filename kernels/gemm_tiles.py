@@ -19,8 +19,9 @@ __all__ = [
     "choose_among",
     "choose_tile",
     "estimated_us",
+    "is_worth_a_call",
     "specialized_is_faster",
-    "specialized_stages",
+    "stages_that_fit",
     "stores_by_descriptor",
     "with_splits",
 ]
@@ -123,7 +124,7 @@ TILES: tuple[Tile, ...] = (
 SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
 """What kernels/gemm_specialized.py runs. Its warps are the multiplying ones and those that copy."""
 
-_SPECIALIZED_MINIMUM_US = 50.0  # its call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+_SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 
 
 def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
@@ -166,15 +167,20 @@ def choose_among(candidates: list[AnyTile], m: int, n: int, k: int, multiprocess
 @functools.lru_cache(maxsize=4096)
 def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> bool:
     """Whether to run C[m, n] = A[m, k] @ B[n, k]^T by kernels/gemm_specialized.py, whatever C's dtype."""
-    if fast_accum or not stores_by_descriptor(n):
+    if fast_accum:
         return False
-    usual = estimated_us(choose_tile(m, n, k, fast_accum, multiprocessors), m, n, k, multiprocessors)
-    return _SPECIALIZED_MINIMUM_US <= estimated_us(SPECIALIZED, m, n, k, multiprocessors) < usual
+    return is_worth_a_call(SPECIALIZED, choose_tile(m, n, k, fast_accum, multiprocessors), m, n, k, multiprocessors)
 
 
-def specialized_stages(out_bytes: int) -> int:
-    """As many stages of `SPECIALIZED` as fit beside half a tile of results of `out_bytes` each."""
-    return SPECIALIZED.num_stages if SPECIALIZED.fits(out_bytes) else SPECIALIZED.num_stages - 1
+def is_worth_a_call(specialized: Tile, usual: Tile, m: int, n: int, k: int, multiprocessors: int) -> bool:
+    """Whether a specialized kernel can run it, beats the usual one's tile, and takes longer than the CPU to call it."""
+    us = estimated_us(specialized, m, n, k, multiprocessors)
+    return stores_by_descriptor(n) and _SPECIALIZED_MINIMUM_US <= us < estimated_us(usual, m, n, k, multiprocessors)
+
+
+def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
+    """As many stages of a specialized kernel's tile as fit beside results of `out_bytes` each."""
+    return specialized.num_stages if specialized.fits(out_bytes) else specialized.num_stages - 1
 
 
 def stores_by_descriptor(n: int) -> bool:

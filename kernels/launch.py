@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from te_dynamo.kernels._triton import triton
 
-__all__ = ["is_hopper", "launch", "multiprocessor_count", "size_hint"]
+__all__ = ["is_hopper", "is_recording", "launch", "multiprocessor_count", "size_hint"]
 
 _H200_MULTIPROCESSORS = 132
 
@@ -31,8 +31,12 @@ def launch(
     """
     triton.set_allocator(_scratch)
     # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
-    recorded = _get_current_dispatch_mode() is not None
-    (torch.library.wrap_triton(kernel) if recorded else kernel)[grid](*args, **kwargs)
+    (torch.library.wrap_triton(kernel) if is_recording() else kernel)[grid](*args, **kwargs)
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded, for Inductor's code, which launches kernels of the Triton language only."""
+    return _get_current_dispatch_mode() is not None
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_tile import (
     column_amax,
+    decode_e8m0,
     grouped_tile,
     interleave,
     load_quarters,
@@ -463,9 +464,7 @@ def dequantize_mxfp8_kernel(
     i = (row // 32 if COLUMNWISE else row) + tl.arange(0, BLOCKS_M)[:, None]
     j = (column if COLUMNWISE else column // 32) + tl.arange(0, BLOCKS_K)[None, :]
     stride = tl.cdiv(K, 128) * (128 if COLUMNWISE else 4)
-    code = tl.load(scale_inv + i * stride + j).to(tl.int32)
-    bits = tl.where(code == 0, 0x00400000, code << 23)  # 2^(code - 127); 2^-127 is a denormal
-    power = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    power = decode_e8m0(tl.load(scale_inv + i * stride + j))
     if COLUMNWISE:
         value = tl.reshape(quantized.to(tl.float32), (BLOCKS_M, 32, BLOCK_K)) * power[:, None, :]
     else:

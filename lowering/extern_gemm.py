@@ -1,59 +1,94 @@
-"""How Inductor's code calls the warp-specialized GEMM, which it cannot write a launch of: the kernel is in Gluon.
+"""How Inductor's code calls the warp-specialized GEMMs, which it cannot write launches of: their kernels are in Gluon.
 
-`lower` leaves a `te.gemm` that this kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
+`lower` leaves a GEMM that such a kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
 writes `extern_kernels.te_gemm(a, ..., out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from te_dynamo.kernels.availability import kernels_available
+from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
 from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
 from te_dynamo.ops.gemm import gemm
+from te_dynamo.ops.gemm_block import gemm_block
 
 __all__ = ["is_extern", "register"]
 
-_NAME = "te_gemm"
+
+@dataclasses.dataclass(frozen=True)
+class _Extern:
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, bias, out_dtype, *flags).
+
+    name:     of the function in Inductor's code.
+    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias?, **keywords, out=...).
+    runs:     of (a, b, *flags): whether it is the fastest there.
+    keywords: of (*flags): what it is told of them.
+    """
+
+    name: str
+    call: Callable[..., None]
+    runs: Callable[..., bool]
+    keywords: Callable[..., dict[str, Any]]
+
+
+_EXTERNS = {
+    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {}),
+    gemm_block: _Extern(
+        "te_gemm_block",
+        gemm_block_specialized_out,
+        lambda a, b, a_two_d, b_two_d: runs_block_specialized(a, b, a_two_d),
+        lambda a_two_d, b_two_d: {"b_two_d": b_two_d},
+    ),
+}
 
 
 def is_extern(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph for a device with kernels is a `te.gemm` that the specialized kernel runs fastest.
+    """Whether a node of a graph for a device with kernels is a GEMM that a specialized kernel runs fastest.
 
     Code in C++ cannot call it: under Inductor's cpp_wrapper every GEMM is a launch.
     """
     from torch._inductor import config
 
-    if node.target is not gemm or config.cpp_wrapper:
+    if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
     a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
-    return runs_specialized(a, b, fast_accum=bool(node.args[6]))
+    return _EXTERNS[node.target].runs(a, b, *node.args[6:])
 
 
 @functools.cache
 def register() -> None:
     """Tells Inductor; once a process, and also where its cache answers: the cached code calls by name."""
+    for operation, extern in _EXTERNS.items():
+        _register(operation, extern)
+
+
+def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.select_algorithm import extern_kernels
 
-    setattr(extern_kernels, _NAME, gemm_specialized_out)
-    opaque = fallback_handler(gemm)
+    setattr(extern_kernels, extern.name, extern.call)
+    opaque = fallback_handler(operation)
 
-    @register_lowering(gemm, type_promotion_kind=None)
-    def lowered(a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, bias: Any, out_dtype: Any, fast_accum: Any) -> Any:
+    @register_lowering(operation, type_promotion_kind=None)
+    def lowered(a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, bias: Any, out_dtype: Any, *flags: Any) -> Any:
         if not kernels_available(a.get_device()).ok:
-            return opaque(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
+            return opaque(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, *flags)
         operands = [x for x in (a, a_scale_inv, b, b_scale_inv, bias) if x is not None]
         inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
         size = [a.get_size()[0], b.get_size()[0]]
         call = ir.ExternKernelOut(
             layout=ir.FixedLayout(a.get_device(), out_dtype, size),
             inputs=inputs,
-            python_kernel_name=f"extern_kernels.{_NAME}",
-            op_overload=gemm,
+            kwargs=extern.keywords(*flags),
+            python_kernel_name=f"extern_kernels.{extern.name}",
+            op_overload=operation,
         )
         return ir.TensorBox.create(call)

@@ -127,25 +127,26 @@ def gemm_cases() -> Iterator[Case]:
             gemm_case(choose_tile(1, 14336, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096), M=1
         )
         yield gemm_case(choose_tile(8192, 4096, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096, capability=100)
-    yield Case(
-        name="gemm_reduce",
-        kernel=gemm_reduce_kernel,
-        args={
-            **{
-                "parts": "*fp32",
-                "a_scale_inv": "*fp32",
-                "b_scale_inv": "*fp32",
-                "bias": "*bf16",
-                "c": "*bf16",
+    for scaled in (True, False):
+        yield Case(
+            name=f"gemm_reduce {scaled=}",
+            kernel=gemm_reduce_kernel,
+            args={
+                **{
+                    "parts": "*fp32",
+                    "a_scale_inv": "*fp32",
+                    "b_scale_inv": "*fp32",
+                    "bias": "*bf16",
+                    "c": "*bf16",
+                },
+                **{"SIZE": "i32", "N": "i32"},
             },
-            **{"SIZE": "i32", "N": "i32"},
-        },
-        constants={"HAS_BIAS": True, "SPLIT_K": 4, "BLOCK": 1024},
-        aligned=("parts", "a_scale_inv", "b_scale_inv", "bias", "c", "SIZE", "N"),
-        has=("ld.global.v4.b32",),
-        lacks=("fma.",),
-        writes=("c",),
-    )
+            constants={"SCALED": scaled, "HAS_BIAS": True, "SPLIT_K": 4, "BLOCK": 1024},
+            aligned=("parts", "a_scale_inv", "b_scale_inv", "bias", "c", "SIZE", "N"),
+            has=("ld.global.v4.b32",),
+            lacks=("fma.",),
+            writes=("c",),
+        )
 
 
 CASES: list[Case] = [*gemm_cases()]

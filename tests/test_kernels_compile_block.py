@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from te_dynamo.kernels.float8_block import block_tile, quantize_block, quantize_block_kernel
 from te_dynamo.kernels.fp8 import cast_launches
-from te_dynamo.kernels.gemm_block import block_kernel_options, gemm_block_kernel, gemm_block_reduce_kernel
+from te_dynamo.kernels.gemm_block import block_kernel_options, gemm_block_kernel
 from te_dynamo.kernels.gemm_block_tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.ptx import PtxReport
 
@@ -126,15 +126,6 @@ def gemm_cases() -> Iterator[Case]:
     # Triton makes a constant of an integer argument that is 1.
     yield compiled.constant_argument(gemm_case(decode, FORWARD), M=1)
     yield gemm_case(choose_block_tile(8192, 4096, 4096, halves=False), FORWARD, bias=True, capability=100)
-    yield Case(
-        name="gemm_block_reduce",
-        kernel=gemm_block_reduce_kernel,
-        args={"parts": "*fp32", "bias": "*bf16", "c": "*bf16", "SIZE": "i32", "N": "i32"},
-        constants={"HAS_BIAS": True, "SPLIT_K": 4, "BLOCK": 1024},
-        aligned=("parts", "bias", "c", "SIZE", "N"),
-        has=("ld.global.v4.b32",),
-        writes=("c",),
-    )
 
 
 GEMM_CASES = list(gemm_cases())

@@ -14,7 +14,7 @@ from te_dynamo.kernels.gemm_specialized import gemm_specialized_kernel, gemm_spe
 from te_dynamo.kernels.gemm_tiles import TILES, specialized_is_faster
 from te_dynamo.kernels.ptx import compile_for
 from te_dynamo.lowering.lower import lower
-from te_dynamo.testing import fake_cuda
+from te_dynamo.testing import fake_cuda, graph_text
 
 BF16_SPILLS = 0
 FP32_SPILLS = 16  # a few words around the bias of a fp32 result, on Triton 3.8
@@ -72,7 +72,9 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_a_small_one() ->
         assert lower(graph_of_gemm(8192, 14336, 4096)) == [("te.gemm", "Gluon")]
         assert lower(graph_of_gemm(256, 512, 128)) == [("te.gemm", "Triton")]
         with torch._inductor.config.patch(cpp_wrapper=True):
-            assert lower(graph_of_gemm(8192, 14336, 4096)) == [("te.gemm", "Triton")]
+            graph = graph_of_gemm(8192, 14336, 4096)
+            assert lower(graph) == [("te.gemm", "Triton")]
+            assert "triton.gemm_kernel[" in graph_text(graph), "a launch that Inductor can write"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------
