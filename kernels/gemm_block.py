@@ -189,7 +189,6 @@ def block_kernel_options(
         "A_TWO_D": a_two_d,
         "B_TWO_D": b_two_d,
         "HALVES": tile.halves,
-        "FLATTEN": tile.flatten,
         "SPLIT_K": tile.split_k,
         "DESCRIPTOR_STORE": tile.split_k == 1 and isinstance(n, int) and stores_by_descriptor(n),
         "BLOCK_M": tile.block_m,
@@ -218,7 +217,6 @@ def gemm_block_kernel(
     A_TWO_D: tl.constexpr,
     B_TWO_D: tl.constexpr,
     HALVES: tl.constexpr,
-    FLATTEN: tl.constexpr,
     SPLIT_K: tl.constexpr,
     DESCRIPTOR_STORE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -238,14 +236,14 @@ def gemm_block_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
 
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=True):
         row, column, part = tile_origin(index, tiles_m, tiles_n, SPLIT_K, BLOCK_M, BLOCK_N, GROUP_M)
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first = part * blocks
         if HALVES:
             one, two = _accumulate_halves(
                 *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks, all_blocks, M, N),
-                *(A_TWO_D, B_TWO_D, FLATTEN, PART_M, BLOCK_N),
+                *(A_TWO_D, B_TWO_D, PART_M, BLOCK_N),
             )
         else:
             one, two = _accumulate(
@@ -307,7 +305,6 @@ def _accumulate_halves(
     N,
     A_TWO_D: tl.constexpr,
     B_TWO_D: tl.constexpr,
-    FLATTEN: tl.constexpr,
     HALF_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -315,23 +312,10 @@ def _accumulate_halves(
     upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
     lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
     nothing = tl.minimum(M, 0)  # 0, which the compiler does not know
-    if not FLATTEN:
-        upper_next = _load_scales(a_scale_inv, row, first, all_blocks, M, HALF_M, A_TWO_D)
-        lower_next = _load_scales(a_scale_inv, row + HALF_M, first, all_blocks, M, HALF_M, A_TWO_D)
-        b_next = _load_scales(b_scale_inv, column, first, all_blocks, N, BLOCK_N, B_TWO_D)
     for block in range(first, first + blocks):
-        if not FLATTEN:
-            upper_scale = upper_next
-            lower_scale = lower_next
-            b_scale = b_next
-        ahead = block + (0 if FLATTEN else 1)
-        upper_next = _load_scales(a_scale_inv, row, ahead, all_blocks, M, HALF_M, A_TWO_D)
-        lower_next = _load_scales(a_scale_inv, row + HALF_M, ahead, all_blocks, M, HALF_M, A_TWO_D)
-        b_next = _load_scales(b_scale_inv, column, ahead, all_blocks, N, BLOCK_N, B_TWO_D)
-        if FLATTEN:
-            upper_scale = upper_next
-            lower_scale = lower_next
-            b_scale = b_next
+        upper_scale = _load_scales(a_scale_inv, row, block, all_blocks, M, HALF_M, A_TWO_D)
+        lower_scale = _load_scales(a_scale_inv, row + HALF_M, block, all_blocks, M, HALF_M, A_TWO_D)
+        b_scale = _load_scales(b_scale_inv, column, block, all_blocks, N, BLOCK_N, B_TWO_D)
         # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
         # both products, and one warp group can add while the other multiplies.
         x_lower = a_desc.load([row + HALF_M, block * 128])

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 from te_dynamo.kernels.gemm_tiles import Tile, choose_among, is_worth_a_call, with_splits
@@ -13,15 +12,8 @@ from te_dynamo.kernels.gemm_tiles import Tile, choose_among, is_worth_a_call, wi
 __all__ = ["BLOCK_TILES", "SPECIALIZED_BLOCK", "BlockGemmTile", "choose_block_tile", "specialized_block_is_faster"]
 
 
-@dataclasses.dataclass(frozen=True)
 class BlockGemmTile(Tile):
-    """A `Tile` of slow accumulation, block_k 128: the sum takes the scaled products of every 128 k.
-
-    flatten: one loop over tiles and blocks of K, so that loads of the next tile overlap the end of the last; the scales
-             of a block are then loaded with it. Otherwise they are loaded one block ahead.
-    """
-
-    flatten: bool = False
+    """A `Tile` of slow accumulation, block_k 128: the sum takes the scaled products of every 128 k."""
 
     def result_bytes(self, out_bytes: int) -> int:
         """As `Tile.result_bytes`; the sums of a split K leave straight from registers."""
@@ -29,8 +21,8 @@ class BlockGemmTile(Tile):
 
     @property
     def name(self) -> str:
-        """ "block 128x128x128 w4 s3 halves 2/sm flat": unique within BLOCK_TILES."""
-        return super().name.replace("slow", "block") + (" flat" if self.flatten else "")
+        """ "block 128x128x128 w4 s3 halves 2/sm": unique within BLOCK_TILES."""
+        return super().name.replace("slow", "block")
 
 
 def _tile(m: int, n: int, warps: int, stages: int, tflops: float, **options: object) -> BlockGemmTile:
@@ -41,14 +33,13 @@ def _tile(m: int, n: int, warps: int, stages: int, tflops: float, **options: obj
 # of tiles for small products are of products that fill the GPU once, which is what they are chosen for.
 BLOCK_TILES: tuple[BlockGemmTile, ...] = (
     # Large products. Of two programs on a multiprocessor one scales and adds while the other multiplies.
-    _tile(128, 128, 4, 3, 1025, halves=True, ctas_per_sm=2),
-    # Too few tiles of that size to fill the GPU, fp32 results, and GPUs that no tile in two halves is for.
-    *with_splits(_tile(128, 128, 4, 3, 950, halves=True, ctas_per_sm=2, flatten=True), 2)[1:],
-    _tile(128, 128, 4, 2, 765, halves=True, ctas_per_sm=2, flatten=True),
-    _tile(128, 128, 8, 4, 500, flatten=True),
+    *with_splits(_tile(128, 128, 4, 3, 1000, halves=True, ctas_per_sm=2), 2),
+    # fp32 results, and GPUs that no tile in two halves is for.
+    _tile(128, 128, 4, 2, 765, halves=True, ctas_per_sm=2),
+    _tile(128, 128, 8, 4, 500),
     # A few rows of A: all the time goes into reading B.
-    *with_splits(_tile(64, 128, 4, 5, 540, flatten=True), 2, 4),
-    *with_splits(_tile(64, 64, 4, 5, 430, ctas_per_sm=2, flatten=True), 2, 4),
+    *with_splits(_tile(64, 128, 4, 5, 540), 2, 4),
+    *with_splits(_tile(64, 64, 4, 5, 430, ctas_per_sm=2), 2, 4),
 )
 
 
@@ -59,8 +50,8 @@ class _SpecializedBlockTile(Tile):
         return super().result_bytes(out_bytes) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
 
 
-SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1200, halves=True)
-"""What kernels/gemm_block_specialized.py runs; `tflops` is an estimate."""
+SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
+"""What kernels/gemm_block_specialized.py runs."""
 
 
 @functools.lru_cache(maxsize=4096)
