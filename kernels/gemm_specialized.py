@@ -5,19 +5,30 @@ half of the SPECIALIZED. The groups wait for the copies only, never for each oth
 multiplies, which one program whose warps all run the same code cannot do. It is written in Gluon, and equals the other kernel
 bit for bit.
 
+Of operands stacked along K (kernels/gemm_stacked.py) it also runs the product with fast accumulation: its copies go on
+while the sum is rescaled at the border of two segments.
+
 Inductor writes launches of Triton-language kernels only; lowering/extern_gemm.py makes its code call `gemm_specialized_out`.
 A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_tile` takes this kernel for large products only.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from te_dynamo.kernels._gluon import async_load, async_store, gl, gluon, hopper, mbarrier, tma
-from te_dynamo.kernels.gemm_tiles import SPECIALIZED, specialized_is_faster, specialized_stages
+from te_dynamo.kernels.gemm_tiles import (
+    SPECIALIZED,
+    specialized_is_faster,
+    specialized_stages,
+    stacked_is_specialized,
+)
 from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.stacking import NOT_STACKED, Stacking
 
-__all__ = ["gemm_specialized_out", "runs_specialized", "specialized_options"]
+__all__ = ["gemm_specialized_out", "runs_specialized", "specialized_options", "stacked_runs_specialized"]
 
 GROUPS = gl.constexpr(2)  # of warps that multiply
 _GROUP_WARPS = gl.constexpr(4)
@@ -31,6 +42,13 @@ def runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool
     return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
 
 
+def stacked_runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool, along: str) -> bool:
+    """The same of operands stacked along a dimension."""
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    multiprocessors = multiprocessor_count(a.device)
+    return is_hopper(a.device) and stacked_is_specialized(m, n, k, fast_accum, along, multiprocessors)
+
+
 def gemm_specialized_out(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -38,23 +56,29 @@ def gemm_specialized_out(
     b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    fast: bool = False,
+    stacking: Stacking = NOT_STACKED,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K], by slow accumulation, to out [M, N]; N a multiple of 8.
+    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
-    Checks nothing.
+    stacking: as `kernels.gemm_stacked.gemm_stacked` takes them. Checks nothing.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
-    options = specialized_options(bias is not None, out.element_size())
+    options = specialized_options(bias is not None, out.element_size(), fast, stacking)
     programs = multiprocessor_count(a.device)
     launch(gemm_specialized_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, m, n, k, **options)
 
 
-def specialized_options(has_bias: bool, out_bytes: int) -> dict[str, int]:
+def specialized_options(
+    has_bias: bool, out_bytes: int, fast: bool = False, stacking: Stacking = NOT_STACKED
+) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
     return {
         "HAS_BIAS": has_bias,
+        "FAST": fast,
+        **stacking.constants(),
         "STAGES": specialized_stages(out_bytes),
         "BLOCK_M": SPECIALIZED.block_m,
         "BLOCK_N": SPECIALIZED.block_n,
@@ -76,6 +100,11 @@ def gemm_specialized_kernel(
     N,
     K,
     HAS_BIAS: gl.constexpr,
+    FAST: gl.constexpr,
+    STACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    EDGE_1: gl.constexpr,
+    EDGE_2: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -102,13 +131,69 @@ def gemm_specialized_kernel(
         mbarrier.init(empty.index(stage), count=GROUPS)
     hopper.fence_async_shared()
     ring = (a_tiles, b_tiles, full, empty)
-    result_of = (c_tiles, c_desc, a_scale_inv, b_scale_inv, bias)
+    scales = (a_scale_inv, b_scale_inv)
+    result_of = (c_tiles, c_desc, bias)
     size = (M, N, K)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), ring, result_of, size, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
-            (_multiply, (gl.constexpr(1), ring, result_of, size, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
-            (_copy, (a_desc, b_desc, ring, size, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)),
+            (
+                _multiply,
+                (
+                    gl.constexpr(0),
+                    ring,
+                    scales,
+                    result_of,
+                    size,
+                    HAS_BIAS,
+                    FAST,
+                    STACKED,
+                    SEGMENTS,
+                    EDGE_1,
+                    EDGE_2,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    gl.constexpr(1),
+                    ring,
+                    scales,
+                    result_of,
+                    size,
+                    HAS_BIAS,
+                    FAST,
+                    STACKED,
+                    SEGMENTS,
+                    EDGE_1,
+                    EDGE_2,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    a_desc,
+                    b_desc,
+                    ring,
+                    scales,
+                    size,
+                    STACKED,
+                    SEGMENTS,
+                    EDGE_1,
+                    EDGE_2,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                ),
+            ),
         ],
         [_GROUP_WARPS, 1],
         [_GROUP_REGISTERS, _COPY_REGISTERS],
@@ -120,35 +205,74 @@ def _copy(
     a_desc,
     b_desc,
     ring,
+    scales,
     size,
+    STACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    EDGE_1: gl.constexpr,
+    EDGE_2: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     """Fills the ring with this program's tiles, block of K by block of K, as far ahead as it has slots."""
-    a_tiles, b_tiles, full, empty = ring
     M, N, K = size
-    tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     stage = 0
     phase = 1  # a wait for the phase before the first passes: every slot begins empty
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = _tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        for block in range(blocks):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K)
-            async_load(a_desc, [row, block * BLOCK_K], full.index(stage), a_tiles.index(stage))
-            async_load(b_desc, [column, block * BLOCK_K], full.index(stage), b_tiles.index(stage))
-            stage, phase = _next_slot(stage, phase, a_tiles.shape[0])
+        if STACKED == "K":
+            for rank in gl.static_range(SEGMENTS):
+                first, last, _ = _ranked_segment(rank, scales, K, SEGMENTS, EDGE_1, EDGE_2)
+                stage, phase = _fill(
+                    a_desc, b_desc, ring, stage, phase, row, column, first, last, BLOCK_M, BLOCK_N, BLOCK_K
+                )
+        else:
+            stage, phase = _fill(a_desc, b_desc, ring, stage, phase, row, column, 0, K, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@gluon.jit
+def _fill(
+    a_desc,
+    b_desc,
+    ring,
+    stage,
+    phase,
+    row,
+    column,
+    first,
+    last,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """Copies the blocks of one tile from k = `first` up to `last`; returns the next slot."""
+    a_tiles, b_tiles, full, empty = ring
+    for block in range(gl.cdiv(last - first, BLOCK_K)):
+        k = first + block * BLOCK_K
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K)
+        async_load(a_desc, [row, k], full.index(stage), a_tiles.index(stage))
+        async_load(b_desc, [column, k], full.index(stage), b_tiles.index(stage))
+        stage, phase = _next_slot(stage, phase, a_tiles.shape[0])
+    return stage, phase
 
 
 @gluon.jit
 def _multiply(
     GROUP: gl.constexpr,
     ring,
+    scales,
     result_of,
     size,
     HAS_BIAS: gl.constexpr,
+    FAST: gl.constexpr,
+    STACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    EDGE_1: gl.constexpr,
+    EDGE_2: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -156,41 +280,90 @@ def _multiply(
 ):
     """This group's rows of every tile: multiplied from the ring, scaled, stored."""
     PART_M: gl.constexpr = BLOCK_M // (2 * GROUPS)
-    c_tiles, c_desc, a_scale_inv, b_scale_inv, bias = result_of
+    c_tiles, c_desc, bias = result_of
     M, N, K = size
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
-    scale = gl.load(a_scale_inv) * gl.load(b_scale_inv)
+    scale = gl.load(scales[0]) * gl.load(scales[1])
     c_tile = c_tiles.index(GROUP)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_GROUP_WARPS, 1], [16, BLOCK_N, 32])
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = _tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks, PART_M, BLOCK_N)
+        upper = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        if STACKED == "K":
+            for rank in gl.static_range(SEGMENTS):
+                first, last, next_scale = _ranked_segment(rank, scales, K, SEGMENTS, EDGE_1, EDGE_2)
+                if rank > 0:
+                    ratio = gl.where(next_scale > 0.0, scale / next_scale, 0.0)
+                    upper *= ratio
+                    lower *= ratio
+                scale = next_scale
+                count = gl.cdiv(last - first, BLOCK_K)
+                upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, count, upper, lower, FAST)
+        else:
+            upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks, upper, lower, FAST)
         row += GROUP * 2 * PART_M
+        if STACKED == "M":
+            scale = gl.load(scales[0] + _segment_at(row, EDGE_1, EDGE_2)) * gl.load(scales[1])
+        if STACKED == "N":
+            scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(column, EDGE_1, EDGE_2))
         _store(c_tile, c_desc, _scale_and_shift(upper, scale, bias, column, N, HAS_BIAS), row, column)
         _store(c_tile, c_desc, _scale_and_shift(lower, scale, bias, column, N, HAS_BIAS), row + PART_M, column)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, PART_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The two halves' sums over K: what the tensor core makes of each block is added in fp32."""
+def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, upper, lower, FAST: gl.constexpr):
+    """The two halves' sums, begun in `upper` and `lower`, over the next blocks of K.
+
+    What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
+    """
     a_tiles, b_tiles, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_GROUP_WARPS, 1], [16, BLOCK_N, 32])
-    nothing = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-    upper = nothing
-    lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+    nothing = gl.zeros(upper.shape, gl.float32, upper.type.layout)
     for _ in range(blocks):
         mbarrier.wait(full.index(stage), phase)
-        x_upper, x_lower, y = _operands(GROUP, a_tiles, b_tiles, stage, PART_M)
-        term = hopper.warpgroup_mma(x_upper, y, nothing, use_acc=False, is_async=True)
-        upper += hopper.warpgroup_mma_wait(0, deps=[term])
-        term = hopper.warpgroup_mma(x_lower, y, nothing, use_acc=False, is_async=True)
-        term = hopper.warpgroup_mma_wait(0, deps=[term])
-        mbarrier.arrive(empty.index(stage))
-        lower += term
+        x_upper, x_lower, y = _operands(GROUP, a_tiles, b_tiles, stage, upper.shape[0])
+        if FAST:
+            one = hopper.warpgroup_mma(x_upper, y, upper, is_async=True)
+            two = hopper.warpgroup_mma(x_lower, y, lower, is_async=True)
+            upper, lower = hopper.warpgroup_mma_wait(0, deps=[one, two])
+            mbarrier.arrive(empty.index(stage))
+        else:
+            term = hopper.warpgroup_mma(x_upper, y, nothing, use_acc=False, is_async=True)
+            upper += hopper.warpgroup_mma_wait(0, deps=[term])
+            term = hopper.warpgroup_mma(x_lower, y, nothing, use_acc=False, is_async=True)
+            term = hopper.warpgroup_mma_wait(0, deps=[term])
+            mbarrier.arrive(empty.index(stage))
+            lower += term
         stage, phase = _next_slot(stage, phase, a_tiles.shape[0])
     return upper, lower, stage, phase
+
+
+@gluon.jit
+def _segment_at(position, EDGE_1: gl.constexpr, EDGE_2: gl.constexpr):
+    """The segment that holds a position."""
+    return (position >= EDGE_1).to(gl.int32) + (position >= EDGE_2).to(gl.int32)
+
+
+@gluon.jit
+def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_1: gl.constexpr, EDGE_2: gl.constexpr):
+    """(first k, last k + 1, scale) of the segment of that rank by scale, the smallest first: see kernels/gemm_stacked.py."""
+    one = gl.load(scales[0]) * gl.load(scales[1])
+    two = gl.load(scales[0] + 1) * gl.load(scales[1] + 1)
+    if SEGMENTS == 2:
+        two_first = two < one
+        second: gl.constexpr = rank == 1
+        is_two = two_first != second
+        return gl.where(is_two, EDGE_1, 0), gl.where(is_two, K, EDGE_1), gl.where(is_two, two, one)
+    else:
+        three = gl.load(scales[0] + 2) * gl.load(scales[1] + 2)
+        is_one = (two < one).to(gl.int32) + (three < one).to(gl.int32) == rank
+        is_two = (one <= two).to(gl.int32) + (three < two).to(gl.int32) == rank
+        first = gl.where(is_one, 0, gl.where(is_two, EDGE_1, EDGE_2))
+        last = gl.where(is_one, EDGE_1, gl.where(is_two, EDGE_2, K))
+        return first, last, gl.where(is_one, one, gl.where(is_two, two, three))
 
 
 @gluon.jit

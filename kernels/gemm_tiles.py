@@ -12,15 +12,20 @@ import dataclasses
 import functools
 from typing import TypeVar
 
+from te_dynamo.kernels.stacking import SEGMENT_MULTIPLE, Stacking
+
 __all__ = [
     "SPECIALIZED",
     "TILES",
     "Tile",
     "choose_among",
+    "choose_stacked_tile",
     "choose_tile",
     "estimated_us",
     "specialized_is_faster",
     "specialized_stages",
+    "stacked_is_faster",
+    "stacked_is_specialized",
     "stores_by_descriptor",
     "with_splits",
 ]
@@ -170,6 +175,56 @@ def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocess
         return False
     usual = estimated_us(choose_tile(m, n, k, fast_accum, multiprocessors), m, n, k, multiprocessors)
     return _SPECIALIZED_MINIMUM_US <= estimated_us(SPECIALIZED, m, n, k, multiprocessors) < usual
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_stacked_tile(
+    m: int,
+    n: int,
+    k: int,
+    fast_accum: bool,
+    stacking: Stacking,
+    multiprocessors: int = _REFERENCE_SMS,
+    out_bytes: int = 4,
+) -> Tile:
+    """The candidate of least estimated time that divides the segments and does not cut K.
+
+    Along K a tile in halves has no registers for the borders' bookkeeping.
+    """
+    candidates = [t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")]
+    candidates = [t for t in candidates if stacking.divisible(t.block_m, t.block_n, t.block_k)]
+    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+
+
+def stacked_is_specialized(
+    m: int, n: int, k: int, fast_accum: bool, along: str, multiprocessors: int = _REFERENCE_SMS
+) -> bool:
+    """Whether to run a stacked GEMM by kernels/gemm_specialized.py: one with slow accumulation as any other, and along K, where
+    the other kernel's copies wait at every border, a large one with fast accumulation too."""
+    assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
+    if not (fast_accum and along == "K"):
+        return specialized_is_faster(m, n, k, fast_accum, multiprocessors)
+    large = estimated_us(SPECIALIZED, m, n, k, multiprocessors) >= _SPECIALIZED_MINIMUM_US
+    return large and stores_by_descriptor(n)
+
+
+def stacked_is_faster(
+    m: int, n: int, k: int, fast_accum: bool, stacking: Stacking, multiprocessors: int = _REFERENCE_SMS
+) -> bool:
+    """Whether one GEMM of size m, n, k takes less time than one for each segment, whose bits it must have.
+
+    One program makes the whole sum of a stacked GEMM, so it takes the place only of GEMMs that do not cut K. Along K it also
+    saves the sum of the products, which is not counted here.
+    """
+    tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors)
+    together, apart = estimated_us(tile, m, n, k, multiprocessors), 0.0
+    for segment in stacking.segments:
+        sizes = {"M": m, "N": n, "K": k} | {stacking.along: segment}
+        own = choose_tile(sizes["M"], sizes["N"], sizes["K"], fast_accum, multiprocessors)
+        if own.split_k > 1 and stacking.along != "K":
+            return False
+        apart += estimated_us(own, sizes["M"], sizes["N"], sizes["K"], multiprocessors)
+    return together <= apart
 
 
 def specialized_stages(out_bytes: int) -> int:
