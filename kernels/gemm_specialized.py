@@ -14,6 +14,7 @@ A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_ti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,13 @@ from te_dynamo.kernels.gemm_tiles import (
 from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import NOT_STACKED, Stacking
 
-__all__ = ["gemm_specialized_out", "runs_specialized", "specialized_options", "stacked_runs_specialized"]
+__all__ = [
+    "gemm_specialized_out",
+    "runs_specialized",
+    "specialized_options",
+    "stacked_runs_specialized",
+    "stacked_specialized_out",
+]
 
 GROUPS = gl.constexpr(2)  # of warps that multiply
 _GROUP_WARPS = gl.constexpr(4)
@@ -62,13 +69,29 @@ def gemm_specialized_out(
 ) -> None:
     """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
-    stacking: as `kernels.gemm_stacked.gemm_stacked` takes them. Checks nothing.
+    fast: by fast accumulation. stacking: of operands as `kernels.gemm_stacked.gemm_stacked` takes them. Checks nothing.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
     options = specialized_options(bias is not None, out.element_size(), fast, stacking)
     programs = multiprocessor_count(a.device)
     launch(gemm_specialized_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, m, n, k, **options)
+
+
+def stacked_specialized_out(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    fast: bool,
+    along: str,
+    segments: Sequence[int],
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Writes `kernels.gemm_stacked.gemm_stacked`'s C to out [M, N], N a multiple of 8. Checks nothing."""
+    stacking = Stacking(along, tuple(segments))
+    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, fast=fast, stacking=stacking, out=out)
 
 
 def specialized_options(

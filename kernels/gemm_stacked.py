@@ -29,7 +29,7 @@ from te_dynamo.kernels.gemm import (
     split_columns,
     store_result,
 )
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, stacked_runs_specialized
+from te_dynamo.kernels.gemm_specialized import stacked_runs_specialized, stacked_specialized_out
 from te_dynamo.kernels.gemm_tiles import Tile, choose_stacked_tile
 from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import Stacking, check_segments
@@ -57,7 +57,7 @@ def gemm_stacked(
     stacking = _checked(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
     if stacked_runs_specialized(a, b, fast_accum, along):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, fast=fast_accum, stacking=stacking, out=c)
+        stacked_specialized_out(a, a_scale_inv, b, b_scale_inv, fast_accum, along, segments, out=c)
         return c
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
     multiprocessors = multiprocessor_count(a.device)

@@ -191,7 +191,9 @@ def choose_stacked_tile(
 
     Along K a tile in halves has no registers for the borders' bookkeeping.
     """
-    candidates = [t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")]
+    candidates = [
+        t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")
+    ]
     candidates = [t for t in candidates if stacking.divisible(t.block_m, t.block_n, t.block_k)]
     return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
 
@@ -211,9 +213,9 @@ def stacked_is_specialized(
 def stacked_is_faster(
     m: int, n: int, k: int, fast_accum: bool, stacking: Stacking, multiprocessors: int = _REFERENCE_SMS
 ) -> bool:
-    """Whether one GEMM of size m, n, k takes less time than one for each segment, whose bits it must have.
+    """Whether one GEMM of size m, n, k takes less time than one for each segment, and in forward (along N) has their bits.
 
-    One program makes the whole sum of a stacked GEMM, so it takes the place only of GEMMs that do not cut K. Along K it also
+    One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K it also
     saves the sum of the products, which is not counted here.
     """
     tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors)
@@ -221,7 +223,7 @@ def stacked_is_faster(
     for segment in stacking.segments:
         sizes = {"M": m, "N": n, "K": k} | {stacking.along: segment}
         own = choose_tile(sizes["M"], sizes["N"], sizes["K"], fast_accum, multiprocessors)
-        if own.split_k > 1 and stacking.along != "K":
+        if own.split_k > 1 and stacking.along == "N":
             return False
         apart += estimated_us(own, sizes["M"], sizes["N"], sizes["K"], multiprocessors)
     return together <= apart
