@@ -16,6 +16,7 @@ from te_dynamo.kernels.stacking import SEGMENT_MULTIPLE, Stacking
 
 __all__ = [
     "SPECIALIZED",
+    "SPECIALIZED_FAST",
     "TILES",
     "Tile",
     "choose_among",
@@ -128,6 +129,9 @@ TILES: tuple[Tile, ...] = (
 SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
 """What kernels/gemm_specialized.py runs. Its warps are the multiplying ones and those that copy."""
 
+SPECIALIZED_FAST = dataclasses.replace(SPECIALIZED, fast=True, halves=False, tflops=1340)
+"""The same with fast accumulation, of operands stacked along K; its speed is an estimate."""
+
 _SPECIALIZED_MINIMUM_US = 50.0  # its call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 
 
@@ -206,27 +210,40 @@ def stacked_is_specialized(
     assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
     if not (fast_accum and along == "K"):
         return specialized_is_faster(m, n, k, fast_accum, multiprocessors)
-    large = estimated_us(SPECIALIZED, m, n, k, multiprocessors) >= _SPECIALIZED_MINIMUM_US
+    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= _SPECIALIZED_MINIMUM_US
     return large and stores_by_descriptor(n)
 
 
+@functools.lru_cache(maxsize=4096)
 def stacked_is_faster(
-    m: int, n: int, k: int, fast_accum: bool, stacking: Stacking, multiprocessors: int = _REFERENCE_SMS
+    m: int,
+    n: int,
+    k: int,
+    fast_accum: bool,
+    stacking: Stacking,
+    hopper: bool = True,
+    multiprocessors: int = _REFERENCE_SMS,
 ) -> bool:
     """Whether one GEMM of size m, n, k takes less time than one for each segment, and in forward (along N) has their bits.
 
-    One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K it also
-    saves the sum of the products, which is not counted here.
+    One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
+    products have to be written and read again for their sum.
     """
-    tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors)
-    together, apart = estimated_us(tile, m, n, k, multiprocessors), 0.0
+    if hopper and stacked_is_specialized(m, n, k, fast_accum, stacking.along, multiprocessors):
+        tile = SPECIALIZED_FAST if fast_accum else SPECIALIZED
+    else:
+        tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors)
+    apart = (len(stacking.segments) - 1) * m * n * 4 / _REDUCE_BYTES_PER_US if stacking.along == "K" else 0.0
     for segment in stacking.segments:
         sizes = {"M": m, "N": n, "K": k} | {stacking.along: segment}
-        own = choose_tile(sizes["M"], sizes["N"], sizes["K"], fast_accum, multiprocessors)
+        size = (sizes["M"], sizes["N"], sizes["K"])
+        own = choose_tile(*size, fast_accum, multiprocessors)
         if own.split_k > 1 and stacking.along == "N":
             return False
-        apart += estimated_us(own, sizes["M"], sizes["N"], sizes["K"], multiprocessors)
-    return together <= apart
+        if hopper and specialized_is_faster(*size, fast_accum, multiprocessors):
+            own = SPECIALIZED
+        apart += estimated_us(own, *size, multiprocessors)
+    return estimated_us(tile, m, n, k, multiprocessors) <= apart
 
 
 def specialized_stages(out_bytes: int) -> int:

@@ -66,7 +66,7 @@ def _launches(node: Node) -> Callable[..., Any]:
     if _takes_amax(node) and written_by_inductor(node.args[0]):
         return lambda x, quantizer: quantize_with_amax(x, quantizer, amax_by_rows(x))
     if node.target is quantize_stacked:
-        known = [written_by_inductor(x) for x in node.args[0]]
+        known = [written_by_inductor(x) for x in node.all_input_nodes]
 
         def with_amaxes(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
             amaxes = [amax_by_rows(x) if is_known else None for x, is_known in zip(xs, known, strict=True)]

@@ -4,7 +4,6 @@ A fusion is a function of a graph of the dialect: `fuse(graph) -> int` rewrites 
 Three kinds, by what they may assume:
 
     joint     sees forward and backward in one graph, before they are divided; only the pair of halves must be right.
-              An inference graph it sees before forward fusions do
     forward   sees a forward or inference graph; what it saves must suit the unfused backward
     backward  sees a backward graph; must take what the unfused forward saved
 
@@ -41,7 +40,7 @@ _MOST_ROUNDS = 1000
 _KINDS = {
     "joint": ("joint",),
     "forward": ("forward",),
-    "inference": ("joint", "forward"),  # has no joint graph before it
+    "inference": ("forward",),
     "backward": ("forward", "backward"),  # a checkpointed forward is recomputed inside the backward graph
 }
 

@@ -13,6 +13,6 @@ __all__ = ["SHIPPED"]
 
 SHIPPED = {
     "joint": (fuse_shared_input,),
-    "forward": (fuse_gemm_bias, fuse_norm_quantize, fuse_activation_quantize),
+    "forward": (fuse_shared_input, fuse_gemm_bias, fuse_norm_quantize, fuse_activation_quantize),
     "backward": (fuse_activation_backward_quantize, fuse_swiglu_backward_quantize),
 }

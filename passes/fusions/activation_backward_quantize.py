@@ -83,7 +83,7 @@ def fuse_swiglu_backward_quantize(graph: Graph) -> int:
 def _quantized_together(gradients: list[Node]) -> list[Node] | None:
     """The te.quantize of each gradient, by equal quantizers, or the one te.quantize_stacked of both."""
     stacks = [user for user in gradients[0].users if user.target is quantize_stacked]
-    if len(stacks) == 1 and list(stacks[0].args[0]) == gradients and stacks[0].args[2]:
+    if len(stacks) == 1 and stacks[0].args[0] == gradients and stacks[0].args[2]:
         return stacks if not any(quantize_of(gradient) for gradient in gradients) else None
     quantized = [one for gradient in gradients if (one := quantize_of(gradient)) is not None]
     if len(quantized) < 2 or quantized[0].args[1] != quantized[1].args[1]:

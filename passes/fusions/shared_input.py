@@ -77,7 +77,10 @@ class _Linear:
 
 
 def fuse_shared_input(graph: Graph) -> int:
-    """Linears of one input -> te.quantize_stacked and te.gemm_stacked."""
+    """Linears of one input -> te.quantize_stacked and te.gemm_stacked.
+
+    A joint fusion; among the forward ones for inference graphs. In the forward part of a divided graph nothing is left to find.
+    """
     fired = 0
     for group in list(_groups(graph)):
         linears = _in_order(group)
@@ -149,7 +152,7 @@ def _quantize_behind(buffer: Any, name: str) -> Node | None:
     node, index = buffer.args
     if not (isinstance(node, Node) and node.target is quantize and has_fused_kernels(node.args[1])):
         return None
-    return node if _names(node)[index] == name else None  # type: ignore[call-overload]
+    return node if _names(node)[index] == name else None  # type: ignore[index]
 
 
 def _names(quantized: Node) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from te_dynamo.kernels import gemm_stacked as gemm_kernels
 from te_dynamo.kernels import quantize_stacked as kernels
 from te_dynamo.kernels.gemm_tiles import stacked_is_faster
-from te_dynamo.kernels.launch import multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_hopper, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain, quantized_stack
@@ -68,4 +68,5 @@ def stacking_pays(
     m, n, k: of the whole; a symbolic one counts as its hint.
     """
     sizes = [size_hint(size) for size in (m, n, k)]
-    return stacked_is_faster(*sizes, fast_accum, Stacking(along, tuple(segments)), multiprocessor_count(device))
+    stacking, hopper = Stacking(along, tuple(segments)), is_hopper(device)
+    return stacked_is_faster(*sizes, fast_accum, stacking, hopper, multiprocessor_count(device))
