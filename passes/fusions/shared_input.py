@@ -223,24 +223,14 @@ class _Sum:
     @classmethod
     def of(cls, dgrads: list[Node]) -> _Sum | None:
         """None where a dgrad is read by something else."""
-        terms: dict[Node, list[Node]] = {}  # a partial sum -> the other terms in it
-        for dgrad in dgrads:
-            term = _only_view(dgrad)
-            if term is None:
-                return None
-            terms[term] = []
-        view = next(iter(terms))
-        while len(terms) > 1:
-            added = next((add for term in terms if (add := _addition(term)) is not None), None)
-            if added is None:
-                return None
-            others = []
-            for side in added.args[:2]:
-                assert isinstance(side, Node)
-                others += terms.pop(side) if side in terms else [side]
-            terms[added] = others
-        ((node, others),) = terms.items()
-        return cls(node, others, view if view not in dgrads else None)
+        terms = [term for dgrad in dgrads if (term := _only_view(dgrad)) is not None]
+        above = [list(_additions(term)) for term in terms]
+        root = next((add for add in above[0] if all(add in adds for adds in above)), None) if above else None
+        if len(terms) < len(dgrads) or root is None:
+            return None
+        inner = {add for adds in above for add in adds[: adds.index(root) + 1]}
+        others = [side for add in inner for side in add.all_input_nodes if side not in inner and side not in terms]
+        return cls(root, sorted(others), terms[0] if terms[0] not in dgrads else None)
 
 
 def _only_view(node: Node) -> Node | None:
@@ -250,17 +240,18 @@ def _only_view(node: Node) -> Node | None:
     return node if len(node.users) == 1 else None
 
 
-def _addition(term: Node) -> Node | None:
-    """The only reader of a term, if it adds it to another tensor like it."""
-    add = next(iter(term.users)) if len(term.users) == 1 else None
-    if add is None or add.target is not _aten.add.Tensor or len(add.args) != 2 or add.kwargs:
-        return None
-    sides = [side for side in add.args if isinstance(side, Node)]
-    if len(sides) != 2 or sides[0] is sides[1]:
-        return None
-    value = add.meta["val"]
-    same = all(s.meta["val"].shape == value.shape and s.meta["val"].dtype == value.dtype for s in sides)
-    return add if same else None
+def _additions(term: Node) -> Iterator[Node]:
+    """The sums that a term is part of, from the first on, as long as nothing else reads it or them."""
+    while len(term.users) == 1:
+        add = next(iter(term.users))
+        sides = add.all_input_nodes
+        if add.target is not _aten.add.Tensor or len(add.args) != 2 or add.kwargs or len(sides) != 2:
+            return
+        value = add.meta["val"]
+        if any(s.meta["val"].shape != value.shape or s.meta["val"].dtype != value.dtype for s in sides):
+            return
+        yield add
+        term = add
 
 
 # --- judging ------------------------------------------------------------------------------------------------
