@@ -344,7 +344,8 @@ def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, upper, lower, FAST: gl
     What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
     """
     a_tiles, b_tiles, full, empty = ring
-    nothing = gl.zeros(upper.shape, gl.float32, upper.type.layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_GROUP_WARPS, 1], [16, upper.shape[1], 32])
+    nothing = gl.zeros((upper.shape[0], upper.shape[1]), gl.float32, layout)
     for _ in range(blocks):
         mbarrier.wait(full.index(stage), phase)
         x_upper, x_lower, y = _operands(GROUP, a_tiles, b_tiles, stage, upper.shape[0])
