@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from te_dynamo import capture
 
-
 _ABOVE_SHARED_INPUT = ("gate.weight", "up.weight", "down.weight", "shift")
 """Parameters of these models whose gradients do not depend on that of gate's and up's input."""
 

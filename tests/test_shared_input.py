@@ -61,7 +61,9 @@ def test_after() -> None:
     """One GEMM in forward, one dgrad, one wgrad; the gradient of x is no sum any more."""
     graphs = capture_training(Linears, (32, HIDDEN), "cpu")
     text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "te.gemm_stacked", "aten.slice")
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_stacked: (f8e4m3[512, 64], f8e4m3[64, 512], f32[3]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], e4m3[row+column], by_columns=False)
 gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[256, 128, 128])
@@ -76,7 +78,8 @@ gemm_stacked_1: bf16[32, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_s
 gemm_stacked_2: bf16[512, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize[1], quantize[2], bf16, fast_accum=False, along='M', segments=[256, 128, 128])
 slice_6: bf16[128, 64] = aten.slice(gemm_stacked_2, start=384, end=512)
 slice_7: bf16[128, 64] = aten.slice(gemm_stacked_2, start=256, end=384)
-slice_8: bf16[256, 64] = aten.slice(gemm_stacked_2, start=0, end=256)""")
+slice_8: bf16[256, 64] = aten.slice(gemm_stacked_2, start=0, end=256)""",
+    )
 
 
 def test_what_is_saved_does_not_grow() -> None:
@@ -91,10 +94,13 @@ def test_what_is_saved_does_not_grow() -> None:
 def test_a_result_that_backward_reads_does_not_keep_the_others_alive() -> None:
     graphs = capture_training(Rotary, (1, 32, HIDDEN), "cpu")
     text = lines(graphs["forward"], "te.quantize_stacked", "te.gemm_stacked", "te.gemm")
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
 gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
-gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)""")
+gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)""",
+    )
 
 
 def test_inference_stacks_all() -> None:
