@@ -181,17 +181,22 @@ def store_quantized_tile(
     COLUMNWISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    data_stride=None,  # elements from row to row, where data and transpose are part of a wider stack
+    transpose_stride=None,
 ):
     """Casts a tile and writes it to data [M, K], to transpose [K, M rounded up to 16], or to both."""
     DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
     quantized = saturating_cast(value, scale, DTYPE)
     if ROWWISE:
-        store_tile(data, quantized, row, column, M, K, BLOCK_M, BLOCK_K)
+        stride = K if data_stride is None else data_stride
+        mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+        tl.store(data + tile_offsets(row, column, stride, BLOCK_M, BLOCK_K), quantized, mask=mask)
     if COLUMNWISE:
         # Computed here, not passed: the compiler then sees a multiple of 16 and stores whole vectors.
         padded = (M + 15) // 16 * 16
+        stride = padded if transpose_stride is None else transpose_stride
         mask = tile_mask(column, row, K, padded, BLOCK_K, BLOCK_M)
-        tl.store(transpose + tile_offsets(column, row, padded, BLOCK_K, BLOCK_M), tl.trans(quantized), mask=mask)
+        tl.store(transpose + tile_offsets(column, row, stride, BLOCK_K, BLOCK_M), tl.trans(quantized), mask=mask)
 
 
 # --- host ---------------------------------------------------------------------------------------------------
@@ -242,7 +247,7 @@ def cast_launches(rowwise: bool, columnwise: bool, itemsize: int) -> list[tuple[
 
 
 class Fp8Buffers:
-    """The buffers of one quantized [M, K] tensor, and how a kernel is told of them."""
+    """The buffers of one quantized [M, K] tensor, or of a stack with several scales, and how a kernel is told of them."""
 
     def __init__(
         self,
@@ -252,6 +257,7 @@ class Fp8Buffers:
         fp8_dtype: torch.dtype,
         rowwise: bool,
         columnwise: bool,
+        scales: int = 1,
     ) -> None:
         def empty(*shape: Size, dtype: torch.dtype = fp8_dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -259,7 +265,7 @@ class Fp8Buffers:
         self.fp8_dtype = fp8_dtype
         self.data = empty(rows, columns) if rowwise else None
         self.transpose = empty(columns, round_up(rows, 16)) if columnwise else None
-        self.scale_inv = empty(1, dtype=torch.float32)
+        self.scale_inv = empty(scales, dtype=torch.float32)
 
     def pointers(self, unused: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
         """data, transpose and scale_inv as kernel arguments; `unused` stands in for one that is not held."""

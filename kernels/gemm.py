@@ -190,15 +190,18 @@ def gemm_kernel(
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first_k = part * blocks * BLOCK_K
         if HALVES:
-            one, two = _accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, PART_M, BLOCK_N, BLOCK_K)
+            one = tl.zeros((PART_M, BLOCK_N), tl.float32)
+            two = tl.zeros((PART_M, BLOCK_N), tl.float32)
+            one, two = accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, one, two, BLOCK_K)
         else:
-            one, two = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            one, two = split_columns(accumulate(a_desc, b_desc, row, column, first_k, blocks, total, FAST, BLOCK_K))
         # Computed only here: no register holds it through the loop.
         row_2 = row + (PART_M if HALVES else 0)
         column_2 = column + (0 if HALVES else PART_N)
         if SPLIT_K == 1:
-            one = _scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
-            two = _scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
+            one = scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
+            two = scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
         target = c + part.to(tl.int64) * M * N
         store_result(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
         store_result(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
@@ -223,20 +226,8 @@ def tile_origin(
 
 
 @triton.jit
-def _accumulate(
-    a_desc,
-    b_desc,
-    row,
-    column,
-    first_k,
-    blocks,
-    FAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The tile's sum as its left and its right half, so that its way out needs half the shared memory."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+def accumulate(a_desc, b_desc, row, column, first_k, blocks, total, FAST: tl.constexpr, BLOCK_K: tl.constexpr):
+    """total [BLOCK_M, BLOCK_N] + the tile's products of `blocks` blocks of K from first_k on."""
     for block in range(blocks):
         k = first_k + block * BLOCK_K
         x = a_desc.load([row, k])
@@ -245,29 +236,25 @@ def _accumulate(
             total = tl.dot(x, y.T, total)
         else:
             total += tl.dot(x, y.T)
-    return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    return total
 
 
 @triton.jit
-def _accumulate_halves(
-    a_desc,
-    b_desc,
-    row,
-    column,
-    first_k,
-    blocks,
-    HALF_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Slow accumulation, one half of the tile after the other: terms of one half are all beside the sum."""
-    upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
-    lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+def split_columns(total):
+    """The left and the right half of a tile, so that its way out needs half the shared memory."""
+    halves: tl.constexpr = (total.shape[0], 2, total.shape[1] // 2)
+    return tl.split(tl.permute(tl.reshape(total, halves), (0, 2, 1)))
+
+
+@triton.jit
+def accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, upper, lower, BLOCK_K: tl.constexpr):
+    """Slow accumulation onto the two halves [BLOCK_M / 2, BLOCK_N] of a tile, one after the other: terms of one half are all
+    beside the sum."""
     for block in range(blocks):
         k = first_k + block * BLOCK_K
         # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
         # both products, and one warp group can add while the other multiplies.
-        x_lower = a_desc.load([row + HALF_M, k])
+        x_lower = a_desc.load([row + lower.shape[0], k])
         x_upper = a_desc.load([row, k])
         y = b_desc.load([column, k])
         upper += tl.dot(x_upper, y.T)
@@ -276,7 +263,7 @@ def _accumulate_halves(
 
 
 @triton.jit
-def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: tl.constexpr):
+def scale_and_shift(total, scale, bias, column, N, HAS_BIAS: tl.constexpr):
     """total * scale + bias with two roundings: mul_rn is never contracted with the addition."""
     value = libdevice.mul_rn(total, scale)
     if HAS_BIAS:

@@ -47,34 +47,44 @@ def make_result(c, M, N, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def copy(descs, ring, scales, size, GROUP_M: gl.constexpr):
-    """Fills the ring with this program's tiles, block of K by block of K, as far ahead as it has slots.
+    """Fills the ring with this program's tiles, block of K by block of K, as far ahead as it has slots; scales as in `fill`."""
+    M, N, K = size
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
+    BLOCK_N: gl.constexpr = ring[1].shape[1]
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    stage = 0
+    phase = 1  # a wait for the phase before the first passes: every slot begins empty
+    for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        stage, phase = fill(descs, ring, scales, stage, phase, row, column, 0, K)
+
+
+@gluon.jit
+def fill(descs, ring, scales, stage, phase, row, column, first, last):
+    """Copies the blocks of one tile from k = `first` up to `last`; returns the next slot.
 
     scales: for A, or for A and B, (descriptor of the scales of every block, one after the other, elements from one block
     to the next, slots of the ring); empty where a tile comes without.
     """
     a_desc, b_desc = descs
     a_tiles, b_tiles, full, empty = ring
-    M, N, K = size
     BLOCK_M: gl.constexpr = a_tiles.shape[1]
     BLOCK_N: gl.constexpr = b_tiles.shape[1]
     BLOCK_K: gl.constexpr = a_tiles.shape[2]
     SCALES: gl.constexpr = len(scales)
     SCALES_BYTES: gl.constexpr = 4 * (SCALES > 0) * BLOCK_M + 4 * (SCALES > 1) * BLOCK_N
-    tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
-    stage = 0
-    phase = 1  # a wait for the phase before the first passes: every slot begins empty
-    for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        for block in range(blocks):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K + SCALES_BYTES)
-            async_load(a_desc, [row, block * BLOCK_K], full.index(stage), a_tiles.index(stage))
-            async_load(b_desc, [column, block * BLOCK_K], full.index(stage), b_tiles.index(stage))
-            for operand in gl.static_range(SCALES):
-                desc, stride, slots = scales[operand]
-                first = block * stride + (row if operand == 0 else column)
-                async_load(desc, [first], full.index(stage), slots.index(stage))
-            stage, phase = next_slot(stage, phase, a_tiles.shape[0])
+    for block in range(gl.cdiv(last - first, BLOCK_K)):
+        k = first + block * BLOCK_K
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K + SCALES_BYTES)
+        async_load(a_desc, [row, k], full.index(stage), a_tiles.index(stage))
+        async_load(b_desc, [column, k], full.index(stage), b_tiles.index(stage))
+        for operand in gl.static_range(SCALES):
+            desc, stride, slots = scales[operand]
+            place = k // BLOCK_K * stride + (row if operand == 0 else column)
+            async_load(desc, [place], full.index(stage), slots.index(stage))
+        stage, phase = next_slot(stage, phase, a_tiles.shape[0])
+    return stage, phase
 
 
 @gluon.jit

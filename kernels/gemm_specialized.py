@@ -1,13 +1,17 @@
 """The FP8 GEMM of kernels/gemm.py for large products on Hopper, by warps that each do one thing.
 
 One warp copies, two groups of warps multiply (gemm_ring.py): with slow accumulation one adds while the other multiplies. It is
-written in Gluon, and equals the other kernel bit for bit.
+written in Gluon, and equals the other kernel bit for bit. Of operands stacked along K (kernels/gemm_stacked.py) it also runs
+the product with fast accumulation: its copies go on while the sum is rescaled at the border of two segments.
 
 Inductor writes launches of Triton-language kernels only; lowering/extern_gemm.py makes its code call `gemm_specialized_out`.
 A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_tile` takes this kernel for large products only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +23,7 @@ from te_dynamo.kernels.gemm_ring import (
     GROUPS,
     add_bias,
     copy,
+    fill,
     make_result,
     make_ring,
     next_slot,
@@ -26,16 +31,35 @@ from te_dynamo.kernels.gemm_ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm_tiles import SPECIALIZED, specialized_is_faster, stages_that_fit
+from te_dynamo.kernels.gemm_tiles import (
+    SPECIALIZED,
+    specialized_is_faster,
+    stacked_is_specialized,
+    stages_that_fit,
+)
 from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.stacking import NOT_STACKED, Stacking
 
-__all__ = ["gemm_specialized_out", "runs_specialized", "specialized_options"]
+__all__ = [
+    "gemm_specialized_out",
+    "runs_specialized",
+    "specialized_options",
+    "stacked_runs_specialized",
+    "stacked_specialized_out",
+]
 
 
 def runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
     """Whether this kernel runs a [M, K] by b [N, K]: on this device, and faster than kernels/gemm.py's own."""
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
     return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
+
+
+def stacked_runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool, along: str) -> bool:
+    """The same of operands stacked along a dimension."""
+    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
+    multiprocessors = multiprocessor_count(a.device)
+    return is_hopper(a.device) and stacked_is_specialized(m, n, k, fast_accum, along, multiprocessors)
 
 
 def gemm_specialized_out(
@@ -45,23 +69,45 @@ def gemm_specialized_out(
     b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    fast: bool = False,
+    stacking: Stacking = NOT_STACKED,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K], by slow accumulation, to out [M, N]; N a multiple of 8.
+    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
-    Checks nothing.
+    fast: by fast accumulation. stacking: of operands as `kernels.gemm_stacked.gemm_stacked` takes them. Checks nothing.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
-    options = specialized_options(bias is not None, out.element_size())
+    options = specialized_options(bias is not None, out.element_size(), fast, stacking)
     programs = multiprocessor_count(a.device)
     launch(gemm_specialized_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, m, n, k, **options)
 
 
-def specialized_options(has_bias: bool, out_bytes: int) -> dict[str, int]:
+def stacked_specialized_out(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    fast: bool,
+    along: str,
+    segments: Sequence[int],
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Writes `kernels.gemm_stacked.gemm_stacked`'s C to out [M, N], N a multiple of 8. Checks nothing."""
+    stacking = Stacking(along, tuple(segments))
+    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, fast=fast, stacking=stacking, out=out)
+
+
+def specialized_options(
+    has_bias: bool, out_bytes: int, fast: bool = False, stacking: Stacking = NOT_STACKED
+) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
     return {
         "HAS_BIAS": has_bias,
+        "FAST": fast,
+        **stacking.constants(),
         "STAGES": stages_that_fit(SPECIALIZED, out_bytes),
         "BLOCK_M": SPECIALIZED.block_m,
         "BLOCK_N": SPECIALIZED.block_n,
@@ -83,22 +129,28 @@ def gemm_specialized_kernel(
     N,
     K,
     HAS_BIAS: gl.constexpr,
+    FAST: gl.constexpr,
+    STACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    EDGE_1: gl.constexpr,
+    EDGE_2: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm.py for the equation."""
+    """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm.py, and of stacked operands gemm_stacked.py, for the equation."""
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)
-    c_desc, c_tiles = make_result(c, M, N, BLOCK_M // (2 * GROUPS), BLOCK_N)
-    result_of = (c_desc, c_tiles, a_scale_inv, b_scale_inv, bias)
+    result = make_result(c, M, N, BLOCK_M // (2 * GROUPS), BLOCK_N)
+    scales = (a_scale_inv, b_scale_inv)
     size = (M, N, K)
+    what = (ring, scales, result, bias, size)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), ring, result_of, size, HAS_BIAS, GROUP_M)),
-            (_multiply, (gl.constexpr(1), ring, result_of, size, HAS_BIAS, GROUP_M)),
-            (copy, (descs, ring, (), size, GROUP_M)),
+            (_multiply, (gl.constexpr(0), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
+            (_multiply, (gl.constexpr(1), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
+            (_copy, (descs, ring, scales, size, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
         ],
         [GROUP_WARPS, 1],
         [GROUP_REGISTERS, COPY_REGISTERS],
@@ -106,48 +158,137 @@ def gemm_specialized_kernel(
 
 
 @gluon.jit
-def _multiply(GROUP: gl.constexpr, ring, result_of, size, HAS_BIAS: gl.constexpr, GROUP_M: gl.constexpr):
+def _copy(
+    descs,
+    ring,
+    scales,
+    size,
+    STACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    EDGE_1: gl.constexpr,
+    EDGE_2: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Fills the ring with this program's tiles; of operands stacked along K segment by segment, in the order of their scales."""
+    if STACKED == "K":
+        M, N, K = size
+        BLOCK_M: gl.constexpr = ring[0].shape[1]
+        BLOCK_N: gl.constexpr = ring[1].shape[1]
+        tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+        stage = 0
+        phase = 1
+        for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+            row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+            for rank in gl.static_range(SEGMENTS):
+                first, last, _ = _ranked_segment(rank, scales, K, SEGMENTS, EDGE_1, EDGE_2)
+                stage, phase = fill(descs, ring, (), stage, phase, row, column, first, last)
+    else:
+        copy(descs, ring, (), size, GROUP_M)
+
+
+@gluon.jit
+def _multiply(
+    GROUP: gl.constexpr,
+    what,
+    HAS_BIAS: gl.constexpr,
+    FAST: gl.constexpr,
+    STACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    EDGE_1: gl.constexpr,
+    EDGE_2: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
     """This group's rows of every tile: multiplied from the ring, scaled, stored."""
+    ring, scales, result, bias, size = what
+    c_desc, c_tiles = result
+    M, N, K = size
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
+    BLOCK_K: gl.constexpr = ring[0].shape[2]
     PART_M: gl.constexpr = BLOCK_M // (2 * GROUPS)
-    c_desc, c_tiles, a_scale_inv, b_scale_inv, bias = result_of
-    M, N, K = size
-    tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, ring[0].shape[2])
-    scale = gl.load(a_scale_inv) * gl.load(b_scale_inv)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
+    tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    scale = gl.load(scales[0]) * gl.load(scales[1])
     c_tile = c_tiles.index(GROUP)
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks)
+        upper = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        if STACKED == "K":
+            for rank in gl.static_range(SEGMENTS):
+                first, last, next_scale = _ranked_segment(rank, scales, K, SEGMENTS, EDGE_1, EDGE_2)
+                if rank > 0:
+                    ratio = gl.where(next_scale > 0.0, scale / next_scale, 0.0)
+                    upper *= ratio
+                    lower *= ratio
+                scale = next_scale
+                count = gl.cdiv(last - first, BLOCK_K)
+                upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, count, upper, lower, FAST)
+        else:
+            upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks, upper, lower, FAST)
         row += GROUP * 2 * PART_M
+        if STACKED == "M":
+            scale = gl.load(scales[0] + _segment_at(row, EDGE_1, EDGE_2)) * gl.load(scales[1])
+        if STACKED == "N":
+            scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(column, EDGE_1, EDGE_2))
         store(c_tile, c_desc, _scale_and_shift(upper, scale, bias, column, N, HAS_BIAS), row, column)
         store(c_tile, c_desc, _scale_and_shift(lower, scale, bias, column, N, HAS_BIAS), row + PART_M, column)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks):
-    """The two halves' sums over K: what the tensor core makes of each block is added in fp32."""
+def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, upper, lower, FAST: gl.constexpr):
+    """The two halves' sums, begun in `upper` and `lower`, over the next blocks of K.
+
+    What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
+    """
     a_tiles, b_tiles, full, empty = ring
-    PART_M: gl.constexpr = a_tiles.shape[1] // (2 * GROUPS)
-    BLOCK_N: gl.constexpr = b_tiles.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
-    nothing = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-    upper = nothing
-    lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, upper.shape[1], 32])
+    nothing = gl.zeros((upper.shape[0], upper.shape[1]), gl.float32, layout)
     for _ in range(blocks):
         mbarrier.wait(full.index(stage), phase)
         x_upper, x_lower, y = operands(GROUP, a_tiles, b_tiles, stage)
-        term = hopper.warpgroup_mma(x_upper, y, nothing, use_acc=False, is_async=True)
-        upper += hopper.warpgroup_mma_wait(0, deps=[term])
-        term = hopper.warpgroup_mma(x_lower, y, nothing, use_acc=False, is_async=True)
-        term = hopper.warpgroup_mma_wait(0, deps=[term])
-        mbarrier.arrive(empty.index(stage))
-        lower += term
+        if FAST:
+            one = hopper.warpgroup_mma(x_upper, y, upper, is_async=True)
+            two = hopper.warpgroup_mma(x_lower, y, lower, is_async=True)
+            upper, lower = hopper.warpgroup_mma_wait(0, deps=[one, two])
+            mbarrier.arrive(empty.index(stage))
+        else:
+            term = hopper.warpgroup_mma(x_upper, y, nothing, use_acc=False, is_async=True)
+            upper += hopper.warpgroup_mma_wait(0, deps=[term])
+            term = hopper.warpgroup_mma(x_lower, y, nothing, use_acc=False, is_async=True)
+            term = hopper.warpgroup_mma_wait(0, deps=[term])
+            mbarrier.arrive(empty.index(stage))
+            lower += term
         stage, phase = next_slot(stage, phase, a_tiles.shape[0])
     return upper, lower, stage, phase
+
+
+@gluon.jit
+def _segment_at(position, EDGE_1: gl.constexpr, EDGE_2: gl.constexpr):
+    """The segment that holds a position."""
+    return (position >= EDGE_1).to(gl.int32) + (position >= EDGE_2).to(gl.int32)
+
+
+@gluon.jit
+def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_1: gl.constexpr, EDGE_2: gl.constexpr):
+    """(first k, last k + 1, scale) of the segment of that rank by scale, the smallest first: see kernels/gemm_stacked.py."""
+    one = gl.load(scales[0]) * gl.load(scales[1])
+    two = gl.load(scales[0] + 1) * gl.load(scales[1] + 1)
+    if SEGMENTS == 2:
+        two_first = two < one
+        second: gl.constexpr = rank == 1
+        is_two = two_first != second
+        return gl.where(is_two, EDGE_1, 0), gl.where(is_two, K, EDGE_1), gl.where(is_two, two, one)
+    else:
+        three = gl.load(scales[0] + 2) * gl.load(scales[1] + 2)
+        is_one = (two < one).to(gl.int32) + (three < one).to(gl.int32) == rank
+        is_two = (one <= two).to(gl.int32) + (three < two).to(gl.int32) == rank
+        first = gl.where(is_one, 0, gl.where(is_two, EDGE_1, EDGE_2))
+        last = gl.where(is_one, EDGE_1, gl.where(is_two, EDGE_2, K))
+        return first, last, gl.where(is_one, one, gl.where(is_two, two, three))
 
 
 @gluon.jit

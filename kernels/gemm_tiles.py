@@ -12,15 +12,21 @@ import dataclasses
 import functools
 from typing import TypeVar
 
+from te_dynamo.kernels.stacking import SEGMENT_MULTIPLE, Stacking
+
 __all__ = [
     "SPECIALIZED",
+    "SPECIALIZED_FAST",
     "TILES",
     "Tile",
     "choose_among",
+    "choose_stacked_tile",
     "choose_tile",
     "estimated_us",
     "is_worth_a_call",
     "specialized_is_faster",
+    "stacked_is_faster",
+    "stacked_is_specialized",
     "stages_that_fit",
     "stores_by_descriptor",
     "with_splits",
@@ -124,6 +130,9 @@ TILES: tuple[Tile, ...] = (
 SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
 """What kernels/gemm_specialized.py runs. Its warps are the multiplying ones and those that copy."""
 
+SPECIALIZED_FAST = dataclasses.replace(SPECIALIZED, fast=True, halves=False, tflops=1340)
+"""The same with fast accumulation, of operands stacked along K; its speed is an estimate."""
+
 _SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 
 
@@ -181,6 +190,71 @@ def is_worth_a_call(specialized: Tile, usual: Tile, m: int, n: int, k: int, mult
 def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
     """As many stages of a specialized kernel's tile as fit beside results of `out_bytes` each."""
     return specialized.num_stages if specialized.fits(out_bytes) else specialized.num_stages - 1
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_stacked_tile(
+    m: int,
+    n: int,
+    k: int,
+    fast_accum: bool,
+    stacking: Stacking,
+    multiprocessors: int = _REFERENCE_SMS,
+    out_bytes: int = 4,
+) -> Tile:
+    """The candidate of least estimated time that divides the segments and does not cut K.
+
+    Along K a tile in halves has no registers for the borders' bookkeeping.
+    """
+    candidates = [
+        t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")
+    ]
+    candidates = [t for t in candidates if stacking.divisible(t.block_m, t.block_n, t.block_k)]
+    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+
+
+def stacked_is_specialized(
+    m: int, n: int, k: int, fast_accum: bool, along: str, multiprocessors: int = _REFERENCE_SMS
+) -> bool:
+    """Whether to run a stacked GEMM by kernels/gemm_specialized.py: one with slow accumulation as any other, and along K, where
+    the other kernel's copies wait at every border, a large one with fast accumulation too."""
+    assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
+    if not (fast_accum and along == "K"):
+        return specialized_is_faster(m, n, k, fast_accum, multiprocessors)
+    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= _SPECIALIZED_MINIMUM_US
+    return large and stores_by_descriptor(n)
+
+
+@functools.lru_cache(maxsize=4096)
+def stacked_is_faster(
+    m: int,
+    n: int,
+    k: int,
+    fast_accum: bool,
+    stacking: Stacking,
+    hopper: bool = True,
+    multiprocessors: int = _REFERENCE_SMS,
+) -> bool:
+    """Whether one GEMM of size m, n, k takes less time than one for each segment, and in forward (along N) has their bits.
+
+    One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
+    products have to be written and read again for their sum.
+    """
+    if hopper and stacked_is_specialized(m, n, k, fast_accum, stacking.along, multiprocessors):
+        tile = SPECIALIZED_FAST if fast_accum else SPECIALIZED
+    else:
+        tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors)
+    apart = (len(stacking.segments) - 1) * m * n * 4 / _REDUCE_BYTES_PER_US if stacking.along == "K" else 0.0
+    for segment in stacking.segments:
+        sizes = {"M": m, "N": n, "K": k} | {stacking.along: segment}
+        size = (sizes["M"], sizes["N"], sizes["K"])
+        own = choose_tile(*size, fast_accum, multiprocessors)
+        if own.split_k > 1 and stacking.along == "N":
+            return False
+        if hopper and specialized_is_faster(*size, fast_accum, multiprocessors):
+            own = SPECIALIZED
+        apart += estimated_us(own, *size, multiprocessors)
+    return estimated_us(tile, m, n, k, multiprocessors) <= apart
 
 
 def stores_by_descriptor(n: int) -> bool:

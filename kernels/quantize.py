@@ -26,7 +26,16 @@ from te_dynamo.kernels.fp8 import (
 )
 from te_dynamo.kernels.launch import launch, size_hint
 
-__all__ = ["CAST_TILE", "PARTIALS", "Tile", "amax_tile", "cast_tile", "quantize", "quantize_reference"]
+__all__ = [
+    "CAST_TILE",
+    "PARTIALS",
+    "Tile",
+    "amax_tile",
+    "cast_tile",
+    "partial_amaxes",
+    "quantize",
+    "quantize_reference",
+]
 
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""
@@ -144,21 +153,7 @@ def quantize(
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
-    partials = amax
-    if partials is None:
-        partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
-        block_m, block_k, warps = amax_tile(columns)
-        launch(
-            quantize_amax_kernel,
-            (PARTIALS,),
-            x=x,
-            partials=partials,
-            M=rows,
-            K=columns,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
-        )
+    partials = partial_amaxes(x) if amax is None else amax
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise)
     for usage in buffers.launches(x.element_size()):
         launch(
@@ -177,6 +172,25 @@ def quantize(
             num_warps=warps,
         )
     return buffers.as_list()
+
+
+def partial_amaxes(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [PARTIALS], whose maximum is the amax of a contiguous x."""
+    rows, columns = rows_and_columns(x)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
+    block_m, block_k, warps = amax_tile(columns)
+    launch(
+        quantize_amax_kernel,
+        (PARTIALS,),
+        x=x,
+        partials=partials,
+        M=rows,
+        K=columns,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return partials
 
 
 # --- tile choice --------------------------------------------------------------------------------------------

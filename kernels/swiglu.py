@@ -35,6 +35,7 @@ from te_dynamo.kernels.fp8 import (
 )
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
+from te_dynamo.kernels.quantize_stacked import stack_buffers
 
 __all__ = [
     "swiglu",
@@ -98,13 +99,13 @@ def swiglu_backward_quantize_reference(
     power_of_two: bool,
     eps: float,
     keep_output: bool,
+    stacked: bool = False,
 ) -> list[torch.Tensor]:
     """`swiglu_backward_quantize` in plain PyTorch."""
     grads = swiglu_backward_reference(dy, gate, up)
-    result = list(grads) if keep_output else []
-    for grad in grads:
-        result += quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps)
-    return result
+    each = [quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps) for grad in grads]
+    buffers = stack_buffers(each, rowwise, columnwise, by_columns=True) if stacked else [*each[0], *each[1]]
+    return [*(grads if keep_output else ()), *buffers]
 
 
 # --- kernels: forward ---------------------------------------------------------------------------------------
@@ -231,6 +232,7 @@ def swiglu_backward_write_kernel(
     M,
     K,
     KEEP_OUTPUT: tl.constexpr,
+    STACKED: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -240,7 +242,13 @@ def swiglu_backward_write_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Every tile of dgate and dup to every output that is asked for."""
+    """Every tile of dgate and dup to every output that is asked for; with STACKED the gate's buffers hold both, side by side."""
+    data_stride = K
+    if STACKED:
+        data_stride = 2 * K
+        up_data = gate_data + K
+        up_transpose = gate_transpose + tl.cast(K, tl.int64) * ((M + 15) // 16 * 16)
+        up_scale_inv = gate_scale_inv + 1
     if ROWWISE or COLUMNWISE:
         g_scale = load_scale(gate_partials, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
         u_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
@@ -253,10 +261,34 @@ def swiglu_backward_write_kernel(
             store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE or COLUMNWISE:
             store_quantized_tile(
-                g, g_scale, row, column, M, K, gate_data, gate_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                g,
+                g_scale,
+                row,
+                column,
+                M,
+                K,
+                gate_data,
+                gate_transpose,
+                ROWWISE,
+                COLUMNWISE,
+                BLOCK_M,
+                BLOCK_K,
+                data_stride,
             )
             store_quantized_tile(
-                u, u_scale, row, column, M, K, up_data, up_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                u,
+                u_scale,
+                row,
+                column,
+                M,
+                K,
+                up_data,
+                up_transpose,
+                ROWWISE,
+                COLUMNWISE,
+                BLOCK_M,
+                BLOCK_K,
+                data_stride,
             )
 
 
@@ -371,6 +403,7 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
         **unused,
         **sizes,
         KEEP_OUTPUT=True,
+        STACKED=False,
         **_NO_QUANTIZATION,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
@@ -389,9 +422,13 @@ def swiglu_backward_quantize(
     power_of_two: bool,
     eps: float,
     keep_output: bool,
+    stacked: bool = False,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """[dgate?, dup?, *buffers of dgate, *buffers of dup]: `swiglu_backward`, then `quantize` of each."""
+    """[dgate?, dup?, *buffers of dgate, *buffers of dup]: `swiglu_backward`, then `quantize` of each.
+
+    stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
+    """
     dy, sizes = dy.contiguous(), _sizes(gate, up)
     rows, columns = sizes["M"], sizes["K"]
     partials = {
@@ -412,8 +449,14 @@ def swiglu_backward_quantize(
     )
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
-    gate_buffers, up_buffers = (
-        Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise) for _ in range(2)
+    gate_buffers, *rest = (
+        Fp8Buffers(rows, width, gate.device, fp8_dtype, rowwise, columnwise, scales)
+        for width, scales in ([(2 * columns, 2)] if stacked else [(columns, 1), (columns, 1)])
+    )
+    up_pointers = (
+        rest[0].pointers(unused=gate, prefix="up_")
+        if rest
+        else {"up_data": gate, "up_transpose": gate, "up_scale_inv": gate}
     )
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE)
     for number, usage in enumerate(gate_buffers.launches(gate.element_size())):
@@ -428,8 +471,9 @@ def swiglu_backward_quantize(
             dup=dup,
             **sizes,
             KEEP_OUTPUT=keep_output and number == 0,
+            STACKED=stacked,
             **gate_buffers.pointers(unused=gate, prefix="gate_"),
-            **up_buffers.pointers(unused=gate, prefix="up_"),
+            **up_pointers,
             **gate_buffers.constants(power_of_two, eps),
             **usage,
             PARTIALS=PARTIALS,
@@ -437,7 +481,7 @@ def swiglu_backward_quantize(
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    return [*grads, *gate_buffers.as_list(), *up_buffers.as_list()]
+    return [*grads, *gate_buffers.as_list(), *(buffer for buffers in rest for buffer in buffers.as_list())]
 
 
 def _sizes(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:

@@ -15,27 +15,35 @@ import torch
 
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
+from te_dynamo.kernels.gemm_specialized import (
+    gemm_specialized_out,
+    runs_specialized,
+    stacked_runs_specialized,
+    stacked_specialized_out,
+)
 from te_dynamo.ops.gemm import gemm
 from te_dynamo.ops.gemm_block import gemm_block
+from te_dynamo.ops.stacked import gemm_stacked
 
 __all__ = ["is_extern", "register"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:
-    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, bias, out_dtype, *flags).
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias,] out_dtype, *flags).
 
     name:     of the function in Inductor's code.
     call:     the function: (a, a_scale_inv, b, b_scale_inv, bias?, **keywords, out=...).
     runs:     of (a, b, *flags): whether it is the fastest there.
     keywords: of (*flags): what it is told of them.
+    tensors:  how many arguments come before out_dtype.
     """
 
     name: str
     call: Callable[..., None]
     runs: Callable[..., bool]
     keywords: Callable[..., dict[str, Any]]
+    tensors: int = 5
 
 
 _EXTERNS = {
@@ -45,6 +53,13 @@ _EXTERNS = {
         gemm_block_specialized_out,
         lambda a, b, a_two_d, b_two_d: runs_block_specialized(a, b, a_two_d),
         lambda a_two_d, b_two_d: {"b_two_d": b_two_d},
+    ),
+    gemm_stacked: _Extern(
+        "te_gemm_stacked",
+        stacked_specialized_out,
+        lambda a, b, fast_accum, along, segments: stacked_runs_specialized(a, b, fast_accum, along),
+        lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
+        tensors=4,
     ),
 }
 
@@ -58,8 +73,9 @@ def is_extern(node: torch.fx.Node) -> bool:
 
     if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
+    extern = _EXTERNS[node.target]
     a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
-    return _EXTERNS[node.target].runs(a, b, *node.args[6:])
+    return extern.runs(a, b, *node.args[extern.tensors + 1 :])
 
 
 @functools.cache
@@ -78,15 +94,15 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
     opaque = fallback_handler(operation)
 
     @register_lowering(operation, type_promotion_kind=None)
-    def lowered(a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, bias: Any, out_dtype: Any, *flags: Any) -> Any:
+    def lowered(*arguments: Any) -> Any:
+        a, _, b = arguments[:3]
+        out_dtype, *flags = arguments[extern.tensors :]
         if not kernels_available(a.get_device()).ok:
-            return opaque(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, *flags)
-        operands = [x for x in (a, a_scale_inv, b, b_scale_inv, bias) if x is not None]
-        inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
-        size = [a.get_size()[0], b.get_size()[0]]
+            return opaque(*arguments)
+        operands = [x for x in arguments[: extern.tensors] if x is not None]
         call = ir.ExternKernelOut(
-            layout=ir.FixedLayout(a.get_device(), out_dtype, size),
-            inputs=inputs,
+            layout=ir.FixedLayout(a.get_device(), out_dtype, [a.get_size()[0], b.get_size()[0]]),
+            inputs=[ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands],
             kwargs=extern.keywords(*flags),
             python_kernel_name=f"extern_kernels.{extern.name}",
             op_overload=operation,

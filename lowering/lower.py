@@ -27,7 +27,8 @@ from te_dynamo.lowering.extern_gemm import is_extern
 from te_dynamo.ops import KERNELS, is_te
 from te_dynamo.ops.define import REFERENCE_ONLY
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.ops.stacked import quantize_stacked, quantize_stacked_with_amaxes
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
 
 __all__ = ["lower"]
 
@@ -64,6 +65,14 @@ def _launches(node: Node) -> Callable[..., Any]:
     """What is traced in place of `node`: a function of the operation's own arguments."""
     if _takes_amax(node) and written_by_inductor(node.args[0]):
         return lambda x, quantizer: quantize_with_amax(x, quantizer, amax_by_rows(x))
+    if node.target is quantize_stacked:
+        known = [written_by_inductor(x) for x in node.all_input_nodes]
+
+        def with_amaxes(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
+            amaxes = [amax_by_rows(x) if is_known else None for x, is_known in zip(xs, known, strict=True)]
+            return quantize_stacked_with_amaxes(xs, quantizer, by_columns, amaxes)
+
+        return with_amaxes
     assert isinstance(node.target, torch._ops.OpOverload)
     return KERNELS[node.target]
 

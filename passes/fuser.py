@@ -3,7 +3,7 @@
 A fusion is a function of a graph of the dialect: `fuse(graph) -> int` rewrites in place and returns how often it fired.
 Three kinds, by what they may assume:
 
-    joint     sees forward and backward in one graph, before they are divided; only the pair of halves must be right
+    joint     sees forward and backward in one graph, before they are divided; only the pair of halves must be right.
     forward   sees a forward or inference graph; what it saves must suit the unfused backward
     backward  sees a backward graph; must take what the unfused forward saved
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,19 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-__all__ = ["RESHAPES", "calls", "call_like", "getitem_after", "item_users", "read_item", "replace_items"]
+__all__ = [
+    "RESHAPES",
+    "calls",
+    "call_like",
+    "fakes_of",
+    "getitem_after",
+    "item_users",
+    "read_item",
+    "replace_items",
+    "reshaped_like",
+    "retrace_views",
+    "sorted_topologically",
+]
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 """The operations that give a tensor another shape over the same data in the same order."""
@@ -54,6 +66,49 @@ def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...]
     with _fake_mode_of(fakes), disable_proxy_modes_tracing():
         node.meta["val"] = target(*fakes)
     return node
+
+
+@contextlib.contextmanager
+def fakes_of(node: Node) -> Iterator[None]:
+    """Inside, tensors are fakes of the mode that `node`'s value is of, and nothing is traced."""
+    with _fake_mode_of([node.meta["val"]]), disable_proxy_modes_tracing():
+        yield
+
+
+def reshaped_like(graph: Graph, node: Node, view: Node) -> Node:
+    """`node` in the shape of `view`, one of RESHAPES; it stands before `view`."""
+    assert isinstance(view.target, torch._ops.OpOverload)
+    return call_like(graph, view.target, (node, *view.args[1:]), view)
+
+
+def retrace_views(node: Node, value: Any, views: Collection[Any]) -> dict[Node, Any] | None:
+    """The fake value of each of `views` that reads `node`, directly or through another, if `node` had `value`.
+
+    None where a view cannot be made of a tensor of these strides.
+    """
+    values: dict[Node, Any] = {node: value}
+    waiting = [node]
+    with fakes_of(node):
+        while waiting:
+            for user in waiting.pop().users:
+                if user.target not in views:
+                    continue
+                args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: values.get(n, n.meta["val"]))
+                try:
+                    values[user] = user.target(*args, **kwargs)  # type: ignore[operator]
+                except (RuntimeError, ValueError):
+                    return None
+                waiting.append(user)
+    del values[node]
+    return values
+
+
+def sorted_topologically(graph: Graph) -> None:
+    """Puts nodes that stand before their inputs behind them, and leaves the order otherwise."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+    graph.lint()
 
 
 def getitem_after(node: Node, index: int) -> Node:

@@ -5,20 +5,30 @@ Needed where part of a forward is recomputed in backward (checkpointing), or whe
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.ops.activation import activation_quantize
 from te_dynamo.ops.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.ops.quantize import quantize
+from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.ops.swiglu import swiglu_quantize
 from te_dynamo.passes.graph import call_like, calls, item_users, replace_items
 from te_dynamo.quantizers import Quantizer
 
 __all__ = ["drop_unread_usages"]
 
-_ONE_RESULT_QUANTIZED = (quantize, rms_norm_quantize, layer_norm_quantize, activation_quantize, swiglu_quantize)
+_ONE_RESULT_QUANTIZED = (
+    quantize,
+    quantize_stacked,
+    rms_norm_quantize,
+    layer_norm_quantize,
+    activation_quantize,
+    swiglu_quantize,
+)
 """Operations whose last results are the buffers of their one quantizer."""
+
+_SHAPE = (1, 1)  # of any tensor: neither names nor order of its buffers depend on it
 
 
 def drop_unread_usages(graph: Graph) -> int:
@@ -26,15 +36,14 @@ def drop_unread_usages(graph: Graph) -> int:
     narrowed = 0
     for node in calls(graph, *_ONE_RESULT_QUANTIZED):
         position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
-        shape = _quantized_shape(node)
-        names = list(quantizer._describe_buffers(shape))
+        names = list(quantizer._describe_buffers(_SHAPE))
         before = len(node.meta["val"]) - len(names)
-        narrower = _narrowest(quantizer, shape, {names[i - before] for i in item_users(node) if i >= before})
+        narrower = _narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
         if narrower == quantizer:
             continue
         args = (*node.args[:position], narrower, *node.args[position + 1 :])
         replacement = call_like(graph, node.target, args, node)
-        kept = list(narrower._describe_buffers(shape))
+        kept = list(narrower._describe_buffers(_SHAPE))
         index_map = {i: i for i in range(before)}
         index_map |= {before + i: before + kept.index(name) for i, name in enumerate(names) if name in kept}
         replace_items(node, replacement, index_map)
@@ -43,13 +52,7 @@ def drop_unread_usages(graph: Graph) -> int:
     return narrowed
 
 
-def _quantized_shape(node: Node) -> tuple[int, ...]:
-    first = node.args[0]
-    assert isinstance(first, Node)
-    return tuple(first.meta["val"].shape)
-
-
-def _narrowest(quantizer: Quantizer, shape: tuple[int, ...], read: set[str]) -> Quantizer:
+def _narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
     """The quantizer with one usage less whose buffers still hold all that is read; itself if there is none."""
     if not read:
         return quantizer
@@ -58,6 +61,6 @@ def _narrowest(quantizer: Quantizer, shape: tuple[int, ...], read: set[str]) -> 
             narrower = quantizer.with_usage(**usage)
         except QuantizationError:  # its only usage
             continue
-        if narrower != quantizer and read <= set(narrower._describe_buffers(shape)):
+        if narrower != quantizer and read <= set(narrower._describe_buffers(_SHAPE)):
             return narrower
     return quantizer

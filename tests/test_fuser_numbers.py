@@ -1,4 +1,8 @@
-"""Fusing changes no bit: outputs and every gradient, with and without the fusions, on the CPU's reference path."""
+"""Fusing changes no bit: outputs and every gradient, with and without the fusions, on the CPU's reference path.
+
+But for the gradient of an input that linears share: its terms are rounded once together (fusions/shared_input.py), so what
+lies below it in backward differs by a rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,22 @@ from torch.utils.checkpoint import checkpoint
 
 from te_dynamo import capture
 
+_ABOVE_SHARED_INPUT = ("gate.weight", "up.weight", "down.weight", "shift")
+"""Parameters of these models whose gradients do not depend on that of gate's and up's input."""
 
-def assert_same_bits(fused: Result, plain: Result) -> None:
-    """Equal in every bit, but for the sign of zero."""
+
+def assert_same_bits(fused: Result, plain: Result, rounded_once: bool = False) -> None:
+    """Equal in every bit, but for the sign of zero. rounded_once: what gate and up read has a gradient that is rounded once."""
     pairs = {f"output {i}": pair for i, pair in enumerate(zip(fused.outputs, plain.outputs, strict=True))}
     pairs |= {name: (gradient, plain.gradients[name]) for name, gradient in fused.gradients.items()}
     for name, (a, b) in pairs.items():
         assert a.dtype == b.dtype and a.isfinite().all(), name
-        assert torch.equal(a, b), f"{name} differs by {(a - b).abs().max()}"
+        if rounded_once and not name.startswith("output") and not name.endswith(_ABOVE_SHARED_INPUT):
+            # Steps of e5m2, where a gradient is quantized below.
+            error = (a.double() - b.double()).norm() / b.double().norm()
+            assert error < 0.05, f"{name} differs by {error}"
+        else:
+            assert torch.equal(a, b), f"{name} differs by {(a - b).abs().max()}"
         assert a.count_nonzero() > 0, f"{name} is all zero: nothing was compared"
 
 
@@ -32,7 +44,8 @@ def compare(model: type[nn.Module], shape: Sequence[int], dtype: torch.dtype) ->
         fused = compiled_run(model, {"codegen": "eager"})(x)
     assert graphs.reports[0].fusions, "nothing was fused"
     assert all(match.matched for match in graphs.reports[0].matches)
-    assert_same_bits(fused, compiled_run(model, {"codegen": "eager", "fusions": False})(x))
+    rounded_once = any(name == "fuse_shared_input" for _, name, _ in graphs.reports[0].fusions)
+    assert_same_bits(fused, compiled_run(model, {"codegen": "eager", "fusions": False})(x), rounded_once)
     return {stage: graphs[stage] for stage in graphs.stages}
 
 

@@ -93,7 +93,8 @@ def cast_cases(rows: int, columnwise: bool = True):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": bias_grad}
             yield activation.activation_write_kernel, *tiled(of_activation[backward + bias_grad], **flags, **partials)
     yield swiglu.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
-    yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, **partials)
+    for stacked in (False, True):
+        yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, STACKED=stacked, **partials)
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": norm.ROW_PROGRAMS}

@@ -60,6 +60,6 @@ def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     y, (dgate, dup) = swiglu.swiglu(gate, up), swiglu.swiglu_backward(dy, gate, up)
     fused = swiglu.swiglu_quantize(gate, up, *BOTH, True, swiglu.FORWARD_TILE)
     assert_same_bits(fused, [y, *quantize.quantize_reference(y, *BOTH)])
-    fused = swiglu.swiglu_backward_quantize(dy, gate, up, *BOTH, True, swiglu.BACKWARD_TILE)
+    fused = swiglu.swiglu_backward_quantize(dy, gate, up, *BOTH, True, False, swiglu.BACKWARD_TILE)
     expected = [*quantize.quantize_reference(dgate, *BOTH), *quantize.quantize_reference(dup, *BOTH)]
     assert_same_bits(fused, [dgate, dup, *expected])

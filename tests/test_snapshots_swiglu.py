@@ -47,26 +47,24 @@ down.weight: bf16[64, 128] = input
 tangents_1: bf16[32, 64] = input
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
-quantize_1: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(gate.weight, e4m3[row+column])
-gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
-quantize_2: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(up.weight, e4m3[row+column])
-gemm_1: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_2[0], quantize_2[2], None, bf16, fast_accum=True)
-swiglu: bf16[32, 128] = te.swiglu(gemm, gemm_1)
-quantize_3: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.quantize(swiglu, e4m3[row+column])
-quantize_4: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
-gemm_2: bf16[32, 64] = te.gemm(quantize_3[0], quantize_3[2], quantize_4[0], quantize_4[2], None, bf16, fast_accum=True)
-quantize_5: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_3: bf16[32, 128] = te.gemm(quantize_5[0], quantize_5[2], quantize_4[1], quantize_4[2], None, bf16, fast_accum=False)
-gemm_4: bf16[64, 128] = te.gemm(quantize_5[1], quantize_5[2], quantize_3[1], quantize_3[2], None, bf16, fast_accum=False)
-swiglu_backward: (bf16[32, 128], bf16[32, 128]) = te.swiglu_backward(gemm_3, gemm, gemm_1)
-quantize_6: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.quantize(swiglu_backward[1], e5m2[row+column])
-gemm_5: bf16[32, 64] = te.gemm(quantize_6[0], quantize_6[2], quantize_2[1], quantize_2[2], None, bf16, fast_accum=False)
-gemm_6: bf16[128, 64] = te.gemm(quantize_6[1], quantize_6[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-quantize_7: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.quantize(swiglu_backward[0], e5m2[row+column])
-gemm_7: bf16[32, 64] = te.gemm(quantize_7[0], quantize_7[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_8: bf16[128, 64] = te.gemm(quantize_7[1], quantize_7[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-add: bf16[32, 64] = aten.add(gemm_5, gemm_7)
-to: f32[32, 64] = add.to(f32)
+quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row+column], by_columns=False)
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
+slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
+slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
+swiglu: bf16[32, 128] = te.swiglu(slice, slice_1)
+quantize_1: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.quantize(swiglu, e4m3[row+column])
+quantize_2: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
+gemm: bf16[32, 64] = te.gemm(quantize_1[0], quantize_1[2], quantize_2[0], quantize_2[2], None, bf16, fast_accum=True)
+quantize_3: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
+gemm_1: bf16[32, 128] = te.gemm(quantize_3[0], quantize_3[2], quantize_2[1], quantize_2[2], None, bf16, fast_accum=False)
+gemm_2: bf16[64, 128] = te.gemm(quantize_3[1], quantize_3[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+swiglu_backward: (bf16[32, 128], bf16[32, 128]) = te.swiglu_backward(gemm_1, slice, slice_1)
+quantize_stacked_1: (f8e5m2[32, 256], f8e5m2[256, 32], f32[2]) = te.quantize_stacked([swiglu_backward[0], swiglu_backward[1]], e5m2[row+column], by_columns=True)
+gemm_stacked_1: bf16[32, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_stacked_1[2], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_stacked_2: bf16[256, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize[1], quantize[2], bf16, fast_accum=False, along='M', segments=[128, 128])
+slice_2: bf16[128, 64] = aten.slice(gemm_stacked_2, start=128, end=256)
+slice_3: bf16[128, 64] = aten.slice(gemm_stacked_2, start=0, end=128)
+to: f32[32, 64] = gemm_stacked_1.to(f32)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 to_1: f32[32, 64] = x.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, view)
@@ -81,7 +79,7 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-return gemm_2, to_3, to_4, gemm_8, gemm_6, gemm_4""",
+return gemm, to_3, to_4, slice_3, slice_2, gemm_2""",
     )
 
 
@@ -96,15 +94,15 @@ gate.weight: bf16[128, 64] = input
 up.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
-quantize: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(gate.weight, e4m3[row+column])
-gemm: bf16[32, 128] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=True)
-quantize_1: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(up.weight, e4m3[row+column])
-gemm_1: bf16[32, 128] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
-swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(gemm, gemm_1, e4m3[row+column], keep_output=False)
-quantize_2: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
-gemm_2: bf16[32, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize_2[0], quantize_2[2], None, bf16, fast_accum=True)
+quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row+column], by_columns=False)
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(rms_norm_quantize[1], rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
+slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
+slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
+swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(slice, slice_1, e4m3[row+column], keep_output=False)
+quantize: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
+gemm: bf16[32, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize[0], quantize[2], None, bf16, fast_accum=True)
 view: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
-return gemm_2, norm.weight, x, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], gemm, quantize_1[1], quantize_1[2], gemm_1, swiglu_quantize[1], swiglu_quantize[2], quantize_2[1], quantize_2[2], view""",
+return gemm, norm.weight, x, rms_norm_quantize[2], rms_norm_quantize[3], quantize_stacked[1], quantize_stacked[2], slice, slice_1, swiglu_quantize[1], swiglu_quantize[2], quantize[1], quantize[2], view""",
     )
 
 
@@ -117,28 +115,25 @@ norm.weight: bf16[64] = input
 x: bf16[32, 64] = input
 rms_norm_quantize[2]: f8e4m3[64, 32] = input
 rms_norm_quantize[3]: f32[1] = input
-quantize[1]: f8e4m3[64, 128] = input
-quantize[2]: f32[1] = input
-gemm: bf16[32, 128] = input
-quantize_1[1]: f8e4m3[64, 128] = input
-quantize_1[2]: f32[1] = input
-gemm_1: bf16[32, 128] = input
+quantize_stacked[1]: f8e4m3[64, 256] = input
+quantize_stacked[2]: f32[2] = input
+slice: bf16[32, 128] = input
+slice_1: bf16[32, 128] = input
 swiglu_quantize[1]: f8e4m3[128, 32] = input
 swiglu_quantize[2]: f32[1] = input
-quantize_2[1]: f8e4m3[128, 64] = input
-quantize_2[2]: f32[1] = input
+quantize[1]: f8e4m3[128, 64] = input
+quantize[2]: f32[1] = input
 view: f32[32, 1] = input
 tangents_1: bf16[32, 64] = input
-quantize_3: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_2: bf16[32, 128] = te.gemm(quantize_3[0], quantize_3[2], quantize_2[1], quantize_2[2], None, bf16, fast_accum=False)
-gemm_3: bf16[64, 128] = te.gemm(quantize_3[1], quantize_3[2], swiglu_quantize[1], swiglu_quantize[2], None, bf16, fast_accum=False)
-swiglu_backward_quantize: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1], f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.swiglu_backward_quantize(gemm_2, gemm, gemm_1, e5m2[row+column], keep_output=False)
-gemm_4: bf16[32, 64] = te.gemm(swiglu_backward_quantize[3], swiglu_backward_quantize[5], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_5: bf16[128, 64] = te.gemm(swiglu_backward_quantize[4], swiglu_backward_quantize[5], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-gemm_6: bf16[32, 64] = te.gemm(swiglu_backward_quantize[0], swiglu_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-gemm_7: bf16[128, 64] = te.gemm(swiglu_backward_quantize[1], swiglu_backward_quantize[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-add: bf16[32, 64] = aten.add(gemm_4, gemm_6)
-to: f32[32, 64] = add.to(f32)
+quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
+gemm: bf16[32, 128] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm_1: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], swiglu_quantize[1], swiglu_quantize[2], None, bf16, fast_accum=False)
+swiglu_backward_quantize: (f8e5m2[32, 256], f8e5m2[256, 32], f32[2]) = te.swiglu_backward_quantize(gemm, slice, slice_1, e5m2[row+column], keep_output=False, stacked=True)
+gemm_stacked: bf16[32, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[2], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[1], swiglu_backward_quantize[2], rms_norm_quantize[2], rms_norm_quantize[3], bf16, fast_accum=False, along='M', segments=[128, 128])
+slice_2: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
+slice_3: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
+to: f32[32, 64] = gemm_stacked.to(f32)
 to_1: f32[32, 64] = x.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, view)
 to_2: f32[64] = norm.weight.to(f32)
@@ -152,7 +147,7 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-return to_3, to_4, gemm_7, gemm_5, gemm_3""",
+return to_3, to_4, slice_3, slice_2, gemm_1""",
     )
 
 
@@ -167,14 +162,14 @@ gate.weight: bf16[128, 64] = input
 up.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
-quantize: (f8e4m3[128, 64], f32[1]) = te.quantize(gate.weight, e4m3[row])
-gemm: bf16[32, 128] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[2], quantize[0], quantize[1], None, bf16, fast_accum=True)
-quantize_1: (f8e4m3[128, 64], f32[1]) = te.quantize(up.weight, e4m3[row])
-gemm_1: bf16[32, 128] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[2], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
-swiglu_quantize: (f8e4m3[32, 128], f32[1]) = te.swiglu_quantize(gemm, gemm_1, e4m3[row], keep_output=False)
-quantize_2: (f8e4m3[64, 128], f32[1]) = te.quantize(down.weight, e4m3[row])
-gemm_2: bf16[32, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[1], quantize_2[0], quantize_2[1], None, bf16, fast_accum=True)
-return gemm_2""",
+quantize_stacked: (f8e4m3[256, 64], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row], by_columns=False)
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(rms_norm_quantize[1], rms_norm_quantize[2], quantize_stacked[0], quantize_stacked[1], bf16, fast_accum=True, along='N', segments=[128, 128])
+slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
+slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
+swiglu_quantize: (f8e4m3[32, 128], f32[1]) = te.swiglu_quantize(slice, slice_1, e4m3[row], keep_output=False)
+quantize: (f8e4m3[64, 128], f32[1]) = te.quantize(down.weight, e4m3[row])
+gemm: bf16[32, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[1], quantize[0], quantize[1], None, bf16, fast_accum=True)
+return gemm""",
     )
 
 

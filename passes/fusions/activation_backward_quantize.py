@@ -11,14 +11,20 @@ For SwiGLU, both gradients (of gate and up) in one:
     before    d: (bf16[M, K], bf16[M, K]) = te.swiglu_backward(dh, gate, up)
               q = te.quantize(d[0], e5m2[row+column]);  q_1 = te.quantize(d[1], e5m2[row+column])
     after     d = te.swiglu_backward_quantize(dh, gate, up, e5m2[row+column], keep_output=False)
+
+and where one GEMM reads both (shared_input.py):
+
+    before    q = te.quantize_stacked([d[0], d[1]], e5m2[row+column], True)
+    after     d = te.swiglu_backward_quantize(dh, gate, up, e5m2[row+column], keep_output=False, stacked=True)
 """
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from te_dynamo.ops.activation import activation_backward, activation_backward_quantize
 from te_dynamo.ops.gemm import bias_grad
+from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.ops.swiglu import swiglu_backward, swiglu_backward_quantize
 from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
 from te_dynamo.passes.graph import call_like, calls, getitem_after, item_users, read_item
@@ -48,20 +54,22 @@ def fuse_activation_backward_quantize(graph: Graph) -> int:
 
 
 def fuse_swiglu_backward_quantize(graph: Graph) -> int:
-    """te.swiglu_backward + te.quantize of both gradients by equal quantizers -> one operation."""
+    """te.swiglu_backward + te.quantize of both gradients by equal quantizers, or of their stack -> one operation."""
     fired = 0
     for node in calls(graph, swiglu_backward):
         results = item_users(node)
         if any(len(results.get(index, ())) != 1 for index in (0, 1)):
             continue
         gradients = [results[index][0] for index in (0, 1)]
-        quantized = [quantize_of(gradient) for gradient in gradients]
-        if quantized[0] is None or quantized[1] is None or quantized[0].args[1] != quantized[1].args[1]:
+        quantized = _quantized_together(gradients)
+        if quantized is None:
             continue
-        keep_output = any(other_readers(g, q) for g, q in zip(gradients, quantized, strict=True))
-        fused = call_like(graph, swiglu_backward_quantize, (*node.args, quantized[0].args[1], keep_output), node)
-        position = take_over(graph, fused, 2 * keep_output, quantized[0])
-        take_over(graph, fused, position, quantized[1])
+        keep_output = any(other_readers(gradient, *quantized) for gradient in gradients)
+        args = (*node.args, quantized[0].args[1], keep_output, quantized[0].target is quantize_stacked)
+        fused = call_like(graph, swiglu_backward_quantize, args, node)
+        position = 2 * keep_output
+        for one in quantized:
+            position = take_over(graph, fused, position, one)
         for index, gradient in enumerate(gradients):
             if keep_output:
                 read_item(fused, index, [gradient])
@@ -70,3 +78,14 @@ def fuse_swiglu_backward_quantize(graph: Graph) -> int:
         graph.erase_node(node)
         fired += 1
     return fired
+
+
+def _quantized_together(gradients: list[Node]) -> list[Node] | None:
+    """The te.quantize of each gradient, by equal quantizers, or the one te.quantize_stacked of both."""
+    stacks = [user for user in gradients[0].users if user.target is quantize_stacked]
+    if len(stacks) == 1 and stacks[0].args[0] == gradients and stacks[0].args[2]:
+        return stacks if not any(quantize_of(gradient) for gradient in gradients) else None
+    quantized = [one for gradient in gradients if (one := quantize_of(gradient)) is not None]
+    if len(quantized) < 2 or quantized[0].args[1] != quantized[1].args[1]:
+        return None
+    return quantized

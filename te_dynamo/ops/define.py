@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from te_dynamo.errors import TeError
 from te_dynamo.kernels.availability import kernels_available
@@ -74,7 +75,7 @@ def te_op(
 def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = next(a.device for a in args if isinstance(a, torch.Tensor))
+        device = next(a.device for a in tree_leaves(args) if isinstance(a, torch.Tensor))
         return (kernel if kernels_available(device).ok else reference)(*args, **kwargs)
 
     return run

@@ -8,7 +8,7 @@ import torch
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.tensor_proto import TensorProto
 
-__all__ = ["column_sums", "like", "of_proto", "plain", "quantized", "row_statistic"]
+__all__ = ["column_sums", "like", "of_proto", "plain", "quantized", "quantized_stack", "row_statistic"]
 
 
 def of_proto(proto: TensorProto) -> torch.Tensor:
@@ -40,3 +40,9 @@ def column_sums(x: torch.Tensor) -> torch.Tensor:
 def quantized(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
     """The buffers of x quantized, in the order of `TensorProto.inner_names`."""
     return TensorProto(tuple(x.shape), x.dtype, quantizer, device=x.device).create_buffers()
+
+
+def quantized_stack(x: torch.Tensor, shape: tuple[int, int], scales: int, quantizer: Quantizer) -> list[torch.Tensor]:
+    """The buffers of a stack of that shape, of tensors like x, with that many scales (kernels/quantize_stacked.py)."""
+    *data, _ = TensorProto(shape, x.dtype, quantizer, device=x.device).create_buffers()
+    return [*data, plain((scales,), torch.float32, x)]

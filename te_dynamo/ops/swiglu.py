@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels import swiglu as kernels
+from te_dynamo.kernels.fp8 import rows_and_columns
 from te_dynamo.ops.define import te_op
-from te_dynamo.ops.fakes import like, quantized
+from te_dynamo.ops.fakes import like, quantized, quantized_stack
 from te_dynamo.ops.quantize import takes_quantizer
 from te_dynamo.quantizers import Quantizer
 
@@ -54,8 +55,19 @@ def swiglu_quantize(
     kernel=takes_quantizer(kernels.swiglu_backward_quantize),
 )
 def swiglu_backward_quantize(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    quantizer: Quantizer,
+    keep_output: bool,
+    stacked: bool = False,
 ) -> list[torch.Tensor]:
-    """[dgate, dup if keep_output, *te.quantize(dgate), *te.quantize(dup)], both with the same quantizer."""
+    """[dgate, dup if keep_output, *te.quantize(dgate), *te.quantize(dup)], both with the same quantizer.
+
+    stacked: the buffers of te.quantize_stacked([dgate, dup], by_columns=True) in their place.
+    """
     kept = [like(gate), like(up)] if keep_output else []
+    if stacked:
+        rows, columns = rows_and_columns(gate)
+        return kept + quantized_stack(gate, (rows, 2 * columns), 2, quantizer)
     return kept + quantized(gate, quantizer) + quantized(up, quantizer)
