@@ -8,16 +8,14 @@ operation (define.py).
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Optional
 
 import torch
-from typing_extensions import dataclass_transform
 
-from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.operations.checks import check_definition, halves, uses_split_forward
 from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.value import Value
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 from te_dynamo.tensor_proto import TensorProto
@@ -26,8 +24,6 @@ __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "Parameter", 
 
 Params = tuple[torch.Tensor, ...]
 Saved = list[Optional[torch.Tensor]]
-
-_VALUES = (type(None), bool, int, float, str, enum.Enum, torch.dtype, Quantizer, Recipe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +35,8 @@ class Parameter:
     init: Callable[[torch.Tensor], Any]
 
 
-@dataclass_transform(frozen_default=True, eq_default=False)
-class FusibleOperation(metaclass=OpaqueMeta):
-    """Base of both kinds of operation.
-
-    A field may be None, bool, int, float, str, an enum, a dtype, a quantizer, a recipe, an operation, or a tuple of those; TypeError
-    otherwise. Two operations of one class with equal fields are equal.
+class FusibleOperation(Value):
+    """Base of both kinds of operation: values (value.py), equal when their classes and fields are.
 
     opaque: under the compiler the operation stays one node of its own class until lowering, instead of its parts.
     """
@@ -56,45 +48,12 @@ class FusibleOperation(metaclass=OpaqueMeta):
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
-        register_value_class(cls)
         if not abstract:
             if _kind(cls) is None:
                 raise TypeError(f"{cls.__qualname__}: an operation is a BasicOperation or a FusedOperation")
             check_definition(cls, str(_kind(cls)), _framework())
             cls._use_split_forward = uses_split_forward(cls, _framework())
             cls.has_forward, cls.has_backward = halves(cls, _framework())
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            _check_value(f"{type(self).__qualname__}.{field.name}", getattr(self, field.name))
-
-    def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return self is other or self._fields() == other._fields()  # type: ignore[attr-defined]
-
-    def __hash__(self) -> int:
-        return hash((type(self), *self._fields().values()))
-
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """The constructor call, for graph code: part of torch's contract for value classes."""
-        names: dict[str, type] = {}
-        fields = ", ".join(f"{name}={_text(value, names)}" for name, value in self._fields().items())
-        return f"{_unique(type(self), names)}({fields})", names
-
-    def describe(self) -> str:
-        """One short line for graphs and tables: the class and the fields that are not at their default."""
-        changed = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if value != field.default:
-                text = value.describe() if hasattr(value, "describe") else repr(value)
-                changed.append(f"{field.name}={text}")
-        return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
@@ -110,9 +69,7 @@ class FusibleOperation(metaclass=OpaqueMeta):
         extra_inputs: Sequence[Params],
         *,
         requires_grad: Sequence[RequiresGrad],
-        training: bool,
-        prev_op_grad_output_quantizer: Optional[Quantizer],
-        next_op_input_quantizer: Optional[Quantizer],
+        **keywords: Any,
     ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
         """(output, extra outputs, tensors to save), the last two a list with an entry for each basic operation. Pure."""
         raise NotImplementedError
@@ -126,6 +83,8 @@ class FusibleOperation(metaclass=OpaqueMeta):
         input: TensorProto,
         params: Sequence[tuple[TensorProto, ...]],
         extra_inputs: Sequence[tuple[TensorProto, ...]],
+        *,
+        requires_grad: Sequence[RequiresGrad],
         **keywords: Any,
     ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
         """What compute returns, in protos: a tensor that is an input, a parameter or another result is that tensor's own proto."""
@@ -179,7 +138,9 @@ class BasicOperation(FusibleOperation, abstract=True):
         """How it holds the gradient of its output: what the operation after may give it directly."""
         return None
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **keywords: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(
+        self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, **keywords: Any
+    ) -> tuple[torch.Tensor, Saved]:
         """(output, tensors to save). Pure: reads its arguments and the fields, changes nothing."""
         raise NotImplementedError
 
@@ -188,7 +149,7 @@ class BasicOperation(FusibleOperation, abstract=True):
         raise NotImplementedError
 
     def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **keywords: Any
+        self, input: TensorProto, params: tuple[TensorProto, ...], *, requires_grad: RequiresGrad, **keywords: Any
     ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
         """(output, tensors to save) in protos; a tensor that is the input, a parameter or another result is its own proto."""
         raise NotImplementedError
@@ -272,43 +233,3 @@ def _framework() -> tuple[type, ...]:
 
 def _kind(cls: type) -> Optional[Literal["basic", "fused"]]:
     return "basic" if issubclass(cls, BasicOperation) else "fused" if issubclass(cls, FusedOperation) else None
-
-
-def _check_value(name: str, value: Any) -> None:
-    if isinstance(value, tuple):
-        for item in value:
-            _check_value(name, item)
-    elif not isinstance(value, (*_VALUES, FusibleOperation)):
-        raise TypeError(
-            f"{name}: expected a value (number, str, dtype, enum, quantizer, recipe, operation or a tuple of them), got "
-            f"{type(value).__name__}; tensors are parameters or extra inputs"
-        )
-
-
-def _text(value: Any, names: dict[str, type]) -> str:
-    """Python text of a field's value; `names` gets the classes that it mentions."""
-    if isinstance(value, tuple):
-        return f"({''.join(f'{_text(item, names)}, ' for item in value)})"
-    if hasattr(value, "__fx_repr__"):
-        text, inner = value.__fx_repr__()
-        names.update(inner)
-        return text
-    if isinstance(value, Recipe):
-        fields = ", ".join(f"{f.name}={_text(getattr(value, f.name), names)}" for f in dataclasses.fields(value))
-        return f"{_unique(type(value), names)}({fields})"
-    if isinstance(value, enum.Enum):
-        return f"{_unique(type(value), names)}[{value.name!r}]"
-    if isinstance(value, float):
-        return f"float({str(value)!r})"  # inf and nan too
-    return repr(value)
-
-
-def _unique(cls: type, names: dict[str, type]) -> str:
-    """A name for the class in graph code: its own, with its module where an operation's user may have another of that name."""
-    name = cls.__name__ if cls.__module__.startswith("te_dynamo.") else f"{cls.__module__}.{cls.__qualname__}"
-    name = "".join(c if c.isalnum() else "_" for c in name)
-    names[name] = cls
-    return name
-
-
-register_value_class(FusibleOperation)
