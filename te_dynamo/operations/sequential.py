@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Optional
 
 import torch
 
 from te_dynamo.errors import TeError
-from te_dynamo.operations.fuser import FusedOps, OperationFuser
-from te_dynamo.operations.op import BasicOperation, FusibleOperation, Params
-from te_dynamo.operations.run import Call, Context, first_needing_grad, run_backward, run_forward
+from te_dynamo.fusion_registry import operation_fusions_digest
+from te_dynamo.operations.autograd import keep
+from te_dynamo.operations.fuser import OperationFuser
+from te_dynamo.operations.op import BasicOperation, FusibleOperation
+from te_dynamo.operations.program import Program, gradients, split_tensors
+from te_dynamo.operations.run import run_forward
+from te_dynamo.operations.sequence import OperationSequence, sequence
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Sequential"]
@@ -36,9 +39,12 @@ class Sequential(torch.nn.Module):
         dtype: Optional[torch.dtype] = None,
     ) -> None:
         super().__init__()
-        self.fuser = OperationFuser(ops, recipe=recipe, fusions=fusions)
+        basic_ops = OperationFuser(ops, recipe=recipe).basic_ops
+        self.sequence = OperationSequence(basic_ops, recipe, fusions)
+        self._extra_inputs = [type(op).__name__ for op in basic_ops for _ in range(op.num_extra_inputs)]
+        self._num_extra_outputs = sum(op.num_extra_outputs for op in basic_ops)
         self._names: list[tuple[str, str]] = []
-        for i, op in enumerate(self.fuser.basic_ops):
+        for i, op in enumerate(basic_ops):
             holder = torch.nn.Module()
             for parameter in op.parameters():
                 value = torch.empty(parameter.shape, device=device, dtype=dtype)
@@ -51,58 +57,41 @@ class Sequential(torch.nn.Module):
     @property
     def ops(self) -> tuple[BasicOperation, ...]:
         """The basic operations."""
-        return self.fuser.basic_ops
+        return self.sequence.ops
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> Any:
         params = [getattr(getattr(self, child), name) for child, name in self._names]
-        _check_extra_inputs(self.ops, extra_inputs)
+        if len(extra_inputs) != len(self._extra_inputs):
+            raise TeError(
+                f"Sequential: expected {len(self._extra_inputs)} extra inputs ({', '.join(self._extra_inputs) or 'none'}), "
+                f"got {len(extra_inputs)}"
+            )
         grad = torch.is_grad_enabled()
-        flags = [grad and tensor.requires_grad for tensor in (input, *params, *extra_inputs)]
-        call = Call.of(self.ops, flags, self.training)
-        fused = self.fuser.fuse(first_needing_grad(call))
-        output, *extra_outputs = _Run.apply(call, fused, input, *params, *extra_inputs)
-        return (output, *extra_outputs) if extra_outputs else output
-
-
-def _check_extra_inputs(ops: Sequence[BasicOperation], extra_inputs: Sequence[Any]) -> None:
-    wanted = [type(op).__name__ for op in ops for _ in range(op.num_extra_inputs)]
-    if len(wanted) != len(extra_inputs):
-        raise TeError(
-            f"Sequential: expected {len(wanted)} extra inputs ({', '.join(wanted) or 'none'}), got {len(extra_inputs)}"
-        )
-
-
-def _split(ops: Sequence[BasicOperation], tensors: Sequence[torch.Tensor]) -> tuple[list[Params], list[Params]]:
-    """Parameters, then extra inputs, as one tuple for each operation."""
-    given = iter(tensors)
-    params = [tuple(next(given) for _ in op.parameters()) for op in ops]
-    return params, [tuple(next(given) for _ in range(op.num_extra_inputs)) for op in ops]
+        # Read here, once: what is saved follows from it in real and in fake runs.
+        requires_grad = [grad and tensor.requires_grad for tensor in (input, *params, *extra_inputs)]
+        if torch.compiler.is_compiling():
+            fusions = operation_fusions_digest()
+            results = sequence(input, params, list(extra_inputs), self.sequence, requires_grad, self.training, fusions)
+            results = results[: 1 + self._num_extra_outputs]
+        else:
+            program = self.sequence.program(requires_grad, self.training)
+            results = _Run.apply(program, input, *params, *extra_inputs)
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 class _Run(torch.autograd.Function):
-    """All operations of one call: the only place that touches autograd's context."""
+    """All operations of one eager call, also those with the legacy API."""
 
     @staticmethod
-    def forward(func_ctx: Any, call: Call, fused: FusedOps, input: torch.Tensor, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
-        params, extra_inputs = _split(call.ops, tensors)
-        output, extra_outputs, ctxs = run_forward(fused.forward, call, input, params, extra_inputs)
-        func_ctx.call, func_ctx.fused = call, fused
-        func_ctx.set_materialize_grads(False)
-        func_ctx.save_for_backward(*chain.from_iterable(ctx.saved_tensors for ctx in ctxs))
-        func_ctx.ctxs = [(ctx.with_saved(()), len(ctx.saved_tensors)) for ctx in ctxs]
-        func_ctx.output = output.shape, output.dtype, output.device
+    def forward(func_ctx: Any, program: Program, input: torch.Tensor, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        call = program.call
+        count = sum(len(op.parameters()) for op in call.ops)
+        params, extra_inputs = split_tensors(call.ops, tensors[:count], tensors[count:])
+        output, extra_outputs, ctxs = run_forward(program.forward, call, input, params, extra_inputs)
+        keep(func_ctx, call, program.backward, ctxs, output)
         return (output, *chain.from_iterable(extra_outputs))
 
     @staticmethod
-    def backward(func_ctx: Any, grad_output: Optional[torch.Tensor], *grad_extras: Any) -> Any:  # type: ignore[override]
-        call, fused = func_ctx.call, func_ctx.fused
-        saved = iter(func_ctx.saved_tensors)
-        ctxs: list[Context] = [ctx.with_saved([next(saved) for _ in range(n)]) for ctx, n in func_ctx.ctxs]
-        if grad_output is None:
-            shape, dtype, device = func_ctx.output
-            grad_output = torch.zeros(shape, dtype=dtype, device=device)
-        given = iter(grad_extras)
-        extras = [tuple(next(given) for _ in range(op.num_extra_outputs)) for op in call.ops]
-        with torch.no_grad():
-            grads = run_backward(fused.backward, call, ctxs, grad_output, extras)
-        return None, None, grads[0], *chain.from_iterable(grads[1]), *chain.from_iterable(grads[2])
+    def backward(func_ctx: Any, *grads: Any) -> Any:
+        grad, params, extra_inputs = gradients(func_ctx, grads)
+        return None, grad, *params, *extra_inputs
