@@ -80,6 +80,10 @@ class Call(Value):
         extra_inputs = chain.from_iterable(needs.extra_inputs for needs in self.requires_grad)
         return [self.requires_grad[0].input, *params, *extra_inputs]
 
+    def describe(self) -> str:
+        """For graphs: which gradients are asked for."""
+        return f"Call(requires_grad={self.flags()}, training={self.training})"
+
     def of_group(self, group: Group) -> Call:
         """The call of the group alone."""
         keywords = self.keywords(group)
