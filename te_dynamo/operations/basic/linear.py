@@ -75,7 +75,7 @@ class BasicLinear(BasicOperation):
         (weight,) = params
         config = self.config(requires_grad)
         if config is None:
-            output = torch.nn.functional.linear(input, weight)
+            output = torch.nn.functional.linear(input, weight.to(input.dtype))
             return output, self._unquantized(input, weight, requires_grad)
         output, saved = linear_forward(LinearFwdArgs(input, weight, None, config))
         if config.grad_output_quantizer is None:
@@ -111,7 +111,7 @@ class BasicLinear(BasicOperation):
         # Both operands are of one format, so of equally many tensors.
         of_x = len(saved) // (needs_weight + needs_input) * needs_weight if saved else 0
         if config is None:
-            return self._backward(saved[:of_x], saved[of_x:], grad_output)
+            return self._backward(saved[:of_x], saved[of_x:], grad_output, ctx.params[0].dtype)
         args = LinearBwdArgs(
             x_saved=saved[:of_x],
             weight_saved=saved[of_x:],
@@ -125,12 +125,13 @@ class BasicLinear(BasicOperation):
         return dx, (dweight,)
 
     def _backward(
-        self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor
+        self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor, dtype: torch.dtype
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
-        """Both gradients in high precision, of those operands that were saved."""
-        dx = dy @ weight[0] if weight else None
-        dweight = dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1]) if x else None
-        return dx, (dweight,)
+        """Both gradients in dy's precision, of those operands that were saved; dtype: of the weight."""
+        dx = dy @ weight[0].to(dy.dtype) if weight else None
+        if not x:
+            return dx, (None,)
+        return dx, ((dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1])).to(dtype),)
 
 
 class Bias(BasicOperation):
@@ -142,7 +143,7 @@ class Bias(BasicOperation):
         return (Parameter("bias", (self.features,), torch.nn.init.zeros_),)
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
-        return input + params[0], []
+        return (input + params[0]).to(input.dtype), []
 
     def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
         ctx.save_for_backward()
