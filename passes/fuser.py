@@ -1,4 +1,4 @@
-"""The fuser: which fusions run on which graph, in which order.
+"""The fuser of graphs: which fusions run on which graph, in which order.
 
 A fusion is a function of a graph of the dialect: `fuse(graph) -> int` rewrites in place and returns how often it fired.
 Three kinds, by what they may assume:
@@ -13,27 +13,13 @@ order inside a fusion file does not matter; running the fuser twice changes noth
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-from collections.abc import Callable
-
 from torch.fx import Graph
 
 from te_dynamo.errors import TeError
+from te_dynamo.fusion_registry import Fusion, fusion_name, registered
 from te_dynamo.passes import fusions as shipped
 
-__all__ = [
-    "Fusion",
-    "fuse",
-    "fusion_key",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-    "unregister_fusion",
-]
-
-Fusion = Callable[[Graph], int]
+__all__ = ["fuse"]
 
 _MOST_ROUNDS = 1000
 
@@ -44,78 +30,18 @@ _KINDS = {
     "backward": ("forward", "backward"),  # a checkpointed forward is recomputed inside the backward graph
 }
 
-_registered: dict[str, list[Fusion]] = {"joint": [], "forward": [], "backward": []}
-
-
-class _Registration(contextlib.AbstractContextManager["Fusion"]):
-    """What registering gives back: to call, the fusion itself, so that `register_*` decorates; as a context, its scope."""
-
-    def __init__(self, fusion: Fusion) -> None:
-        self.fusion = fusion
-        functools.update_wrapper(self, fusion)
-
-    def __call__(self, graph: Graph) -> int:
-        return self.fusion(graph)
-
-    def __enter__(self) -> Fusion:
-        return self.fusion
-
-    def __exit__(self, *_: object) -> None:
-        unregister_fusion(self.fusion)
-
-
-def _register(phase: str, fusion: Fusion) -> _Registration:
-    fusion = _plain(fusion)
-    if not callable(fusion):
-        raise TypeError(f"a fusion is a function of a graph, got {type(fusion).__name__}")
-    if any(fusion in fusions for fusions in _registered.values()):
-        raise ValueError(f"fusion {_name(fusion)} is registered already; unregister_fusion() it first")
-    _registered[phase].append(fusion)
-    return _Registration(fusion)
-
-
-def register_forward_backward_fusion(fusion: Fusion) -> _Registration:
-    """Registers a joint fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
-    return _register("joint", fusion)
-
-
-def register_forward_fusion(fusion: Fusion) -> _Registration:
-    """Registers a forward fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
-    return _register("forward", fusion)
-
-
-def register_backward_fusion(fusion: Fusion) -> _Registration:
-    """Registers a backward fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens."""
-    return _register("backward", fusion)
-
-
-def unregister_fusion(fusion: Fusion) -> None:
-    """Takes a registered fusion out again. Raises ValueError if it is not registered."""
-    fusion = _plain(fusion)
-    for fusions in _registered.values():
-        if fusion in fusions:
-            fusions.remove(fusion)
-            return
-    raise ValueError(f"fusion {_name(fusion)} is not registered")
-
-
-def _plain(fusion: Fusion) -> Fusion:
-    return fusion.fusion if isinstance(fusion, _Registration) else fusion
-
-
-def fusion_key() -> str:
-    """Names and sources of the registered fusions, for the compile cache's key."""
-    return "\n".join(f"{phase}:{_name(f)}:{_source(f)}" for phase, fusions in _registered.items() for f in fusions)
-
 
 def fuse(graph: Graph, phase: str) -> list[tuple[str, int]]:
     """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired."""
     fired = []
     kinds = _KINDS[phase]
-    for fusion in (*(f for kind in kinds for f in shipped.SHIPPED[kind]), *(f for k in kinds for f in _registered[k])):
+    for fusion in (
+        *(f for kind in kinds for f in shipped.SHIPPED[kind]),
+        *(f for kind in kinds for f in registered("graph", kind)),
+    ):
         times = _run(fusion, graph)
         if times:
-            fired.append((_name(fusion), times))
+            fired.append((fusion_name(fusion), times))
     graph.eliminate_dead_code()
     graph.lint()
     return fired
@@ -139,18 +65,6 @@ def _run(fusion: Fusion, graph: Graph) -> int:
 
 
 def _error(fusion: Fusion, problem: str) -> TeError:
-    return TeError(f'fusion {_name(fusion)} {problem}. options={{"fusions": False}} compiles the model without it')
-
-
-def _name(fusion: Fusion) -> str:
-    return getattr(fusion, "__qualname__", repr(fusion))
-
-
-def _source(fusion: Fusion) -> str:
-    """Its text, and the values it closes over: a factory's fusions differ in these alone."""
-    try:
-        source = inspect.getsource(fusion)
-        cells = [cell.cell_contents for cell in getattr(fusion, "__closure__", None) or ()]
-    except (OSError, TypeError, ValueError):  # no source, not a function, a cell that is empty still
-        return repr(fusion)
-    return f"{source}{cells!r}{getattr(fusion, '__defaults__', None)!r}"
+    return TeError(
+        f'fusion {fusion_name(fusion)} {problem}. options={{"fusions": False}} compiles the model without it'
+    )

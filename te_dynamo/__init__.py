@@ -3,12 +3,13 @@
 from te_dynamo import ops, recipe, testing
 from te_dynamo.capture import capture
 from te_dynamo.explain import explain
-from te_dynamo.passes.fuser import (
+from te_dynamo.fusion_registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
     unregister_fusion,
 )
+from te_dynamo.operations import BasicOperation, FusedOperation, FusibleOperation, OperationFuser, Sequential
 from te_dynamo.quantized_tensor import QuantizedTensor
 from te_dynamo.quantizers import (
     Float8BlockQuantizer,
@@ -27,6 +28,11 @@ from te_dynamo.storages import (
 from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
+    "Sequential",
+    "OperationFuser",
+    "FusibleOperation",
+    "FusedOperation",
+    "BasicOperation",
     "Float8BlockQuantizer",
     "Float8BlockTensorStorage",
     "Float8CurrentScalingQuantizer",

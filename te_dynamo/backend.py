@@ -24,12 +24,13 @@ from torch.fx import Graph, GraphModule
 
 from te_dynamo.cache_key import cache_key
 from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
-from te_dynamo.passes.fuser import fuse, fusion_key
+from te_dynamo.passes.fuser import fuse
 from te_dynamo.passes.match import match
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views

@@ -16,7 +16,7 @@ from te_dynamo.quantized_tensor import QuantizedTensor, from_buffers
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.storage import QuantizedTensorStorage
 
-__all__ = ["TensorProto", "check_layout", "to_tensor_proto"]
+__all__ = ["TensorProto", "buffer_protos", "check_layout", "to_tensor_proto"]
 
 
 @dataclasses.dataclass
@@ -81,6 +81,11 @@ def to_tensor_proto(tensor: torch.Tensor | QuantizedTensorStorage) -> TensorProt
         return TensorProto(tensor.shape, tensor.dtype, tensor.quantizer, device=tensor.device)
     quantizer = tensor.quantizer if isinstance(tensor, QuantizedTensor) else None
     return TensorProto(tuple(tensor.shape), tensor.dtype, quantizer, tensor.requires_grad, tensor.device)
+
+
+def buffer_protos(proto: TensorProto) -> list[TensorProto]:
+    """A plain proto for each buffer of a quantized tensor, in the order of `inner_names`."""
+    return [TensorProto(shape, dtype, device=proto.device) for shape, dtype in proto._buffers().values()]
 
 
 def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,157 @@
+"""Users' fusions: one registry for those of graphs and those of operations.
+
+    fuse(graph) -> int                     rewrites an FX graph of the dialect, inside the compiler (passes/fuser.py)
+    fuse(ops, *, recipe) -> list           rewrites a list of operations (te_dynamo/operations/fuser.py)
+
+The name of a fusion's first parameter says which it is: `graph` or `ops`. Anything else is a TypeError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "Fusion",
+    "fusion_key",
+    "fusion_name",
+    "operation_fusions_digest",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "registered",
+    "unregister_fusion",
+]
+
+Fusion = Callable[..., Any]
+
+PHASES = ("joint", "forward", "backward")
+
+_registered: dict[str, dict[str, list[Fusion]]] = {of: {phase: [] for phase in PHASES} for of in ("graph", "ops")}
+
+_digest = ""
+
+
+class _Registration(contextlib.AbstractContextManager["Fusion"]):
+    """What registering gives back: to call, the fusion itself, so that `register_*` decorates; as a context, its scope."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        functools.update_wrapper(self, fusion)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fusion(*args, **kwargs)
+
+    def __enter__(self) -> Fusion:
+        return self.fusion
+
+    def __exit__(self, *_: object) -> None:
+        unregister_fusion(self.fusion)
+
+
+def register_forward_backward_fusion(fusion: Fusion) -> _Registration:
+    """Registers a joint fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens.
+
+    Its first parameter is called `graph` or `ops`, which says what it fuses. Raises TypeError otherwise, and ValueError if it is
+    registered already.
+    """
+    return _register("joint", fusion)
+
+
+def register_forward_fusion(fusion: Fusion) -> _Registration:
+    """Registers a forward fusion, of `graph` or of `ops`, as `register_forward_backward_fusion` does a joint one."""
+    return _register("forward", fusion)
+
+
+def register_backward_fusion(fusion: Fusion) -> _Registration:
+    """Registers a backward fusion, of `graph` or of `ops`, as `register_forward_backward_fusion` does a joint one."""
+    return _register("backward", fusion)
+
+
+def unregister_fusion(fusion: Fusion) -> None:
+    """Takes a registered fusion out again. Raises ValueError if it is not registered."""
+    fusion = _plain(fusion)
+    for fusions in _lists():
+        if fusion in fusions:
+            fusions.remove(fusion)
+            _update_digest()
+            return
+    raise ValueError(f"fusion {fusion_name(fusion)} is not registered")
+
+
+def registered(of: str, phase: str) -> tuple[Fusion, ...]:
+    """The fusions of "graph" or "ops" in a phase ("joint", "forward", "backward"), in the order of their registration."""
+    return tuple(_registered[of][phase])
+
+
+def fusion_key() -> str:
+    """Names and sources of the registered fusions, for the compile cache's key."""
+    return "\n".join(_keys("graph") + _keys("ops"))
+
+
+def operation_fusions_digest() -> str:
+    """One short word for the registered fusions of operations, "" for none: graphs carry it, guards compare it."""
+    return _digest
+
+
+def fusion_name(fusion: Fusion) -> str:
+    """The name that errors and reports use."""
+    return getattr(fusion, "__qualname__", repr(fusion))
+
+
+def _register(phase: str, fusion: Fusion) -> _Registration:
+    fusion = _plain(fusion)
+    of = _fuses(fusion)
+    if any(fusion in fusions for fusions in _lists()):
+        raise ValueError(f"fusion {fusion_name(fusion)} is registered already; unregister_fusion() it first")
+    _registered[of][phase].append(fusion)
+    _update_digest()
+    return _Registration(fusion)
+
+
+def _fuses(fusion: Fusion) -> str:
+    """What it fuses, "graph" or "ops", by the name of its first parameter."""
+    expected = "a fusion is a function of `graph` (an FX graph) or of `ops` (a list of operations), by its first parameter's name"
+    if not callable(fusion):
+        raise TypeError(f"{expected}; got {type(fusion).__name__}")
+    try:
+        parameters = list(inspect.signature(fusion).parameters)
+    except ValueError:  # a builtin without a signature
+        parameters = []
+    first = parameters[0] if parameters else None
+    if first not in _registered:
+        found = f"one of `{first}`" if first else "one without parameters"
+        raise TypeError(f"fusion {fusion_name(fusion)}: {expected}; got {found}")
+    return first
+
+
+def _plain(fusion: Fusion) -> Fusion:
+    return fusion.fusion if isinstance(fusion, _Registration) else fusion
+
+
+def _lists() -> list[list[Fusion]]:
+    return [fusions for phases in _registered.values() for fusions in phases.values()]
+
+
+def _update_digest() -> None:
+    global _digest
+    text = "\n".join(_keys("ops"))
+    _digest = hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""
+
+
+def _keys(of: str) -> list[str]:
+    return [f"{phase}:{fusion_name(f)}:{_source(f)}" for phase, fusions in _registered[of].items() for f in fusions]
+
+
+def _source(fusion: Fusion) -> str:
+    """Its text, and the values it closes over: a factory's fusions differ in these alone."""
+    try:
+        source = inspect.getsource(fusion)
+        cells = [cell.cell_contents for cell in getattr(fusion, "__closure__", None) or ()]
+    except (OSError, TypeError, ValueError):  # no source, not a function, a cell that is empty still
+        return repr(fusion)
+    return f"{source}{cells!r}{getattr(fusion, '__defaults__', None)!r}"

@@ -1,0 +1,101 @@
+"""Activations, one tensor in and one out: GELU, QGELU, ReLU, SReLU, SiLU."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.basic import formulas
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.ops.activation import activation, activation_backward
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "check_approximate"]
+
+_KERNELS = ("gelu", "gelu_tanh", "silu", "relu")
+"""The kinds that te.activation has kernels for, alone and fused with quantization."""
+
+
+class Activation(BasicOperation, abstract=True):
+    """y = f(x), element by element. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
+
+    def kind(self) -> str:
+        """What formulas.py and te.activation call f."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """f(x)."""
+        if self.kind() in _KERNELS:
+            return activation(x.contiguous(), self.kind())
+        return formulas.value(x.to(torch.float32), self.kind()).to(x.dtype)
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dy * f'(x)."""
+        if self.kind() in _KERNELS:
+            return activation_backward(dy.contiguous(), x.contiguous(), self.kind())
+        return (dy.to(torch.float32) * formulas.derivative(x.to(torch.float32), self.kind())).to(x.dtype)
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        return self.forward(input), [input]
+
+    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        return TensorProto(input.shape, input.dtype, device=input.device), [input]
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        (x,) = ctx.saved_tensors
+        assert x is not None
+        return self.backward(grad_output, x), ()
+
+
+class GELU(Activation):
+    """x * Phi(x). approximate: "none" (by erf) or "tanh"; ValueError for another."""
+
+    approximate: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_approximate(self, self.approximate)
+
+    def kind(self) -> str:
+        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
+
+
+class QGELU(Activation):
+    """x * sigmoid(1.702 x), the quick approximation of GELU."""
+
+    def kind(self) -> str:
+        return "qgelu"
+
+
+class ReLU(Activation):
+    """max(x, 0)."""
+
+    def kind(self) -> str:
+        return "relu"
+
+
+class SReLU(Activation):
+    """max(x, 0)^2."""
+
+    def kind(self) -> str:
+        return "srelu"
+
+
+class SiLU(Activation):
+    """x * sigmoid(x)."""
+
+    def kind(self) -> str:
+        return "silu"
+
+
+def check_approximate(op: BasicOperation, approximate: str) -> None:
+    """ValueError unless it is one that GELU has."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{type(op).__name__}: approximate is 'none' or 'tanh', got {approximate!r}")

@@ -1,0 +1,160 @@
+"""BasicLinear and Bias: a linear in its two parts, so that fusions can put other operations between them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.ops.gemm import bias_grad
+from te_dynamo.ops.linear import LinearBwdArgs, LinearConfig, LinearFwdArgs, linear_backward, linear_forward
+from te_dynamo.ops.linear_fake import LinearFwdProtos, linear_forward_fake
+from te_dynamo.quantizers import Quantizer
+from te_dynamo.recipe import Recipe
+from te_dynamo.tensor_proto import TensorProto, buffer_protos
+
+__all__ = ["BasicLinear", "Bias"]
+
+
+class BasicLinear(BasicOperation):
+    """y [..., N] = x [..., K] @ weight [N, K]^T, without a bias.
+
+    recipe: how the GEMMs hold their operands; None takes that of the Sequential, and without one high precision.
+
+    Saves what te.linear saves: the columnwise x if the weight needs a gradient, the columnwise weight if x does; in high precision,
+    and for a recipe with backward="high_precision", x and the weight themselves. Raises QuantizationError for sizes that the
+    recipe's GEMMs cannot take.
+    """
+
+    in_features: int
+    out_features: int
+    recipe: Optional[Recipe] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        align = 1 if self.recipe is None else self.recipe.alignment
+        if self.recipe is not None and (self.in_features % align or self.out_features % align):
+            raise QuantizationError(
+                f"BasicLinear({self.in_features}, {self.out_features}): {self.recipe.gemms} need multiples of {align}"
+            )
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        shape = (self.out_features, self.in_features)
+        return (Parameter("weight", shape, lambda w: torch.nn.init.kaiming_uniform_(w, a=math.sqrt(5))),)
+
+    def with_recipe(self, recipe: Optional[Recipe]) -> BasicOperation:
+        if self.recipe is not None or recipe is None:
+            return self
+        return BasicLinear(self.in_features, self.out_features, recipe)
+
+    def config(self, requires_grad: RequiresGrad) -> Optional[LinearConfig]:
+        """How te.linear's helpers run it; None in high precision."""
+        if self.recipe is None:
+            return None
+        (weight,) = requires_grad.params
+        return LinearConfig.from_recipe(
+            self.recipe, input_requires_grad=requires_grad.input, weight_requires_grad=weight
+        )
+
+    def input_quantizer(self) -> Optional[Quantizer]:
+        return None if self.recipe is None else self.recipe.input_quantizer()
+
+    def grad_output_quantizer(self) -> Optional[Quantizer]:
+        return None if self.recipe is None or not self._quantized_backward() else self.recipe.grad_output_quantizer()
+
+    def _quantized_backward(self) -> bool:
+        return self.recipe is not None and self.recipe.backward == "quantized"
+
+    def op_forward_compute(
+        self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, **_: Any
+    ) -> tuple[torch.Tensor, Saved]:
+        (weight,) = params
+        config = self.config(requires_grad)
+        if config is None:
+            output = torch.nn.functional.linear(input, weight.to(input.dtype))
+            return output, self._unquantized(input, weight, requires_grad)
+        output, saved = linear_forward(LinearFwdArgs(input, weight, None, config))
+        if config.grad_output_quantizer is None:
+            return output, self._unquantized(input, weight, requires_grad)
+        return output, list(saved)
+
+    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], *, requires_grad: RequiresGrad, **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        (weight,) = params
+        config = self.config(requires_grad)
+        if config is None:
+            output = TensorProto((*input.shape[:-1], self.out_features), input.dtype, device=input.device)
+            return output, self._unquantized(input, weight, requires_grad)
+        output, saved = linear_forward_fake(LinearFwdProtos(input, weight, None, config))
+        if config.grad_output_quantizer is None:
+            return output, self._unquantized(input, weight, requires_grad)
+        return output, [buffer for proto in saved for buffer in buffer_protos(proto)]
+
+    def _unquantized(self, input: Any, weight: Any, requires_grad: RequiresGrad) -> list[Any]:
+        """What the products of backward read in high precision: x if wgrad is needed, the weight if dgrad is."""
+        return [input] * requires_grad.params[0] + [weight] * requires_grad.input
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        (needs_weight,), needs_input = ctx.requires_grad.params, ctx.requires_grad.input
+        config = self.config(ctx.requires_grad)
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        # Both operands are of one format, so of equally many tensors.
+        of_x = len(saved) // (needs_weight + needs_input) * needs_weight if saved else 0
+        if config is None:
+            return self._backward(saved[:of_x], saved[of_x:], grad_output, ctx.params[0].dtype)
+        args = LinearBwdArgs(
+            x_saved=saved[:of_x],
+            weight_saved=saved[of_x:],
+            requires_dgrad=needs_input,
+            requires_wgrad=needs_weight,
+            x_dtype=ctx.input.dtype,
+            weight_dtype=ctx.params[0].dtype,
+            config=config,
+        )
+        dx, dweight, _ = linear_backward(args, grad_output)
+        return dx, (dweight,)
+
+    def _backward(
+        self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        """Both gradients in dy's precision, of those operands that were saved; dtype: of the weight."""
+        dx = dy @ weight[0].to(dy.dtype) if weight else None
+        if not x:
+            return dx, (None,)
+        return dx, ((dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1])).to(dtype),)
+
+
+class Bias(BasicOperation):
+    """y [..., N] = x [..., N] + bias [N]. Saves nothing; db is the sum of dy over the leading dimensions, in fp32."""
+
+    features: int
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (Parameter("bias", (self.features,), torch.nn.init.zeros_),)
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        return (input + params[0]).to(input.dtype), []
+
+    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
+        ctx.save_for_backward()
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        return TensorProto(input.shape, input.dtype, device=input.device), []
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        dbias = bias_grad(grad_output).to(ctx.params[0].dtype) if ctx.requires_grad.params[0] else None
+        return grad_output, (dbias,)

@@ -1,0 +1,111 @@
+"""Groups of operations as what a `te::` operation needs: a forward over flat lists of tensors, its fake, its autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations import autograd
+from te_dynamo.operations.flat import Flat, flatten, unaliased
+from te_dynamo.operations.fuser import Group
+from te_dynamo.operations.op import BasicOperation
+from te_dynamo.operations.run import Call, Context, compute, contexts, fake, save
+from te_dynamo.ops.fakes import of_proto
+from te_dynamo.tensor_proto import to_tensor_proto
+
+__all__ = ["Program", "split_tensors"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Groups to run, and how they are called. Every method takes the parameters and the extra inputs as flat lists.
+
+    backward: the groups whose backward runs. parts: whether an opaque operation, too, is run as its parts. All operations have the
+    split API.
+    """
+
+    call: Call
+    forward: tuple[Group, ...]
+    backward: tuple[Group, ...]
+    parts: bool = False
+
+    def expand(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
+        """[output, *extra outputs, *what backward saves]: what is traced."""
+        forward = functools.partial(compute, parts=self.parts)
+        return self._run(input, params, extra_inputs, forward).results
+
+    def run(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
+        """The same for the dispatcher, which takes no view of an input."""
+        return unaliased([input, *params, *extra_inputs], self.expand(input, params, extra_inputs))
+
+    def fake(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
+        """The same without data, from protos."""
+        return [of_proto(proto) for proto in self.protos(input, params, extra_inputs).results]
+
+    def protos(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> Flat:
+        """The protos of what a forward returns, and where among them and its arguments each saved tensor is."""
+        return self._run(to_tensor_proto(input), _protos(params), _protos(extra_inputs), fake)
+
+    def _run(self, input: Any, params: Sequence[Any], extra_inputs: Sequence[Any], forward: Any) -> Flat:
+        """The groups one after another, with `forward` compute (on tensors) or fake (on protos)."""
+        inputs = [input, *params, *extra_inputs]
+        split_params, split_extras = split_tensors(self.call.ops, params, extra_inputs)
+        extra_outputs: list[Any] = []
+        saved: list[Any] = []
+        for group in self.forward:
+            input, extra, to_save = forward(group, self.call, input, split_params, split_extras)
+            extra_outputs += chain.from_iterable(extra)
+            saved += to_save
+        return flatten(inputs, [input, *extra_outputs], saved, _copy)
+
+    def setup_context(
+        self, func_ctx: Any, input: torch.Tensor, params: Tensors, extra_inputs: Tensors, results: Tensors
+    ) -> None:
+        """Runs every save_ctx on what a forward returned."""
+        proto, param_protos, extra_protos = to_tensor_proto(input), _protos(params), _protos(extra_inputs)
+        flat = self._run(proto, param_protos, extra_protos, fake)
+        saved = flat.resolve([input, *params, *extra_inputs], results)
+        split = split_tensors(self.call.ops, param_protos, extra_protos)
+        ctxs: list[Context] = []
+        for group in self.forward:
+            made = contexts(group, self.call, proto, *split)
+            save(group, self.call, made, saved[group.indices.start : group.indices.stop])
+            ctxs += made
+            proto = fake(group, self.call, proto, *split)[0]
+        autograd.keep(func_ctx, self.call, self.backward, ctxs, results[0])
+        func_ctx.mark_non_differentiable(*results[1 + sum(op.num_extra_outputs for op in self.call.ops) :])
+
+
+def gradients(
+    func_ctx: Any, grads: Sequence[Optional[torch.Tensor]]
+) -> tuple[Optional[torch.Tensor], list[Optional[torch.Tensor]], list[Optional[torch.Tensor]]]:
+    """(grad of the input, grads of the parameters, grads of the extra inputs) after `setup_context`, the last two flat."""
+    count = sum(op.num_extra_outputs for op in func_ctx.call.ops)
+    grad, params, extra_inputs = autograd.backward(func_ctx, grads[0], grads[1 : 1 + count])
+    return grad, list(chain.from_iterable(params)), list(chain.from_iterable(extra_inputs))
+
+
+def split_tensors(
+    ops: Sequence[BasicOperation], params: Sequence[Any], extra_inputs: Sequence[Any]
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Flat lists of parameters and of extra inputs as one tuple for each operation."""
+    given, extra = iter(params), iter(extra_inputs)
+    return (
+        [tuple(next(given) for _ in op.parameters()) for op in ops],
+        [tuple(next(extra) for _ in range(op.num_extra_inputs)) for op in ops],
+    )
+
+
+def _protos(tensors: Tensors) -> list[Any]:
+    return [to_tensor_proto(tensor) for tensor in tensors]
+
+
+def _copy(result: Any) -> Any:
+    return result.clone() if isinstance(result, torch.Tensor) else dataclasses.replace(result)
