@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_flatten
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
 from te_dynamo.ops import KERNELS
+from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
+from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["Traces", "where"]
@@ -105,14 +107,17 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
 def _launches(node: Node) -> Callable[..., Any]:
     """What is traced in place of `node`: a function of the operation's own arguments."""
     if _amax_is_inductors(node):
-        return lambda x, quantizer: quantize_with_amax(x, quantizer, amax_by_rows(x))
+        sums: list[Callable[..., Any]] = [KERNELS[bias_grad]] if node.target is quantize_bias_grad else []
+        return lambda x, quantizer: [*(f(x) for f in sums), *quantize_with_amax(x, quantizer, amax_by_rows(x))]
     assert isinstance(node.target, torch._ops.OpOverload)
     return KERNELS[node.target]
 
 
 def _amax_is_inductors(node: Node) -> bool:
     """Whether it quantizes, with one scale a tensor, what Inductor's own code writes, which then computes the amax too."""
-    takes_amax = node.target is quantize and isinstance(node.args[1], Float8CurrentScalingQuantizer)
+    takes_amax = node.target in (quantize, quantize_bias_grad) and isinstance(
+        node.args[1], Float8CurrentScalingQuantizer
+    )
     return takes_amax and written_by_inductor(node.args[0])
 
 
