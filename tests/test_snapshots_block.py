@@ -229,23 +229,22 @@ quantize_3: (f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.quantize(view_6, e4m3[
 quantize_4: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(attention.o.weight, e4m3[row+column])
 gemm_3: bf16[16, 64] = te.gemm(quantize_3[0], quantize_3[2], quantize_4[0], quantize_4[2], None, bf16, fast_accum=True)
 view_7: bf16[2, 8, 64] = aten.view(gemm_3, [2, 8, 64])
-add: bf16[2, 8, 64] = aten.add(x, view_7)
-rms_norm_quantize_1: (f32[16], f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.rms_norm_quantize(add, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
+add_rms_norm_quantize: (bf16[2, 8, 64], f32[16], f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.add_rms_norm_quantize(x, view_7, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize_5: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(mlp.gate.weight, e4m3[row+column])
-gemm_4: bf16[16, 128] = te.gemm(rms_norm_quantize_1[1], rms_norm_quantize_1[3], quantize_5[0], quantize_5[2], None, bf16, fast_accum=True)
+gemm_4: bf16[16, 128] = te.gemm(add_rms_norm_quantize[2], add_rms_norm_quantize[4], quantize_5[0], quantize_5[2], None, bf16, fast_accum=True)
 view_8: bf16[2, 8, 128] = aten.view(gemm_4, [2, 8, 128])
 quantize_6: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(mlp.up.weight, e4m3[row+column])
-gemm_5: bf16[16, 128] = te.gemm(rms_norm_quantize_1[1], rms_norm_quantize_1[3], quantize_6[0], quantize_6[2], None, bf16, fast_accum=True)
+gemm_5: bf16[16, 128] = te.gemm(add_rms_norm_quantize[2], add_rms_norm_quantize[4], quantize_6[0], quantize_6[2], None, bf16, fast_accum=True)
 view_9: bf16[2, 8, 128] = aten.view(gemm_5, [2, 8, 128])
 swiglu_quantize: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.swiglu_quantize(view_8, view_9, e4m3[row+column], keep_output=False)
 quantize_7: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(mlp.down.weight, e4m3[row+column])
 gemm_6: bf16[16, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize_7[0], quantize_7[2], None, bf16, fast_accum=True)
 view_10: bf16[2, 8, 64] = aten.view(gemm_6, [2, 8, 64])
-add_1: bf16[2, 8, 64] = aten.add(add, view_10)
-view_11: f32[2, 8, 1] = aten.view(rms_norm_quantize_1[0], [2, 8, 1])
+add: bf16[2, 8, 64] = aten.add(add_rms_norm_quantize[0], view_10)
+view_11: f32[2, 8, 1] = aten.view(add_rms_norm_quantize[1], [2, 8, 1])
 detach_1: bf16[2, 2, 8, 32] = aten.detach(detach)
 view_12: f32[2, 8, 1] = aten.view(rms_norm_quantize[0], [2, 8, 1])
-return add_1, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add, rms_norm_quantize_1[2], rms_norm_quantize_1[3], quantize_5[1], quantize_5[2], view_8, quantize_6[1], quantize_6[2], view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_7[1], quantize_7[2], view_11, detach_1, view_12""",
+return add, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add_rms_norm_quantize[0], add_rms_norm_quantize[3], add_rms_norm_quantize[4], quantize_5[1], quantize_5[2], view_8, quantize_6[1], quantize_6[2], view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_7[1], quantize_7[2], view_11, detach_1, view_12""",
     )
 
 
@@ -273,9 +272,9 @@ quantize_3[1]: f8e4m3[64, 16] = input
 quantize_3[2]: f32[1] = input
 quantize_4[1]: f8e4m3[64, 64] = input
 quantize_4[2]: f32[1] = input
-add: bf16[2, 8, 64] = input
-rms_norm_quantize_1[2]: f8e4m3[64, 16] = input
-rms_norm_quantize_1[3]: f32[1] = input
+add_rms_norm_quantize[0]: bf16[2, 8, 64] = input
+add_rms_norm_quantize[3]: f8e4m3[64, 16] = input
+add_rms_norm_quantize[4]: f32[1] = input
 quantize_5[1]: f8e4m3[64, 128] = input
 quantize_5[2]: f32[1] = input
 view_8: bf16[2, 8, 128] = input
@@ -297,13 +296,13 @@ gemm_1: bf16[64, 128] = te.gemm(quantize_8[1], quantize_8[2], swiglu_quantize[1]
 swiglu_backward_quantize: (f8e5m2[16, 128], f8e5m2[128, 16], f32[1], f8e5m2[16, 128], f8e5m2[128, 16], f32[1]) = te.swiglu_backward_quantize(view, view_8, view_9, e5m2[row+column], keep_output=False)
 gemm_2: bf16[16, 64] = te.gemm(swiglu_backward_quantize[3], swiglu_backward_quantize[5], quantize_6[1], quantize_6[2], None, bf16, fast_accum=False)
 view_1: bf16[2, 8, 64] = aten.view(gemm_2, [2, 8, 64])
-gemm_3: bf16[128, 64] = te.gemm(swiglu_backward_quantize[4], swiglu_backward_quantize[5], rms_norm_quantize_1[2], rms_norm_quantize_1[3], None, bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm(swiglu_backward_quantize[4], swiglu_backward_quantize[5], add_rms_norm_quantize[3], add_rms_norm_quantize[4], None, bf16, fast_accum=False)
 gemm_4: bf16[16, 64] = te.gemm(swiglu_backward_quantize[0], swiglu_backward_quantize[2], quantize_5[1], quantize_5[2], None, bf16, fast_accum=False)
 view_2: bf16[2, 8, 64] = aten.view(gemm_4, [2, 8, 64])
-gemm_5: bf16[128, 64] = te.gemm(swiglu_backward_quantize[1], swiglu_backward_quantize[2], rms_norm_quantize_1[2], rms_norm_quantize_1[3], None, bf16, fast_accum=False)
-add_1: bf16[2, 8, 64] = aten.add(view_1, view_2)
-to: f32[2, 8, 64] = add_1.to(f32)
-to_1: f32[2, 8, 64] = add.to(f32)
+gemm_5: bf16[128, 64] = te.gemm(swiglu_backward_quantize[1], swiglu_backward_quantize[2], add_rms_norm_quantize[3], add_rms_norm_quantize[4], None, bf16, fast_accum=False)
+add: bf16[2, 8, 64] = aten.add(view_1, view_2)
+to: f32[2, 8, 64] = add.to(f32)
+to_1: f32[2, 8, 64] = add_rms_norm_quantize[0].to(f32)
 mul: f32[2, 8, 64] = aten.mul(to_1, view_11)
 to_2: f32[64] = mlp.norm.weight.to(f32)
 mul_1: f32[2, 8, 64] = aten.mul(to, to_2)
@@ -316,8 +315,8 @@ mul_4: f32[2, 8, 64] = aten.mul(mul, mean)
 sub: f32[2, 8, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[2, 8, 64] = aten.mul(view_11, sub)
 to_4: bf16[2, 8, 64] = mul_5.to(bf16)
-add_2: bf16[2, 8, 64] = aten.add(tangents_1, to_4)
-quantize_9: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(add_2, e5m2[row+column])
+add_1: bf16[2, 8, 64] = aten.add(tangents_1, to_4)
+quantize_9: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(add_1, e5m2[row+column])
 gemm_6: bf16[16, 64] = te.gemm(quantize_9[0], quantize_9[2], quantize_4[1], quantize_4[2], None, bf16, fast_accum=False)
 view_3: bf16[2, 8, 64] = aten.view(gemm_6, [2, 8, 64])
 gemm_7: bf16[64, 64] = te.gemm(quantize_9[1], quantize_9[2], quantize_3[1], quantize_3[2], None, bf16, fast_accum=False)
@@ -338,13 +337,13 @@ quantize_11: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(view_6, e5m2
 gemm_10: bf16[16, 64] = te.gemm(quantize_11[0], quantize_11[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
 view_13: bf16[2, 8, 64] = aten.view(gemm_10, [2, 8, 64])
 gemm_11: bf16[64, 64] = te.gemm(quantize_11[1], quantize_11[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-add_3: bf16[2, 8, 64] = aten.add(view_10, view_13)
+add_2: bf16[2, 8, 64] = aten.add(view_10, view_13)
 quantize_12: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(view_7, e5m2[row+column])
 gemm_12: bf16[16, 64] = te.gemm(quantize_12[0], quantize_12[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
 view_14: bf16[2, 8, 64] = aten.view(gemm_12, [2, 8, 64])
 gemm_13: bf16[64, 64] = te.gemm(quantize_12[1], quantize_12[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-add_4: bf16[2, 8, 64] = aten.add(add_3, view_14)
-to_5: f32[2, 8, 64] = add_4.to(f32)
+add_3: bf16[2, 8, 64] = aten.add(add_2, view_14)
+to_5: f32[2, 8, 64] = add_3.to(f32)
 to_6: f32[2, 8, 64] = x.to(f32)
 mul_6: f32[2, 8, 64] = aten.mul(to_6, view_12)
 to_7: f32[64] = attention.qkv.norm.weight.to(f32)
@@ -358,8 +357,8 @@ mul_10: f32[2, 8, 64] = aten.mul(mul_6, mean_1)
 sub_1: f32[2, 8, 64] = aten.sub(mul_7, mul_10)
 mul_11: f32[2, 8, 64] = aten.mul(view_12, sub_1)
 to_9: bf16[2, 8, 64] = mul_11.to(bf16)
-add_5: bf16[2, 8, 64] = aten.add(add_2, to_9)
-return to_8, add_5, gemm_13, gemm_11, gemm_9, gemm_7, to_3, gemm_5, gemm_3, gemm_1""",
+add_4: bf16[2, 8, 64] = aten.add(add_1, to_9)
+return to_8, add_4, gemm_13, gemm_11, gemm_9, gemm_7, to_3, gemm_5, gemm_3, gemm_1""",
     )
 
 
@@ -401,20 +400,19 @@ quantize_3: (f8e4m3[16, 64], f32[1]) = te.quantize(view_6, e4m3[row])
 quantize_4: (f8e4m3[64, 64], f32[1]) = te.quantize(attention.o.weight, e4m3[row])
 gemm_3: bf16[16, 64] = te.gemm(quantize_3[0], quantize_3[1], quantize_4[0], quantize_4[1], None, bf16, fast_accum=True)
 view_7: bf16[2, 8, 64] = aten.view(gemm_3, [2, 8, 64])
-add: bf16[2, 8, 64] = aten.add(x, view_7)
-rms_norm_quantize_1: (f32[16], f8e4m3[16, 64], f32[1]) = te.rms_norm_quantize(add, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
+add_rms_norm_quantize: (bf16[2, 8, 64], f32[16], f8e4m3[16, 64], f32[1]) = te.add_rms_norm_quantize(x, view_7, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
 quantize_5: (f8e4m3[128, 64], f32[1]) = te.quantize(mlp.gate.weight, e4m3[row])
-gemm_4: bf16[16, 128] = te.gemm(rms_norm_quantize_1[1], rms_norm_quantize_1[2], quantize_5[0], quantize_5[1], None, bf16, fast_accum=True)
+gemm_4: bf16[16, 128] = te.gemm(add_rms_norm_quantize[2], add_rms_norm_quantize[3], quantize_5[0], quantize_5[1], None, bf16, fast_accum=True)
 view_8: bf16[2, 8, 128] = aten.view(gemm_4, [2, 8, 128])
 quantize_6: (f8e4m3[128, 64], f32[1]) = te.quantize(mlp.up.weight, e4m3[row])
-gemm_5: bf16[16, 128] = te.gemm(rms_norm_quantize_1[1], rms_norm_quantize_1[2], quantize_6[0], quantize_6[1], None, bf16, fast_accum=True)
+gemm_5: bf16[16, 128] = te.gemm(add_rms_norm_quantize[2], add_rms_norm_quantize[3], quantize_6[0], quantize_6[1], None, bf16, fast_accum=True)
 view_9: bf16[2, 8, 128] = aten.view(gemm_5, [2, 8, 128])
 swiglu_quantize: (f8e4m3[16, 128], f32[1]) = te.swiglu_quantize(view_8, view_9, e4m3[row], keep_output=False)
 quantize_7: (f8e4m3[64, 128], f32[1]) = te.quantize(mlp.down.weight, e4m3[row])
 gemm_6: bf16[16, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[1], quantize_7[0], quantize_7[1], None, bf16, fast_accum=True)
 view_10: bf16[2, 8, 64] = aten.view(gemm_6, [2, 8, 64])
-add_1: bf16[2, 8, 64] = aten.add(add, view_10)
-return add_1""",
+add: bf16[2, 8, 64] = aten.add(add_rms_norm_quantize[0], view_10)
+return add""",
     )
 
 
