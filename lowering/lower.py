@@ -28,7 +28,7 @@ __all__ = ["lower"]
 def lower(graph: Graph) -> list[tuple[str, str]]:
     """Rewrites in place; returns (operation, what runs it) of each te node. Raises LoweringError for one it cannot lower."""
     done = []
-    traces = Traces()
+    inliner = _Inliner(graph)
     waiting = deque(_te_nodes(graph.nodes))
     while waiting:
         node = waiting.popleft()
@@ -37,15 +37,16 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         if node.target not in KERNELS:
             raise LoweringError(f"{name} has no implementation to lower to{where(node)}")
         if node.target in REFERENCE_ONLY:
-            waiting.extendleft(reversed(_te_nodes(_inline(graph, node, traces))))  # te.linear is made of te operations
+            waiting.extendleft(reversed(_te_nodes(inliner.inline(node))))  # te.linear is made of te operations
             done.append((name, "Inductor"))
         elif kernels_available(device).ok and is_extern(node):
             done.append((name, "Gluon"))
         elif kernels_available(device).ok:
-            _inline(graph, node, traces)
+            inliner.inline(node)
             done.append((name, "Triton"))
         else:
             done.append((name, f"reference ({kernels_available(device).reason})"))
+    inliner.finish()
     graph.lint()
     return done
 
@@ -54,25 +55,50 @@ def _te_nodes(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if node.op == "call_function" and is_te(node.target)]
 
 
-def _inline(graph: Graph, node: Node, traces: Traces) -> list[Node]:
-    """Replaces `node` by the traced nodes of its implementation, and returns them in order."""
-    results, calls = traces.copy_before(node)
-    _replace(graph, node, results)
-    return calls
+class _Inliner:
+    """Puts traces in the place of a graph's nodes.
 
+    What the graph returns is exchanged once, at the end: a forward graph returns all that backward reads, and each exchange
+    costs as much as it returns nodes.
+    """
 
-def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
-    if isinstance(node.meta["val"], torch.Tensor):
-        node.replace_all_uses_with(results[0])
-    else:
-        for reader in list(node.users):
-            if reader.target is not operator.getitem:
-                raise LoweringError(
-                    f"{node.target}: its results are read by {reader.target}, not by index{where(node)}"
-                )
-            reader.replace_all_uses_with(results[_index(reader)])
-            graph.erase_node(reader)
-    graph.erase_node(node)
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._traces = Traces()
+        self._replaced: dict[Node, Node] = {}
+        self._dead: list[Node] = []
+
+    def inline(self, node: Node) -> list[Node]:
+        """Replaces `node` by the traced nodes of its implementation, and returns them in order."""
+        results, traced = self._traces.copy_before(node)
+        if isinstance(node.meta["val"], torch.Tensor):
+            self._replace(node, results[0])
+        else:
+            for reader in list(node.users):
+                if reader.target is not operator.getitem:
+                    raise LoweringError(
+                        f"{node.target}: its results are read by {reader.target}, not by index{where(node)}"
+                    )
+                self._replace(reader, results[_index(reader)])
+            self._dead.append(node)
+        return traced
+
+    def finish(self) -> None:
+        """What the graph returns is read from the traces, and what they replaced is gone."""
+        output = self._graph.output_node()
+        output.args = torch.fx.map_arg(output.args, self._last)
+        for node in self._dead:
+            self._graph.erase_node(node)
+
+    def _replace(self, node: Node, result: Node) -> None:
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output")
+        self._replaced[node] = result
+        self._dead.append(node)
+
+    def _last(self, node: Node) -> Node:
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
 
 
 def _index(reader: Node) -> int:

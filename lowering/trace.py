@@ -137,13 +137,18 @@ def _copy_into(graph: Graph, traced: GraphModule, node: Node, inputs: list[Node]
                 copied = graph.node_copy(original, lambda n: copies[n])
             copied.meta = {**kept, **original.meta}
             if again and "val" in original.meta:
-                copied.meta["val"] = _value(copied)
+                copied.meta["val"] = _value(copied, original.meta["val"])
             copies[original] = copied
     return copies
 
 
-def _value(node: Node) -> Any:
-    """A fake result of its own: Inductor takes nodes that share a storage for views of one buffer."""
+def _value(node: Node, like: Any) -> Any:
+    """A fake result of its own, as `like`: Inductor takes nodes that share a storage for views of one buffer."""
+    if isinstance(like, dict):  # of a launch: what it writes, by the names of the arguments
+        return {
+            name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            for name, value in like.items()
+        }
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     assert callable(node.target)
     value: Any = node.target(*args, **kwargs)

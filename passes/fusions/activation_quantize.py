@@ -12,7 +12,7 @@ from torch.fx import Graph
 from te_dynamo.ops.activation import activation, activation_quantize
 from te_dynamo.ops.swiglu import swiglu, swiglu_quantize
 from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.graph import call_like, calls, getitem_after
+from te_dynamo.passes.graph import call_like, calls, read_item
 
 __all__ = ["fuse_activation_quantize"]
 
@@ -30,7 +30,8 @@ def fuse_activation_quantize(graph: Graph) -> int:
         fused = call_like(graph, _FUSED[node.target], (*node.args, quantized.args[1], keep_output), node)
         take_over(graph, fused, int(keep_output), quantized)
         if keep_output:
-            node.replace_all_uses_with(getitem_after(fused, 0))
-        graph.erase_node(node)
+            read_item(fused, 0, [node])
+        else:
+            graph.erase_node(node)
         fired += 1
     return fired
