@@ -135,10 +135,13 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 def named_tensors(signature: dict[str, str], args: tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among a Triton launch's arguments with their names: pointers in the signature's order."""
+    """The tensors among a Triton launch's arguments with their names: pointers in the signature's order.
+
+    Without names where some pointer is no tensor (a null): then an update in place counts once.
+    """
     names = [name for name, kind in signature.items() if kind.startswith("*")]
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return list(zip(names, tensors, strict=True))
+    return list(zip(names if len(names) == len(tensors) else [""] * len(tensors), tensors, strict=True))
 
 
 # --- the profiler ---------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """An activation that writes its result in FP8, row and column copy in one kernel.
 
-before    h: bf16[M, K] = te.swiglu(gate, up)
-          q: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.quantize(h, e4m3[row+column])
-after     h: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
+    before    h: bf16[M, K] = te.swiglu(gate, up)
+              q: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.quantize(h, e4m3[row+column])
+    after     h: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
+
+The same for te.activation: GELU, SiLU and ReLU.
 """
 
 from __future__ import annotations
