@@ -20,11 +20,12 @@ from collections.abc import Callable
 
 from torch.fx import Graph
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InvalidOptionError, TeError
 from te_dynamo.passes import fusions as shipped
 
 __all__ = [
     "Fusion",
+    "check_choice",
     "fuse",
     "fusion_key",
     "register_backward_fusion",
@@ -108,12 +109,31 @@ def fusion_key() -> str:
     return "\n".join(f"{phase}:{_name(f)}:{_source(f)}" for phase, fusions in _registered.items() for f in fusions)
 
 
-def fuse(graph: Graph, phase: str) -> list[tuple[str, int]]:
-    """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired."""
+def check_choice(choice: bool | tuple[str, ...]) -> None:
+    """Raises InvalidOptionError for a name in the option "fusions" that no shipped or registered fusion has."""
+    known = {_name(fusion) for fusions in (*shipped.SHIPPED.values(), *_registered.values()) for fusion in fusions}
+    for name in () if isinstance(choice, bool) else choice:
+        if name.removeprefix("-") not in known:
+            raise InvalidOptionError.unknown("fusion", name.removeprefix("-"), known)
+
+
+def _chosen(fusion: Fusion, choice: bool | tuple[str, ...]) -> bool:
+    if isinstance(choice, bool):
+        return choice
+    if any(name.startswith("-") for name in choice):
+        return f"-{_name(fusion)}" not in choice
+    return _name(fusion) in choice
+
+
+def fuse(graph: Graph, phase: str, choice: bool | tuple[str, ...] = True) -> list[tuple[str, int]]:
+    """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired.
+
+    choice: the option "fusions": all, none, those with these names, or all but those whose names follow a "-".
+    """
     fired = []
     kinds = _KINDS[phase]
     for fusion in (*(f for kind in kinds for f in shipped.SHIPPED[kind]), *(f for k in kinds for f in _registered[k])):
-        times = _run(fusion, graph)
+        times = _run(fusion, graph) if _chosen(fusion, choice) else 0
         if times:
             fired.append((_name(fusion), times))
     graph.eliminate_dead_code()

@@ -28,7 +28,7 @@ from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
-from te_dynamo.passes.fuser import fuse, fusion_key
+from te_dynamo.passes.fuser import check_choice, fuse, fusion_key
 from te_dynamo.passes.match import match
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
@@ -48,7 +48,9 @@ def te(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend that the entry point `te` names. Raises InvalidOptionError for an option that does not exist."""
-    compilation = _Compilation(Options.parse(options, mode), Report(), begin_graph())
+    parsed = Options.parse(options, mode)
+    check_choice(parsed.fusions)
+    compilation = _Compilation(parsed, Report(), begin_graph())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
     except RestartAnalysis:
@@ -93,7 +95,8 @@ class _Compilation:
 
     def _fuse(self, graph: Graph, phase: str) -> None:
         if self.options.fusions:
-            self.report.fusions += [(phase, name, times) for name, times in fuse(graph, phase)]
+            fired = fuse(graph, phase, self.options.fusions)
+            self.report.fusions += [(phase, name, times) for name, times in fired]
 
 
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
