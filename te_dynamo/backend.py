@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule
 
 from te_dynamo.cache_key import cache_key
 from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
-from te_dynamo.lowering import extern_gemm
+from te_dynamo.lowering import accesses, extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
@@ -135,6 +135,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
             _phase.reset(token)
 
     extern_gemm.register()
+    accesses.register()
     patches = dict(compilation.options.inductor)
     key = cache_key(compilation.options, fusion_key())
     for hook, stage in (
