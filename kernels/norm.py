@@ -135,7 +135,7 @@ def layer_norm_quantize_reference(
 
 
 @triton.jit
-def _load_columns(x, start, K, BLOCK: tl.constexpr):
+def load_columns(x, start, K, BLOCK: tl.constexpr):
     """x[start : start + BLOCK] in fp32, zero past K."""
     columns = start + tl.arange(0, BLOCK)
     return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -150,7 +150,7 @@ def _squares(values, mean, start, K, LAYER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_statistics(
+def row_statistics(
     row_start, first, K, EPS_NORM: tl.constexpr, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """(mean, rstd) of a row whose first BLOCK values are `first` (fp32); mean is 0 unless LAYER."""
@@ -160,18 +160,18 @@ def _row_statistics(
         total = first
         if not ONE_BLOCK:
             for start in range(BLOCK, K, BLOCK):
-                total += _load_columns(row_start, start, K, BLOCK)
+                total += load_columns(row_start, start, K, BLOCK)
         mean = tl.div_rn(tl.sum(total, axis=0), count)
     total = _squares(first, mean, 0, K, LAYER, BLOCK)
     if not ONE_BLOCK:
         for start in range(BLOCK, K, BLOCK):
-            total += _squares(_load_columns(row_start, start, K, BLOCK), mean, start, K, LAYER, BLOCK)
+            total += _squares(load_columns(row_start, start, K, BLOCK), mean, start, K, LAYER, BLOCK)
     variance = tl.div_rn(tl.sum(total, axis=0), count)
     return mean, tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + tl.full((), EPS_NORM, tl.float32)))
 
 
 @triton.jit
-def _normalize(
+def normalize(
     x,
     mean,
     rstd,
@@ -233,22 +233,22 @@ def norm_rows_kernel(
     bits = tl.zeros((BLOCK,), tl.int32)
     row_start = x + tl.program_id(0).to(tl.int64) * K
     # The next row is on its way while this one is summed.
-    following = _load_columns(row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
+    following = load_columns(row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
     for row in range(tl.program_id(0), M, programs):
         first = following
         row_start = x + tl.cast(row, tl.int64) * K
-        following = _load_columns(
+        following = load_columns(
             row_start + tl.cast(programs, tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
         )
-        row_mean, row_rstd = _row_statistics(row_start, first, K, EPS_NORM, LAYER, ONE_BLOCK, BLOCK)
+        row_mean, row_rstd = row_statistics(row_start, first, K, EPS_NORM, LAYER, ONE_BLOCK, BLOCK)
         tl.store(rstd + row, row_rstd)
         if LAYER:
             tl.store(mean + row, row_mean)
         for block in range(1 if ONE_BLOCK else tl.cdiv(K, BLOCK)):
             start = block * BLOCK
             columns = start + tl.arange(0, BLOCK)
-            values = first if ONE_BLOCK else _load_columns(row_start, start, K, BLOCK)
-            result = _normalize(
+            values = first if ONE_BLOCK else load_columns(row_start, start, K, BLOCK)
+            result = normalize(
                 values,
                 row_mean,
                 row_rstd,
@@ -309,7 +309,7 @@ def norm_cast_kernel(
         # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
         rows = row + tl.arange(0, BLOCK_M)
         row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
-        result = _normalize(
+        result = normalize(
             values,
             row_mean,
             tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None],
@@ -340,7 +340,7 @@ def rms_norm(
     """(y, rstd): y in x's shape and dtype, rstd fp32 [rows]. weight (any float dtype, [K]) may be None."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    _, rstd, _ = _rows(x, eps, _norm(x, weight, None, False, cast_before_weight, zero_centered), y)
+    _, rstd, _ = _rows(x, eps, norm_arguments(x, weight, None, False, cast_before_weight, zero_centered), y)
     return y, rstd
 
 
@@ -350,7 +350,7 @@ def layer_norm(
     """(y, mean, rstd): y in x's shape and dtype, the statistics fp32 [rows]. weight and bias may be None."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    mean, rstd, _ = _rows(x, eps, _norm(x, weight, bias, True, False, False), y)
+    mean, rstd, _ = _rows(x, eps, norm_arguments(x, weight, bias, True, False, False), y)
     return y, mean, rstd
 
 
@@ -370,11 +370,11 @@ def rms_norm_quantize(
 ) -> list[torch.Tensor]:
     """[y?, rstd, data?, transpose?, scale_inv], equal to `rms_norm` then `quantize`."""
     x = x.contiguous()
-    norm = _norm(x, weight, None, False, cast_before_weight, zero_centered)
+    norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
     mean, rstd, partials = _rows(x, eps, norm, None)
     buffers = Fp8Buffers(*rows_and_columns(x), x.device, fp8_dtype, rowwise, columnwise)
     quantization = buffers.constants(power_of_two, eps_amax)
-    y = _cast(x, norm, mean, rstd, partials, buffers, quantization, keep_output, tile)
+    y = write_quantized(x, norm, mean, rstd, partials, buffers, quantization, keep_output, tile)
     return [*y, rstd, *buffers.as_list()]
 
 
@@ -393,15 +393,15 @@ def layer_norm_quantize(
 ) -> list[torch.Tensor]:
     """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm` then `quantize`."""
     x = x.contiguous()
-    norm = _norm(x, weight, bias, True, False, False)
+    norm = norm_arguments(x, weight, bias, True, False, False)
     mean, rstd, partials = _rows(x, eps, norm, None)
     buffers = Fp8Buffers(*rows_and_columns(x), x.device, fp8_dtype, rowwise, columnwise)
     quantization = buffers.constants(power_of_two, eps_amax)
-    y = _cast(x, norm, mean, rstd, partials, buffers, quantization, keep_output, tile)
+    y = write_quantized(x, norm, mean, rstd, partials, buffers, quantization, keep_output, tile)
     return [*y, mean, rstd, *buffers.as_list()]
 
 
-def _norm(
+def norm_arguments(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -450,7 +450,7 @@ def _rows(
     return mean, rstd, partials
 
 
-def _cast(
+def write_quantized(
     x: torch.Tensor,
     norm: dict[str, Any],
     mean: torch.Tensor,

@@ -148,7 +148,8 @@ def quantize(
     """[data?, transpose?, scale_inv] of x, of any rank >= 1, read as [M, K].
 
     data [M, K] and transpose [K, M rounded up to 16] (zero past M) are `fp8_dtype`, scale_inv is fp32 [1].
-    amax (fp32 [1]), where the caller knows it, saves a launch and a read of x. `tile` overrides the cast's.
+    amax (fp32 [1], or a power of two of partial ones), where the caller knows it, saves a launch and a read of x. `tile`
+    overrides the cast's.
     """
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
@@ -166,7 +167,7 @@ def quantize(
             **buffers.pointers(unused=x),
             **buffers.constants(power_of_two, eps),
             **usage,
-            PARTIALS=1 if amax is not None else PARTIALS,
+            PARTIALS=partials.shape[0],
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,

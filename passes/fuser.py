@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from te_dynamo.errors import TeError
-from te_dynamo.fusion_registry import Fusion, fusion_name, registered
+from te_dynamo.errors import InvalidOptionError, TeError
+from te_dynamo.fusion_registry import PHASES, Fusion, fusion_name, registered
 from te_dynamo.passes import fusions as shipped
 
-__all__ = ["fuse"]
+__all__ = ["check_choice", "fuse"]
 
 _MOST_ROUNDS = 1000
 
@@ -31,15 +31,35 @@ _KINDS = {
 }
 
 
-def fuse(graph: Graph, phase: str) -> list[tuple[str, int]]:
-    """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired."""
+def check_choice(choice: bool | tuple[str, ...]) -> None:
+    """Raises InvalidOptionError for a name in the option "fusions" that no shipped or registered fusion has."""
+    fusions = (*shipped.SHIPPED.values(), *(registered("graph", phase) for phase in PHASES))
+    known = {fusion_name(fusion) for each in fusions for fusion in each}
+    for name in () if isinstance(choice, bool) else choice:
+        if name.removeprefix("-") not in known:
+            raise InvalidOptionError.unknown("fusion", name.removeprefix("-"), known)
+
+
+def _chosen(fusion: Fusion, choice: bool | tuple[str, ...]) -> bool:
+    if isinstance(choice, bool):
+        return choice
+    if any(name.startswith("-") for name in choice):
+        return f"-{fusion_name(fusion)}" not in choice
+    return fusion_name(fusion) in choice
+
+
+def fuse(graph: Graph, phase: str, choice: bool | tuple[str, ...] = True) -> list[tuple[str, int]]:
+    """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired.
+
+    choice: the option "fusions": all, none, those with these names, or all but those whose names follow a "-".
+    """
     fired = []
     kinds = _KINDS[phase]
     for fusion in (
         *(f for kind in kinds for f in shipped.SHIPPED[kind]),
         *(f for kind in kinds for f in registered("graph", kind)),
     ):
-        times = _run(fusion, graph)
+        times = _run(fusion, graph) if _chosen(fusion, choice) else 0
         if times:
             fired.append((fusion_name(fusion), times))
     graph.eliminate_dead_code()

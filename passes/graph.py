@@ -120,12 +120,15 @@ def getitem_after(node: Node, index: int) -> Node:
 
 
 def read_item(node: Node, index: int, readers: list[Node]) -> None:
-    """`readers` (nodes whose value is what `node` returns at `index`) are replaced by that item and erased."""
-    item = getitem_after(node, index)
-    item.meta.update({key: value for key, value in readers[0].meta.items() if key != "val"})
+    """`readers` (nodes whose value is what `node`, which stands before them, returns at `index`) become reads of that item.
+
+    They change in place: to replace a node that the graph returns costs as much as the graph returns nodes, which for a forward
+    graph is all that backward reads.
+    """
     for reader in readers:
-        reader.replace_all_uses_with(item)
-        reader.graph.erase_node(reader)
+        reader.target, reader.args, reader.kwargs = operator.getitem, (node, index), {}
+        reader.meta.pop("eager_input_vals", None)  # of the arguments it had
+        reader.meta["val"] = node.meta["val"][index]
 
 
 def replace_items(old: Node, new: Node, index_map: dict[int, int]) -> None:

@@ -10,7 +10,9 @@ from torch.fx import Graph
 from te_dynamo.errors import QuantizationError
 from te_dynamo.ops.activation import activation_quantize
 from te_dynamo.ops.norm import layer_norm_quantize, rms_norm_quantize
+from te_dynamo.ops.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
 from te_dynamo.ops.quantize import quantize
+from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.ops.swiglu import swiglu_quantize
 from te_dynamo.passes.graph import call_like, calls, item_users, replace_items
@@ -21,8 +23,11 @@ __all__ = ["drop_unread_usages"]
 _ONE_RESULT_QUANTIZED = (
     quantize,
     quantize_stacked,
+    quantize_bias_grad,
     rms_norm_quantize,
     layer_norm_quantize,
+    add_rms_norm_quantize,
+    add_layer_norm_quantize,
     activation_quantize,
     swiglu_quantize,
 )

@@ -30,7 +30,7 @@ from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
-from te_dynamo.passes.fuser import fuse
+from te_dynamo.passes.fuser import check_choice, fuse
 from te_dynamo.passes.match import match
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
@@ -50,7 +50,9 @@ def te(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend that the entry point `te` names. Raises InvalidOptionError for an option that does not exist."""
-    compilation = _Compilation(Options.parse(options, mode), Report(), begin_graph())
+    parsed = Options.parse(options, mode)
+    check_choice(parsed.fusions)
+    compilation = _Compilation(parsed, Report(), begin_graph())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
     except RestartAnalysis:
@@ -95,7 +97,8 @@ class _Compilation:
 
     def _fuse(self, graph: Graph, phase: str) -> None:
         if self.options.fusions:
-            self.report.fusions += [(phase, name, times) for name, times in fuse(graph, phase)]
+            fired = fuse(graph, phase, self.options.fusions)
+            self.report.fusions += [(phase, name, times) for name, times in fired]
 
 
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:

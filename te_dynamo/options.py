@@ -25,14 +25,15 @@ class Options:
     rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's module path
               decides its recipe.
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
-    fusions:  False keeps every te operation by itself, for debugging.
+    fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
+              each those to leave out.
     inductor: options passed on to Inductor, a mode's included.
     """
 
     recipe: Recipe | None
     rules: tuple[tuple[str, Recipe | None], ...] = ()
     codegen: str = "inductor"
-    fusions: bool = True
+    fusions: bool | tuple[str, ...] = True
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -43,14 +44,11 @@ class Options:
         codegen = options.get("codegen", "inductor")
         if codegen not in _CODEGENS:
             raise InvalidOptionError.unknown("codegen", codegen, _CODEGENS)
-        fusions = options.get("fusions", True)
-        if not isinstance(fusions, bool):
-            raise InvalidOptionError(f"te_dynamo: option 'fusions' takes True or False, got {fusions!r}")
         return cls(
             recipe=_recipe(options.get("recipe", "float8_current_scaling")),
             rules=_rules(options.get("rules", ())),
             codegen=codegen,
-            fusions=fusions,
+            fusions=_fusions(options.get("fusions", True)),
             inductor=tuple(sorted(inductor.items())),
         )
 
@@ -94,6 +92,21 @@ def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
         except InvalidOptionError as error:
             raise InvalidOptionError(f"{error} (in rules[{index}])") from None
     return tuple(checked)
+
+
+def _fusions(value: Any) -> bool | tuple[str, ...]:
+    """The names themselves are the fuser's to check: registered fusions are among them."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise InvalidOptionError(
+            f"te_dynamo: option 'fusions' takes True, False or a list of fusions' names, got {value!r}"
+        )
+    if len({name.startswith("-") for name in value}) > 1:
+        raise InvalidOptionError(
+            f"te_dynamo: option 'fusions' takes names to run or, each with a '-', names to leave out, not both: {value!r}"
+        )
+    return tuple(value)
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from test_kernels_gemm import E4M3, E5M2, FMAX, relative_error
 
 from te_dynamo.kernels import quantize as plain
 from te_dynamo.kernels import swiglu
-from te_dynamo.kernels.gemm import gemm, gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm import gemm_reference, gemm_with_tile
 from te_dynamo.kernels.gemm_specialized import (
     gemm_specialized_kernel,
     gemm_specialized_out,

@@ -226,10 +226,9 @@ quantize_3: (f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.quantize(view_6, e4m3[
 quantize_4: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(attention.o.weight, e4m3[row+column])
 gemm_3: bf16[16, 64] = te.gemm(quantize_3[0], quantize_3[2], quantize_4[0], quantize_4[2], None, bf16, fast_accum=True)
 view_7: bf16[2, 8, 64] = aten.view(gemm_3, [2, 8, 64])
-add: bf16[2, 8, 64] = aten.add(x, view_7)
-rms_norm_quantize_1: (f32[16], f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.rms_norm_quantize(add, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
+add_rms_norm_quantize: (bf16[2, 8, 64], f32[16], f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.add_rms_norm_quantize(x, view_7, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([mlp.gate.weight, mlp.up.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[16, 256] = te.gemm_stacked(rms_norm_quantize_1[1], rms_norm_quantize_1[3], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
+gemm_stacked: bf16[16, 256] = te.gemm_stacked(add_rms_norm_quantize[2], add_rms_norm_quantize[4], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
 slice: bf16[16, 128] = aten.slice(gemm_stacked, 1, 0, 128)
 view_8: bf16[2, 8, 128] = aten.view(slice, [2, 8, 128])
 slice_1: bf16[16, 128] = aten.slice(gemm_stacked, 1, 128, 256)
@@ -238,11 +237,11 @@ swiglu_quantize: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.swiglu_quantize
 quantize_5: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(mlp.down.weight, e4m3[row+column])
 gemm_4: bf16[16, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize_5[0], quantize_5[2], None, bf16, fast_accum=True)
 view_10: bf16[2, 8, 64] = aten.view(gemm_4, [2, 8, 64])
-add_1: bf16[2, 8, 64] = aten.add(add, view_10)
-view_11: f32[2, 8, 1] = aten.view(rms_norm_quantize_1[0], [2, 8, 1])
+add: bf16[2, 8, 64] = aten.add(add_rms_norm_quantize[0], view_10)
+view_11: f32[2, 8, 1] = aten.view(add_rms_norm_quantize[1], [2, 8, 1])
 detach_1: bf16[2, 2, 8, 32] = aten.detach(detach)
 view_12: f32[2, 8, 1] = aten.view(rms_norm_quantize[0], [2, 8, 1])
-return add_1, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add, rms_norm_quantize_1[2], rms_norm_quantize_1[3], quantize_stacked[1], quantize_stacked[2], view_8, view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_5[1], quantize_5[2], view_11, detach_1, view_12""",
+return add, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add_rms_norm_quantize[0], add_rms_norm_quantize[3], add_rms_norm_quantize[4], quantize_stacked[1], quantize_stacked[2], view_8, view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_5[1], quantize_5[2], view_11, detach_1, view_12""",
     )
 
 
@@ -270,9 +269,9 @@ quantize_3[1]: f8e4m3[64, 16] = input
 quantize_3[2]: f32[1] = input
 quantize_4[1]: f8e4m3[64, 64] = input
 quantize_4[2]: f32[1] = input
-add: bf16[2, 8, 64] = input
-rms_norm_quantize_1[2]: f8e4m3[64, 16] = input
-rms_norm_quantize_1[3]: f32[1] = input
+add_rms_norm_quantize[0]: bf16[2, 8, 64] = input
+add_rms_norm_quantize[3]: f8e4m3[64, 16] = input
+add_rms_norm_quantize[4]: f32[1] = input
 quantize_stacked[1]: f8e4m3[64, 256] = input
 quantize_stacked[2]: f32[2] = input
 view_8: bf16[2, 8, 128] = input
@@ -292,11 +291,11 @@ gemm_1: bf16[64, 128] = te.gemm(quantize_6[1], quantize_6[2], swiglu_quantize[1]
 swiglu_backward_quantize: (f8e5m2[16, 256], f8e5m2[256, 16], f32[2]) = te.swiglu_backward_quantize(view, view_8, view_9, e5m2[row+column], keep_output=False, stacked=True)
 gemm_stacked: bf16[16, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[2], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[128, 128])
 view_1: bf16[2, 8, 64] = aten.view(gemm_stacked, [2, 8, 64])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[1], swiglu_backward_quantize[2], rms_norm_quantize_1[2], rms_norm_quantize_1[3], bf16, fast_accum=False, along='M', segments=[128, 128])
+gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[1], swiglu_backward_quantize[2], add_rms_norm_quantize[3], add_rms_norm_quantize[4], bf16, fast_accum=False, along='M', segments=[128, 128])
 slice: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
 slice_1: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
 to: f32[2, 8, 64] = view_1.to(f32)
-to_1: f32[2, 8, 64] = add.to(f32)
+to_1: f32[2, 8, 64] = add_rms_norm_quantize[0].to(f32)
 mul: f32[2, 8, 64] = aten.mul(to_1, view_11)
 to_2: f32[64] = mlp.norm.weight.to(f32)
 mul_1: f32[2, 8, 64] = aten.mul(to, to_2)
@@ -309,8 +308,8 @@ mul_4: f32[2, 8, 64] = aten.mul(mul, mean)
 sub: f32[2, 8, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[2, 8, 64] = aten.mul(view_11, sub)
 to_4: bf16[2, 8, 64] = mul_5.to(bf16)
-add_1: bf16[2, 8, 64] = aten.add(tangents_1, to_4)
-quantize_7: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(add_1, e5m2[row+column])
+add: bf16[2, 8, 64] = aten.add(tangents_1, to_4)
+quantize_7: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(add, e5m2[row+column])
 gemm_2: bf16[16, 64] = te.gemm(quantize_7[0], quantize_7[2], quantize_4[1], quantize_4[2], None, bf16, fast_accum=False)
 view_2: bf16[2, 8, 64] = aten.view(gemm_2, [2, 8, 64])
 gemm_3: bf16[64, 64] = te.gemm(quantize_7[1], quantize_7[2], quantize_3[1], quantize_3[2], None, bf16, fast_accum=False)
@@ -331,13 +330,13 @@ quantize_9: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(view_5, e5m2[
 gemm_6: bf16[16, 64] = te.gemm(quantize_9[0], quantize_9[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
 view_10: bf16[2, 8, 64] = aten.view(gemm_6, [2, 8, 64])
 gemm_7: bf16[64, 64] = te.gemm(quantize_9[1], quantize_9[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-add_2: bf16[2, 8, 64] = aten.add(view_7, view_10)
+add_1: bf16[2, 8, 64] = aten.add(view_7, view_10)
 quantize_10: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(view_6, e5m2[row+column])
 gemm_8: bf16[16, 64] = te.gemm(quantize_10[0], quantize_10[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
 view_13: bf16[2, 8, 64] = aten.view(gemm_8, [2, 8, 64])
 gemm_9: bf16[64, 64] = te.gemm(quantize_10[1], quantize_10[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-add_3: bf16[2, 8, 64] = aten.add(add_2, view_13)
-to_5: f32[2, 8, 64] = add_3.to(f32)
+add_2: bf16[2, 8, 64] = aten.add(add_1, view_13)
+to_5: f32[2, 8, 64] = add_2.to(f32)
 to_6: f32[2, 8, 64] = x.to(f32)
 mul_6: f32[2, 8, 64] = aten.mul(to_6, view_12)
 to_7: f32[64] = attention.qkv.norm.weight.to(f32)
@@ -351,8 +350,8 @@ mul_10: f32[2, 8, 64] = aten.mul(mul_6, mean_1)
 sub_1: f32[2, 8, 64] = aten.sub(mul_7, mul_10)
 mul_11: f32[2, 8, 64] = aten.mul(view_12, sub_1)
 to_9: bf16[2, 8, 64] = mul_11.to(bf16)
-add_4: bf16[2, 8, 64] = aten.add(add_1, to_9)
-return to_8, add_4, gemm_9, gemm_7, gemm_5, gemm_3, to_3, slice_1, slice, gemm_1""",
+add_3: bf16[2, 8, 64] = aten.add(add, to_9)
+return to_8, add_3, gemm_9, gemm_7, gemm_5, gemm_3, to_3, slice_1, slice, gemm_1""",
     )
 
 
@@ -394,10 +393,9 @@ quantize_3: (f8e4m3[16, 64], f32[1]) = te.quantize(view_6, e4m3[row])
 quantize_4: (f8e4m3[64, 64], f32[1]) = te.quantize(attention.o.weight, e4m3[row])
 gemm_3: bf16[16, 64] = te.gemm(quantize_3[0], quantize_3[1], quantize_4[0], quantize_4[1], None, bf16, fast_accum=True)
 view_7: bf16[2, 8, 64] = aten.view(gemm_3, [2, 8, 64])
-add: bf16[2, 8, 64] = aten.add(x, view_7)
-rms_norm_quantize_1: (f32[16], f8e4m3[16, 64], f32[1]) = te.rms_norm_quantize(add, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
+add_rms_norm_quantize: (bf16[2, 8, 64], f32[16], f8e4m3[16, 64], f32[1]) = te.add_rms_norm_quantize(x, view_7, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f32[2]) = te.quantize_stacked([mlp.gate.weight, mlp.up.weight], e4m3[row], by_columns=False)
-gemm_stacked: bf16[16, 256] = te.gemm_stacked(rms_norm_quantize_1[1], rms_norm_quantize_1[2], quantize_stacked[0], quantize_stacked[1], bf16, fast_accum=True, along='N', segments=[128, 128])
+gemm_stacked: bf16[16, 256] = te.gemm_stacked(add_rms_norm_quantize[2], add_rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[1], bf16, fast_accum=True, along='N', segments=[128, 128])
 slice: bf16[16, 128] = aten.slice(gemm_stacked, 1, 0, 128)
 view_8: bf16[2, 8, 128] = aten.view(slice, [2, 8, 128])
 slice_1: bf16[16, 128] = aten.slice(gemm_stacked, 1, 128, 256)
@@ -406,8 +404,8 @@ swiglu_quantize: (f8e4m3[16, 128], f32[1]) = te.swiglu_quantize(view_8, view_9, 
 quantize_5: (f8e4m3[64, 128], f32[1]) = te.quantize(mlp.down.weight, e4m3[row])
 gemm_4: bf16[16, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[1], quantize_5[0], quantize_5[1], None, bf16, fast_accum=True)
 view_10: bf16[2, 8, 64] = aten.view(gemm_4, [2, 8, 64])
-add_1: bf16[2, 8, 64] = aten.add(add, view_10)
-return add_1""",
+add: bf16[2, 8, 64] = aten.add(add_rms_norm_quantize[0], view_10)
+return add""",
     )
 
 

@@ -137,11 +137,10 @@ quantize_1[2]: f32[1] = input
 view: f32[19, 1] = input
 view_1: f32[19, 1] = input
 tangents_1: bf16[19, 64] = input
-bias_grad: f32[64] = te.bias_grad(tangents_1)
-to: bf16[64] = bias_grad.to(bf16)
-quantize_2: (f8e5m2[19, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_1: bf16[19, 128] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_2: bf16[64, 128] = te.gemm(quantize_2[1], quantize_2[2], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
+quantize_bias_grad: (f32[64], f8e5m2[19, 64], f8e5m2[64, 32], f32[1]) = te.quantize_bias_grad(tangents_1, e5m2[row+column])
+to: bf16[64] = quantize_bias_grad[0].to(bf16)
+gemm_1: bf16[19, 128] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+gemm_2: bf16[64, 128] = te.gemm(quantize_bias_grad[2], quantize_bias_grad[3], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
 activation_backward_quantize: (f32[128], f8e5m2[19, 128], f8e5m2[128, 32], f32[1]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', e5m2[row+column], keep_output=False, bias_grad=True)
 to_1: bf16[128] = activation_backward_quantize[0].to(bf16)
 gemm_3: bf16[19, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[3], quantize[1], quantize[2], None, bf16, fast_accum=False)

@@ -6,13 +6,21 @@ from te_dynamo.passes.fusions.activation_backward_quantize import (
 )
 from te_dynamo.passes.fusions.activation_quantize import fuse_activation_quantize
 from te_dynamo.passes.fusions.gemm_bias import fuse_gemm_bias
+from te_dynamo.passes.fusions.norm_add_quantize import fuse_norm_add_quantize
 from te_dynamo.passes.fusions.norm_quantize import fuse_norm_quantize
+from te_dynamo.passes.fusions.quantize_bias_grad import fuse_quantize_bias_grad
 from te_dynamo.passes.fusions.shared_input import fuse_shared_input
 
 __all__ = ["SHIPPED"]
 
 SHIPPED = {
     "joint": (fuse_shared_input,),
-    "forward": (fuse_shared_input, fuse_gemm_bias, fuse_norm_quantize, fuse_activation_quantize),
-    "backward": (fuse_activation_backward_quantize, fuse_swiglu_backward_quantize),
+    "forward": (
+        fuse_shared_input,
+        fuse_gemm_bias,
+        fuse_norm_quantize,
+        fuse_norm_add_quantize,
+        fuse_activation_quantize,
+    ),
+    "backward": (fuse_activation_backward_quantize, fuse_swiglu_backward_quantize, fuse_quantize_bias_grad),
 }

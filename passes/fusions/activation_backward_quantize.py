@@ -27,7 +27,7 @@ from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.ops.swiglu import swiglu_backward, swiglu_backward_quantize
 from te_dynamo.passes.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.graph import call_like, calls, getitem_after, item_users, read_item
+from te_dynamo.passes.graph import call_like, calls, item_users, read_item
 
 __all__ = ["fuse_activation_backward_quantize", "fuse_swiglu_backward_quantize"]
 
@@ -47,8 +47,9 @@ def fuse_activation_backward_quantize(graph: Graph) -> int:
         if sums is not None:
             read_item(fused, int(keep_output), [sums])
         if keep_output:
-            node.replace_all_uses_with(getitem_after(fused, 0))
-        graph.erase_node(node)
+            read_item(fused, 0, [node])
+        else:
+            graph.erase_node(node)
         fired += 1
     return fired
 

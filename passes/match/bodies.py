@@ -17,6 +17,7 @@ from torch import fx
 from te_dynamo.options import Options
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
 from te_dynamo.passes.match.linear import RecipeFor, match_linear
+from te_dynamo.passes.match.mutation import effects_known
 from te_dynamo.passes.match.norm import match_norm
 from te_dynamo.passes.match.rms_norm import match_written_rms_norm
 from te_dynamo.passes.match.sequence import match_sequence
@@ -54,13 +55,14 @@ class Matcher:
         for body, calls in _bodies(gm).items():
             for call, record in self._match_body(body, calls, recipe_for, outside):
                 records.append((place[call], record))
-        for node, index in place.items():
-            records += [(index, record) for record in match_linear(node, recipe_for, outside)]
-            records += [(index, record) for record in match_sequence(node, self.options.fusions)]
-        for matcher in () if outside else _AFTER_LINEARS:
-            for node in list(gm.graph.nodes):
-                if node in place and not node._erased and (record := matcher(node)) is not None:
-                    records.append((place[node], record))
+        with effects_known(gm.graph):
+            for node, index in place.items():
+                records += [(index, record) for record in match_linear(node, recipe_for, outside)]
+                records += [(index, record) for record in match_sequence(node, self.options.fusions)]
+            for matcher in () if outside else _AFTER_LINEARS:
+                for node in list(gm.graph.nodes):
+                    if node in place and not node._erased and (record := matcher(node)) is not None:
+                        records.append((place[node], record))
         gm.graph.lint()
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]

@@ -8,6 +8,8 @@ methods, augmented assignments and `out=`, so both need proof.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
 import operator
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_dynamo.passes.match.values import tensor_of
 
-__all__ = ["refuses", "written_by"]
+__all__ = ["effects_known", "refuses", "written_by"]
 
 _AUGMENTED = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -43,15 +45,44 @@ def refuses(nodes: Sequence[fx.Node]) -> str:
     reads = {operand for node in nodes for operand in node.all_input_nodes} - set(nodes)
     result = tensor_of(last)
     keeps = result is None or result.requires_grad
-    inside, node = True, first
-    while node.op != "root" and (inside or keeps):
-        if inside and getattr(node.target, "__name__", "") in _MODES:
+    effects = _known.get()
+    for node in _effects(first.graph) if effects is None else effects:
+        if node._erased or node < first:
+            continue
+        inside = not last < node
+        if not (inside or keeps):
+            break
+        if inside and _changes_mode(node):
             return f"{_spelled(node)} changes the mode inside the pattern"
         if any(_may_share_memory(written, read) for written in written_by(node) for read in reads):
             when = "inside the pattern" if inside else "after it, and backward needs its value"
             return f"{_spelled(node)} writes an input in place {when}"
-        inside, node = inside and node is not last, node.next
     return ""
+
+
+@contextlib.contextmanager
+def effects_known(graph: fx.Graph) -> Iterator[None]:
+    """Inside, `refuses` asks about nodes of `graph`, to which no write and no change of mode is added meanwhile.
+
+    Without it each question reads the whole graph.
+    """
+    token = _known.set(_effects(graph))
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+_known: contextvars.ContextVar[list[fx.Node] | None] = contextvars.ContextVar("te_dynamo_effects", default=None)
+
+
+def _effects(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that write to a tensor or change grad mode or autocast, in order."""
+    return [node for node in graph.nodes if _changes_mode(node) or written_by(node)]
+
+
+def _changes_mode(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in _MODES
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

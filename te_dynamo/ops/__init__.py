@@ -1,6 +1,6 @@
 """The `te::` operations. Importing this registers them. The classes of `te_dynamo.operations` are here too."""
 
-from te_dynamo.ops import activation, gemm, linear, norm, quantize, stacked, swiglu
+from te_dynamo.ops import activation, gemm, linear, norm, norm_add, quantize, quantize_bias_grad, stacked, swiglu
 from te_dynamo.ops.define import KERNELS, is_te
 from te_dynamo.ops.linear import LinearConfig
 
@@ -8,5 +8,18 @@ from te_dynamo.ops.linear import LinearConfig
 from te_dynamo import operations  # on top of the above
 from te_dynamo.operations import *  # noqa: F403
 
-__all__ = ["KERNELS", "LinearConfig", "activation", "gemm", "is_te", "linear", "norm", "quantize", "stacked", "swiglu"]
+__all__ = [
+    "KERNELS",
+    "LinearConfig",
+    "activation",
+    "gemm",
+    "is_te",
+    "linear",
+    "norm",
+    "norm_add",
+    "quantize",
+    "quantize_bias_grad",
+    "stacked",
+    "swiglu",
+]
 __all__ += operations.__all__

@@ -1,0 +1,224 @@
+"""Time to compile 8, 32 and 128 transformer blocks: in our passes, and in all, beside Inductor's own.
+
+    python benchmarks/compile_time.py                                     # on a GPU
+    python benchmarks/compile_time.py --device cpu --width 128 --whole 8  # the CPU's reference path, its kernels in C++
+    python benchmarks/compile_time.py --blocks 2 --whole 2 --out /tmp     # a try
+
+Every measurement is a process of its own with empty caches, in which one linear was compiled before the clock starts: imports
+and worker processes are no part of it. Two kinds:
+
+    passes   for CUDA on any machine, with fake tensors (te_dynamo.testing): all of torch.compile but code generation. The time
+             in each of our stages, and the whole, in which Inductor's own backend is measured in the same way.
+    whole    on the device: the first forward and backward, with generated code and compiled kernels.
+
+A block is attention and a gated MLP, as Llama has them. Writes compile_time-<device>.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import environment
+import torch
+from models import llama_block
+from torch import nn
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+STAGES = ("match", "joint", "fuse", "lower")
+BACKENDS = ("te", "inductor")
+
+
+@dataclasses.dataclass
+class Row:
+    """One compilation. seconds: of torch.compile, forward and backward; stages: of it, in our passes (te alone)."""
+
+    kind: str
+    backend: str
+    blocks: int
+    seconds: float
+    stages: dict[str, float]
+
+
+# --- one measurement, in its own process ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def timed_stages() -> Iterator[dict[str, float]]:
+    """{stage: seconds} spent so far in the stages of backend "te"; "fuse" is what happens to divided graphs."""
+    from te_dynamo import backend
+
+    seconds = dict.fromkeys(STAGES, 0.0)
+
+    def timed(stage: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[stage] += time.perf_counter() - start
+
+        return run
+
+    compilation = backend._Compilation
+    places = (("match", backend, "match"), *((s, compilation, s) for s in ("joint", "lower")))
+    with contextlib.ExitStack() as stack:
+        for stage, owner, name in (*places, ("fuse", compilation, "divided")):
+            stack.enter_context(mock.patch.object(owner, name, timed(stage, getattr(owner, name))))
+        yield seconds
+
+
+@contextlib.contextmanager
+def kernels_everywhere() -> Iterator[None]:
+    """Graphs are lowered to kernels where no GPU is, too."""
+    from te_dynamo.kernels.availability import Availability
+
+    with contextlib.ExitStack() as stack:
+        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.availability"):
+            stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
+        yield
+
+
+def warm_up(backend: str, device: str) -> None:
+    """Compiles one linear: what is imported and started once a process is no part of a model's compilation."""
+    x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(nn.Linear(64, 64).bfloat16().to(device), backend=backend)(x).sum().backward()
+
+
+def model_of(blocks: int, width: int) -> nn.Module:
+    heads = max(width // 64, 2)
+    return nn.Sequential(*(llama_block(width, 4 * width, heads, heads // 2) for _ in range(blocks))).bfloat16()
+
+
+def measure_passes(backend: str, blocks: int, width: int, tokens: int) -> Row:
+    """All of torch.compile but code generation, for a CUDA device that need not be there."""
+    from te_dynamo.testing import capture_on_fake_cuda
+
+    warm_up(backend, "cpu")
+    model = model_of(blocks, width)
+
+    def inputs(device: str) -> tuple[torch.Tensor, ...]:
+        return (torch.empty(1, tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True),)
+
+    # Graphs' texts, which capture records, are no part of a compilation.
+    with timed_stages() as stages, kernels_everywhere(), mock.patch("te_dynamo.backend.record"):
+        start = time.perf_counter()
+        capture_on_fake_cuda(lambda: model, inputs, backend=backend)
+        seconds = time.perf_counter() - start
+    return Row("passes", backend, blocks, seconds, stages if backend == "te" else {})
+
+
+def measure_whole(backend: str, blocks: int, width: int, tokens: int, device: str) -> Row:
+    """The first forward and backward on the device."""
+    warm_up(backend, device)
+    model = model_of(blocks, width).to(device)
+    x = torch.randn(1, tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+    with timed_stages() as stages:
+        start = time.perf_counter()
+        torch.compile(model, backend=backend)(x).sum().backward()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return Row("whole", backend, blocks, seconds, stages if backend == "te" else {})
+
+
+def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace) -> Row:
+    """One measurement in a process with empty caches. Raises CalledProcessError when it fails, after its own message."""
+    call = [sys.executable, "-W", "ignore", __file__, "--one", kind, backend, str(blocks)]
+    call += ["--device", args.device, "--width", str(args.width), "--tokens", str(args.tokens)]
+    with tempfile.TemporaryDirectory(prefix="compile_time_", ignore_cleanup_errors=True) as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        done = subprocess.run(call, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
+    row = Row(**json.loads(done.stdout.strip().splitlines()[-1]))
+    print(f"{kind} {backend:8s} {blocks:4d} blocks {row.seconds:8.2f} s", flush=True)
+    return row
+
+
+# --- the report -----------------------------------------------------------------------------------------------
+
+
+def markdown(facts: dict[str, str], rows: list[Row], width: int) -> str:
+    """Both tables, a line a number of blocks."""
+    lines = [f"# Time to compile transformer blocks, {facts['device']}", ""]
+    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines += [
+        f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches. Seconds. Made by",
+        "`benchmarks/compile_time.py`.",
+    ]
+    passes, whole = ([row for row in rows if row.kind == kind] for kind in ("passes", "whole"))
+    if passes:
+        lines += ["", "## Up to code generation, on fake tensors", ""]
+        lines += [f"| blocks | {' | '.join(STAGES)} | ours, ms a block | whole, te | whole, Inductor | te / Inductor |"]
+        lines += ["| --- " * (5 + len(STAGES)) + "|"]
+        lines += [_line(ours, theirs, ours.stages) for ours, theirs in _pairs(passes)]
+    if whole:
+        lines += ["", "## Whole cold compile", ""]
+        lines += ["| blocks | ours, ms a block | whole, te | whole, Inductor | te / Inductor |", "| --- " * 5 + "|"]
+        lines += [_line(ours, theirs, {}) for ours, theirs in _pairs(whole)]
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """(te, inductor) of each number of blocks."""
+    by_key = {(row.blocks, row.backend): row for row in rows}
+    return [(by_key[blocks, "te"], by_key[blocks, "inductor"]) for blocks in sorted({row.blocks for row in rows})]
+
+
+def _line(ours: Row, theirs: Row, stages: dict[str, float]) -> str:
+    cells = [str(ours.blocks), *(f"{seconds:.2f}" for seconds in stages.values())]
+    cells += [f"{sum(ours.stages.values()) / ours.blocks * 1e3:.0f}", f"{ours.seconds:.1f}", f"{theirs.seconds:.1f}"]
+    return "| " + " | ".join([*cells, f"{ours.seconds / theirs.seconds:.2f}"]) + " |"
+
+
+def parse_args() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=numbers, default=[8, 32, 128], help="of the passes")
+    parser.add_argument("--whole", type=numbers, default=[8, 32], help="blocks of whole compilations; none when empty")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--device", default="cuda", help="of whole compilations")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # kind, backend, blocks
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.one:
+        kind, backend, blocks = args.one
+        measured = (
+            measure_passes(backend, int(blocks), args.width, args.tokens)
+            if kind == "passes"
+            else measure_whole(backend, int(blocks), args.width, args.tokens, args.device)
+        )
+        print(json.dumps(dataclasses.asdict(measured)))
+        return
+    facts = environment.collect(args.device)
+    kinds = (("passes", args.blocks), ("whole", args.whole))
+    rows = [measure_apart(kind, backend, n, args) for kind, each in kinds for n in each for backend in BACKENDS]
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"compile_time-{environment.device_slug(facts)}"
+    report = {"environment": facts, "width": args.width, "rows": [dataclasses.asdict(row) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(facts, rows, args.width))
+    print(f"Wrote {path}.md and .json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What an operation is lowered to, traced once for all nodes that are equal but for the tensors they read.
+
+The blocks of a model repeat the same few operations on tensors of the same shapes. Tracing one costs a tenth of a second, most
+of it in Triton's front end, which torch asks what a kernel writes; a copy of the trace costs a hundredth of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._pytree import tree_flatten
+
+from te_dynamo.errors import LoweringError
+from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
+from te_dynamo.ops import KERNELS
+from te_dynamo.ops.gemm import bias_grad
+from te_dynamo.ops.quantize import quantize, quantize_with_amax
+from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
+from te_dynamo.ops.stacked import quantize_stacked, quantize_stacked_with_amaxes
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+
+__all__ = ["Traces", "where"]
+
+
+class Traces:
+    """The traces of one graph's nodes, by what they depend on."""
+
+    def __init__(self) -> None:
+        self._traces: dict[Any, GraphModule] = {}
+
+    def copy_before(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """Copies the trace of `node`'s implementation in front of it: (the nodes that are its results, all call nodes).
+
+        Raises LoweringError for an implementation that cannot be traced.
+        """
+        leaves, spec = tree_flatten((node.args, node.kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
+        key = _key(node, leaves, spec)
+        traced, known = self._traces.get(key), key in self._traces
+        if traced is None:
+            traced = _trace(node, leaves, spec)
+            if key is not None:
+                self._traces[key] = traced
+        copies = _copy_into(node.graph, traced, node, inputs, again=known)
+        output = next(n for n in traced.graph.nodes if n.op == "output")
+        calls = [copies[n] for n in traced.graph.nodes if n.op == "call_function"]
+        return [copies[result] for result in output.args[0]], calls
+
+
+def _key(node: Node, leaves: list[Any], spec: Any) -> Any:
+    """What the trace depends on; None for something that cannot be compared, whose trace nobody shares."""
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    # 1, 1.0 and True are equal, and no kernel takes one for the other.
+    constants = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Node))
+    tensors = tuple(
+        (inputs.index(leaf), _described(leaf.meta["val"])) if isinstance(leaf, Node) else None for leaf in leaves
+    )
+    key = (node.target, _known_amaxes(node), spec, constants, tensors)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _described(value: Any) -> Any:
+    """All that a kernel's launcher sees of a fake value: sizes by their expressions."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), _expression(value)
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return value.dtype, value.device, value.dim(), tuple(_expression(size) for size in sizes)
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+
+    launches = _launches(node)
+
+    def implementation(*values: Any) -> list[Any]:
+        given = iter(values)
+        args, kwargs = spec.unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves])
+        results = launches(*args, **kwargs)
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    values = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node)]
+    trace = make_fx(dispatch_functionalize(implementation), select_decomp_table(), tracing_mode="real")
+    try:
+        with _fake_mode_of(values):
+            traced = trace(*values)
+    except Exception as error:
+        raise LoweringError(f"{node.target} could not be lowered{where(node)}: {error}") from error
+    if any(n.op == "get_attr" for n in traced.graph.nodes):
+        raise LoweringError(f"{node.target} was traced with a tensor constant{where(node)}")
+    return traced
+
+
+def _launches(node: Node) -> Callable[..., Any]:
+    """What is traced in place of `node`: a function of the operation's own arguments."""
+    known = _known_amaxes(node)
+    if not any(known):
+        assert isinstance(node.target, torch._ops.OpOverload)
+        return KERNELS[node.target]
+    if node.target is quantize_stacked:
+
+        def with_amaxes(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
+            amaxes = [amax_by_rows(x) if is_known else None for x, is_known in zip(xs, known, strict=True)]
+            return quantize_stacked_with_amaxes(xs, quantizer, by_columns, amaxes)
+
+        return with_amaxes
+    sums: list[Callable[..., Any]] = [KERNELS[bias_grad]] if node.target is quantize_bias_grad else []
+    return lambda x, quantizer: [*(f(x) for f in sums), *quantize_with_amax(x, quantizer, amax_by_rows(x))]
+
+
+def _known_amaxes(node: Node) -> tuple[bool, ...]:
+    """Of each tensor that it quantizes with one scale a tensor, whether Inductor's own code writes it: then that computes the
+    amax too. Empty for other operations."""
+    if node.target is quantize_stacked:
+        return tuple(written_by_inductor(x) for x in node.all_input_nodes)
+    if node.target in (quantize, quantize_bias_grad) and isinstance(node.args[1], Float8CurrentScalingQuantizer):
+        return (written_by_inductor(node.args[0]),)
+    return ()
+
+
+def _copy_into(graph: Graph, traced: GraphModule, node: Node, inputs: list[Node], again: bool) -> dict[Node, Node]:
+    """Copies the traced nodes before `node`; returns the copy of each, the placeholders' being `inputs`.
+
+    again: the trace was copied before, and its fake results belong to those copies.
+    """
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
+    kept: dict[str, Any] = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+    with _fake_mode_of([n.meta["val"] for n in inputs]), disable_proxy_modes_tracing():
+        for original in traced.graph.nodes:
+            if original.op in ("placeholder", "output"):
+                continue
+            with graph.inserting_before(node):
+                copied = graph.node_copy(original, lambda n: copies[n])
+            copied.meta = {**kept, **original.meta}
+            if again and "val" in original.meta:
+                copied.meta["val"] = _value(copied, original.meta["val"])
+            copies[original] = copied
+    return copies
+
+
+def _value(node: Node, like: Any) -> Any:
+    """A fake result of its own, as `like`: Inductor takes nodes that share a storage for views of one buffer."""
+    if isinstance(like, dict):  # of a launch: what it writes, by the names of the arguments
+        return {
+            name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            for name, value in like.items()
+        }
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    assert callable(node.target)
+    value: Any = node.target(*args, **kwargs)
+    return value
+
+
+def _fake_mode_of(values: Any) -> contextlib.AbstractContextManager[Any]:
+    return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+def where(node: Node) -> str:
+    """at "file.py", line 17, in forward: the user's line, from torch's stack trace."""
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
+    return f" ({lines[-1]})" if lines else ""

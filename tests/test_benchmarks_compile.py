@@ -1,0 +1,109 @@
+"""benchmarks/compile_time.py and step_profile.py: what their tables count, and what they say of it."""
+
+from __future__ import annotations
+
+import pathlib
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+FACTS = {"device": "NVIDIA H200", "torch": "2"}
+
+
+@pytest.fixture
+def step_profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return pytest.importorskip("step_profile")
+
+
+@pytest.fixture
+def compile_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return pytest.importorskip("compile_time")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_launch_moves_each_tensor_once_and_what_it_updates_twice(step_profile: ModuleType) -> None:
+    x, y = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.float32)
+    assert step_profile.launch_bytes([("in_ptr0", x), ("out_ptr0", y)]) == 64 + 32
+    assert step_profile.launch_bytes([("in_out_ptr0", x), ("in_ptr0", y)]) == 128 + 32
+    assert (
+        step_profile.launch_bytes([("x", x), ("bias", x), ("y", y)]) == 64 + 32
+    )  # x stands in for a bias there is not
+    assert step_profile.launch_bytes([("a", x[:4]), ("b", x)]) == 64  # the larger of two views that begin at one place
+
+
+def test_arguments_are_named_by_the_pointers_of_the_signature(step_profile: ModuleType) -> None:
+    x, y = torch.zeros(2), torch.zeros(3)
+    signature = {"in_ptr0": "*bf16", "ks0": "i64", "out_ptr0": "*fp32", "xnumel": "i32", "XBLOCK": "constexpr"}
+    named = step_profile.named_tensors(signature, (x, 7, y, 32))
+    assert [(name, tensor is expected) for (name, tensor), expected in zip(named, (x, y), strict=True)] == [
+        ("in_ptr0", True),
+        ("out_ptr0", True),
+    ]
+
+
+def test_every_launch_of_inductors_code_is_counted(step_profile: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels where they are launched, products where they are called, and nothing after the context."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.select_algorithm import extern_kernels
+
+    monkeypatch.setattr(CachingAutotuner, "run", lambda self, *args, **kwargs: "ran")
+    monkeypatch.setattr(extern_kernels, "te_test_mm", lambda a, b, out: "multiplied", raising=False)
+    kernel: Any = SimpleNamespace(
+        fn=SimpleNamespace(__name__="quantize_cast_kernel"), triton_meta={"signature": {"x": "*bf16", "M": "i32"}}
+    )
+    x = torch.zeros(16, dtype=torch.bfloat16)
+    with step_profile.count_traffic() as traffic:
+        assert [CachingAutotuner.run(kernel, x, 4, stream=0) for _ in range(2)] == ["ran"] * 2
+        assert extern_kernels.te_test_mm(x, torch.zeros(4), out=torch.zeros(2)) == "multiplied"
+    CachingAutotuner.run(kernel, x, 4, stream=0)
+    extern_kernels.te_test_mm(x, x, out=x)
+    assert traffic.kernels == {"quantize_cast_kernel": (2, 64), "extern_kernels.te_test_mm": (1, 32 + 16 + 8)}
+    assert traffic.total() == 120 and traffic.total(products_only=True) == 56
+
+
+def test_step_table_has_a_line_a_provider_and_a_kernel(step_profile: ModuleType) -> None:
+    kernels = [step_profile.Kernel("gemm_kernel", 3, 1.5, 2_000_000), step_profile.Kernel("x" * 99, 1, 0.25)]
+    row = step_profile.Row("te", 2.0, kernels, counted=4, bytes=3_000_000_000, product_bytes=1_000_000_000)
+    block = SimpleNamespace(name="SwiGLU MLP", shape=(1, 8192, 64))
+    lines = step_profile.markdown(FACTS, block, [row]).splitlines()
+    (summary,) = [line for line in lines if line.startswith("| te |")]
+    assert cells(summary) == ["te", "4", "4", "1.750", "2.000", "3.00", "2.00"]
+    assert cells(next(line for line in lines if "`gemm_kernel`" in line)) == ["`gemm_kernel`", "3", "1.500", "2"]
+    assert cells(next(line for line in lines if "xxx" in line))[-1] == ""
+    assert {line.count("|") for line in lines if line.startswith("|")} == {8, 5}
+
+
+def test_compile_table_compares_with_inductor(compile_time: ModuleType) -> None:
+    stages = {"match": 1.0, "joint": 0.25, "fuse": 0.5, "lower": 0.25}
+    rows = [
+        compile_time.Row(kind, backend, blocks, blocks * (1.2 if backend == "te" else 1.0), stages)
+        for kind, numbers in (("passes", (8, 32)), ("whole", (8,)))
+        for blocks in numbers
+        for backend in ("inductor", "te")
+    ]
+    lines = [line for line in compile_time.markdown(FACTS, rows, 64).splitlines() if line.startswith("|")]
+    assert cells(lines[2]) == ["8", "1.00", "0.25", "0.50", "0.25", "250", "9.6", "8.0", "1.20"]
+    assert cells(lines[3])[0] == "32" and cells(lines[6]) == ["8", "250", "9.6", "8.0", "1.20"]
+    assert len(lines) == 7
+
+
+def test_the_time_of_each_stage_is_found(compile_time: ModuleType) -> None:
+    """In a whole compilation on the CPU, and the backend is as it was afterwards."""
+    from te_dynamo import backend
+
+    before = backend.match, backend._Compilation.lower
+    model = torch.nn.Linear(64, 64).bfloat16()
+    with compile_time.timed_stages() as stages:
+        x = torch.randn(32, 64, dtype=torch.bfloat16)
+        torch.compile(model, backend="te", options={"codegen": "eager"})(x).sum().backward()
+    assert set(stages) == set(compile_time.STAGES)
+    assert stages["match"] > 0 and stages["joint"] > 0 and stages["fuse"] > 0 and stages["lower"] == 0
+    assert (backend.match, backend._Compilation.lower) == before

@@ -1,0 +1,51 @@
+"""docs/fusions.md is what the fusion files say."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pathlib
+import re
+from types import ModuleType
+
+import pytest
+
+from te_dynamo.passes.fusions import SHIPPED
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def make_fusions() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_fusions", DOCS / "make_fusions.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(make_fusions: ModuleType) -> None:
+    assert make_fusions.PAGE.read_text() == make_fusions.page(), "run `python docs/make_fusions.py`"
+
+
+def test_every_shipped_fusion_is_on_the_page_with_its_kind(make_fusions: ModuleType) -> None:
+    page = make_fusions.page()
+    for kind, fusions in SHIPPED.items():
+        assert f"| {kind} |" in page
+        for fusion in fusions:
+            assert f"[`{fusion.__name__}`]" in page and f"`{fusion.__name__}` ({kind})" in page
+
+
+@pytest.mark.parametrize("fusion", [f for fusions in SHIPPED.values() for f in fusions], ids=lambda f: f.__name__)
+def test_every_fusion_shows_its_graph_before_and_after(fusion: object) -> None:
+    """Indented in the module's docstring, so that the page has them as code."""
+    text = inspect.getdoc(inspect.getmodule(fusion)) or ""
+    assert re.search(r"^    before +\S", text, re.MULTILINE) and re.search(r"^    after +\S", text, re.MULTILINE)
+    assert inspect.getdoc(fusion)
+
+
+def test_links_lead_to_headings(make_fusions: ModuleType) -> None:
+    page = make_fusions.page()
+    headings = {line[3:].lower().replace(" ", "-") for line in page.splitlines() if line.startswith("## ")}
+    links = re.findall(r"\(#([\w-]+)\)", page)
+    assert links and set(links) <= headings

@@ -1,0 +1,122 @@
+"""Forward and backward fusions stand for themselves: fused or unfused forward with fused or unfused backward, one result.
+
+And the option that chooses fusions by name.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from snapshot_models import FFN, HIDDEN, compiled_run
+from test_fuser_numbers import assert_same_bits
+from torch import Tensor, nn
+
+from te_dynamo import capture, register_forward_fusion
+from te_dynamo.errors import InvalidOptionError
+from te_dynamo.passes.fuser import check_choice, fuse
+from te_dynamo.passes.fusions import SHIPPED
+
+NAMES = {kind: [fusion.__name__ for fusion in fusions] for kind, fusions in SHIPPED.items()}
+
+
+class GeluResidual(nn.Module):
+    """A linear and a GELU MLP behind a LayerNorm, biases everywhere, each added to the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.first(x)
+        return h + self.fc2(F.gelu(self.fc1(self.norm(h))))
+
+
+class SwigluResidual(nn.Module):
+    """The same with RMSNorm and SwiGLU, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.first(x)
+        y = self.norm(h)
+        return h + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+FUSED = {
+    GeluResidual: (
+        {"fuse_gemm_bias", "fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
+        {"fuse_activation_backward_quantize", "fuse_quantize_bias_grad"},
+    ),
+    SwigluResidual: (
+        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
+        {"fuse_swiglu_backward_quantize"},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", FUSED)
+def test_all_four_combinations_give_the_same_bits(model: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(19, HIDDEN, dtype=torch.bfloat16)
+    forward, backward = FUSED[model]
+    results = {}
+    for fused_forward in (False, True):
+        for fused_backward in (False, True):
+            chosen = NAMES["forward"] * fused_forward + NAMES["backward"] * fused_backward
+            with capture() as graphs:
+                run = compiled_run(model, {"codegen": "eager", "fusions": chosen})
+                results[fused_forward, fused_backward] = run(x)
+            fired = {name for _, name, _ in graphs.reports[0].fusions}
+            assert fired == (forward if fused_forward else set()) | (backward if fused_backward else set())
+    for result in results.values():
+        assert_same_bits(result, results[False, False])
+
+
+# ---- options={"fusions": [...]}
+
+
+def test_names_choose_and_a_minus_leaves_out() -> None:
+    x = torch.randn(16, HIDDEN, dtype=torch.bfloat16)
+    fired = {}
+    for choice in (("fuse_norm_quantize",), ("-fuse_norm_add_quantize",), ()):
+        with capture() as graphs:
+            compiled_run(SwigluResidual, {"codegen": "eager", "fusions": list(choice)})(x, False)
+        fired[choice] = {name for _, name, _ in graphs.reports[0].fusions}
+    assert fired[("fuse_norm_quantize",)] == {"fuse_norm_quantize"}
+    assert fired[("-fuse_norm_add_quantize",)] == {"fuse_norm_quantize", "fuse_activation_quantize"}
+    assert fired[()] == set()
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest() -> None:
+    for name in ("fuse_gemm_bia", "-fuse_gemm_bia"):
+        with pytest.raises(InvalidOptionError, match=r"unknown fusion 'fuse_gemm_bia'; did you mean 'fuse_gemm_bias'"):
+            check_choice((name,))
+    with pytest.raises(Exception, match=r"unknown fusion 'nothing'; valid: "):
+        compiled_run(GeluResidual, {"fusions": ["nothing"]})(torch.randn(16, HIDDEN))
+
+
+seen: list[torch.fx.Graph] = []
+
+
+def noting(graph: torch.fx.Graph) -> int:
+    seen.append(graph)
+    return 0
+
+
+def test_a_registered_fusion_has_a_name_too() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("x"))
+    with register_forward_fusion(noting):
+        check_choice(("noting",))
+        for choice, runs in ((("noting",), 1), (("-noting",), 0), (True, 1), (False, 0)):
+            seen.clear()
+            fuse(graph, "forward", choice)
+            assert len(seen) == runs
+    with pytest.raises(InvalidOptionError, match="unknown fusion 'noting'"):
+        check_choice(("noting",))

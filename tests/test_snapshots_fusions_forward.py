@@ -1,0 +1,232 @@
+"""Each forward fusion by itself: the graph before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from test_fuser_passes import BOTH, Builder, aten, te
+from torch import fx
+
+from te_dynamo.passes.fuser import fuse
+from te_dynamo.quantizers import MXFP8Quantizer
+from te_dynamo.testing import fake_cuda, graph_text
+
+X, WEIGHT = (32, 64), (64,)
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[None]:
+    with fake_cuda():
+        yield
+
+
+def before_and_after(graph: fx.Graph, *names: str) -> str:
+    """The graph's text, and its text after the fusions of those names, which must fire."""
+    before = graph_text(graph)
+    assert [name for name, _ in fuse(graph, "forward", names)] == list(names)
+    assert fuse(graph, "forward", names) == []
+    return f"{before}\n\n{graph_text(graph)}"
+
+
+def normalized(b: Builder, x: fx.Node, quantizer: object = BOTH) -> list[fx.Node]:
+    """RMSNorm of x with the weight that is the last input: [rstd, the buffers of y quantized]."""
+    y, rstd = b.read(b.call(te.rms_norm.default, x, b.inputs[-1], 1e-5, False, False), 0, 1)
+    return [rstd, *b.read(b.call(te.quantize.default, y, quantizer), 0, 1, 2)]
+
+
+def test_norm_quantize() -> None:
+    b = Builder(X, WEIGHT)
+    assert_expected_inline(
+        before_and_after(b.returns(*normalized(b, b.inputs[0])), "fuse_norm_quantize"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[64] = input
+rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(x0, x1, 1e-05, cast_before_weight=False, zero_centered=False)
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
+return rms_norm[1], quantize[0], quantize[1], quantize[2]
+
+x0: bf16[32, 64] = input
+x1: bf16[64] = input
+rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(x0, x1, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
+return rms_norm_quantize[0], rms_norm_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3]""",
+    )
+
+
+def test_norm_add_quantize() -> None:
+    """The sum is the residual stream: it is returned, and read by the norm."""
+    b = Builder(X, X, WEIGHT)
+    h = b.call(aten.add.Tensor, *b.inputs[:2])
+    graph = b.returns(h, *normalized(b, h))
+    assert_expected_inline(
+        before_and_after(graph, "fuse_norm_quantize", "fuse_norm_add_quantize"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[32, 64] = input
+x2: bf16[64] = input
+add: bf16[32, 64] = aten.add(x0, x1)
+rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(add, x2, 1e-05, cast_before_weight=False, zero_centered=False)
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
+return add, rms_norm[1], quantize[0], quantize[1], quantize[2]
+
+x0: bf16[32, 64] = input
+x1: bf16[32, 64] = input
+x2: bf16[64] = input
+add_rms_norm_quantize: (bf16[32, 64], f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.add_rms_norm_quantize(x0, x1, x2, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
+return add_rms_norm_quantize[0], add_rms_norm_quantize[1], add_rms_norm_quantize[2], add_rms_norm_quantize[3], add_rms_norm_quantize[4]""",
+    )
+
+
+def test_layer_norm_add_quantize() -> None:
+    """Of a product's result; the norm's is read in both precisions."""
+    b = Builder(X, (32, 16), (16, 64), WEIGHT)
+    h = b.call(aten.add.Tensor, b.call(aten.mm.default, *b.inputs[1:3]), b.inputs[0])
+    y, mean, rstd = b.read(b.call(te.layer_norm.default, h, b.inputs[3], b.inputs[3], 1e-5), 0, 1, 2)
+    graph = b.returns(h, y, mean, rstd, *b.read(b.call(te.quantize.default, y, BOTH), 0, 1, 2))
+    assert_expected_inline(
+        before_and_after(graph, "fuse_norm_quantize", "fuse_norm_add_quantize"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[32, 16] = input
+x2: bf16[16, 64] = input
+x3: bf16[64] = input
+mm: bf16[32, 64] = aten.mm(x1, x2)
+add: bf16[32, 64] = aten.add(mm, x0)
+layer_norm: (bf16[32, 64], f32[32], f32[32]) = te.layer_norm(add, x3, x3, 1e-05)
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(layer_norm[0], e4m3[row+column])
+return add, layer_norm[0], layer_norm[1], layer_norm[2], quantize[0], quantize[1], quantize[2]
+
+x0: bf16[32, 64] = input
+x1: bf16[32, 16] = input
+x2: bf16[16, 64] = input
+x3: bf16[64] = input
+mm: bf16[32, 64] = aten.mm(x1, x2)
+add_layer_norm_quantize: (bf16[32, 64], bf16[32, 64], f32[32], f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.add_layer_norm_quantize(mm, x0, x3, x3, 1e-05, e4m3[row+column], keep_output=True)
+return add_layer_norm_quantize[0], add_layer_norm_quantize[1], add_layer_norm_quantize[2], add_layer_norm_quantize[3], add_layer_norm_quantize[4], add_layer_norm_quantize[5], add_layer_norm_quantize[6]""",
+    )
+
+
+def test_activation_quantize() -> None:
+    b = Builder(X, X)
+    results = []
+    for y in (b.call(te.activation.default, b.inputs[0], "gelu"), b.call(te.swiglu.default, *b.inputs)):
+        results += b.read(b.call(te.quantize.default, y, BOTH), 0, 1, 2)
+    assert_expected_inline(
+        before_and_after(b.returns(*results), "fuse_activation_quantize"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[32, 64] = input
+activation: bf16[32, 64] = te.activation(x0, 'gelu')
+swiglu: bf16[32, 64] = te.swiglu(x0, x1)
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
+quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(swiglu, e4m3[row+column])
+return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
+
+x0: bf16[32, 64] = input
+x1: bf16[32, 64] = input
+activation_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.activation_quantize(x0, 'gelu', e4m3[row+column], keep_output=False)
+swiglu_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.swiglu_quantize(x0, x1, e4m3[row+column], keep_output=False)
+return activation_quantize[0], activation_quantize[1], activation_quantize[2], swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2]""",
+    )
+
+
+def test_gemm_bias() -> None:
+    b = Builder(X, (48, 64), (48,))
+    operands = [b.read(b.call(te.quantize.default, x, BOTH), 0, 2) for x in b.inputs[:2]]
+    product = b.call(te.gemm.default, *operands[0], *operands[1], None, torch.float32, True)
+    graph = b.returns(b.call(te.add_bias.default, product, b.inputs[2], torch.bfloat16))
+    assert_expected_inline(
+        before_and_after(graph, "fuse_gemm_bias"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[48, 64] = input
+x2: bf16[48] = input
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
+quantize_1: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x1, e4m3[row+column])
+gemm: f32[32, 48] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, f32, fast_accum=True)
+add_bias: bf16[32, 48] = te.add_bias(gemm, x2, bf16)
+return add_bias
+
+x0: bf16[32, 64] = input
+x1: bf16[48, 64] = input
+x2: bf16[48] = input
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
+quantize_1: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x1, e4m3[row+column])
+gemm: bf16[32, 48] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], x2, bf16, fast_accum=True)
+return gemm""",
+    )
+
+
+# ---- sums that stay
+
+
+def other_shape(b: Builder) -> fx.Node:
+    return b.call(aten.add.Tensor, b.inputs[0], b.call(aten.view.default, b.inputs[2], [1, 64]))
+
+
+def other_dtype(b: Builder) -> fx.Node:
+    wide = b.call(torch.ops.prims.convert_element_type.default, b.inputs[1], torch.float32)
+    total = b.call(aten.add.Tensor, b.inputs[0], wide)
+    return b.call(torch.ops.prims.convert_element_type.default, total, torch.bfloat16)
+
+
+def scaled(b: Builder) -> fx.Node:
+    node = b.call(aten.add.Tensor, *b.inputs[:2])
+    node.kwargs = {"alpha": 2}
+    return node
+
+
+def computed_inside(b: Builder) -> fx.Node:
+    """Inductor computes the product inside the addition."""
+    return b.call(aten.add.Tensor, b.inputs[0], b.call(aten.mul.Tensor, b.inputs[1], b.inputs[1]))
+
+
+def number(b: Builder) -> fx.Node:
+    return b.call(aten.add.Tensor, b.inputs[0], 1.0)
+
+
+def not_contiguous(b: Builder) -> fx.Node:
+    return b.call(aten.add.Tensor, *(b.call(aten.permute.default, x, [1, 0]) for x in b.inputs[3:5]))
+
+
+@pytest.mark.parametrize("make", [other_shape, other_dtype, scaled, computed_inside, number, not_contiguous])
+def test_other_sums_stay(make) -> None:
+    b = Builder(X, X, WEIGHT, (64, 32), (64, 32), WEIGHT)
+    h = make(b)
+    graph = b.returns(h, *normalized(b, h))
+    assert [name for name, _ in fuse(graph, "forward")] == ["fuse_norm_quantize"]
+
+
+def test_a_sum_stays_before_a_weight_that_is_computed_after_it() -> None:
+    """What reads the sum in between would come before the fused operation."""
+    b = Builder(X, X, WEIGHT)
+    h = b.call(aten.add.Tensor, *b.inputs[:2])
+    b.inputs.append(b.call(aten.mul.Tensor, b.inputs[2], b.inputs[2]))
+    graph = b.returns(h, *normalized(b, h))
+    assert [name for name, _ in fuse(graph, "forward")] == ["fuse_norm_quantize"]
+
+
+def test_a_product_that_somebody_else_reads_is_in_memory() -> None:
+    b = Builder(X, X, WEIGHT)
+    product = b.call(aten.mul.Tensor, b.inputs[1], b.inputs[1])
+    h = b.call(aten.add.Tensor, b.inputs[0], product)
+    graph = b.returns(product, *normalized(b, h))
+    assert [name for name, _ in fuse(graph, "forward")] == ["fuse_norm_quantize", "fuse_norm_add_quantize"]
+
+
+def test_two_norms_of_one_sum_share_it() -> None:
+    b = Builder(X, X, WEIGHT)
+    h = b.call(aten.add.Tensor, *b.inputs[:2])
+    graph = b.returns(*normalized(b, h), *normalized(b, h))
+    fuse(graph, "forward")
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(te.add_rms_norm_quantize.default) == targets.count(te.rms_norm_quantize.default) == 1
+    assert aten.add.Tensor not in targets
+
+
+def test_another_format_is_not_fused() -> None:
+    b = Builder((128, 64), (128, 64), WEIGHT)
+    h = b.call(aten.add.Tensor, *b.inputs[:2])
+    assert fuse(b.returns(h, *normalized(b, h, MXFP8Quantizer())), "forward") == []
