@@ -182,9 +182,12 @@ def gemm_kernel(
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first_k = part * blocks * BLOCK_K
         if HALVES:
-            one, two = _accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, PART_M, BLOCK_N, BLOCK_K)
+            zeros = tl.zeros((PART_M, BLOCK_N), tl.float32)
+            one, two = accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, zeros, zeros, BLOCK_K)
         else:
-            one, two = _accumulate(a_desc, b_desc, row, column, first_k, blocks, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            total = accumulate(a_desc, b_desc, row, column, first_k, blocks, zeros, FAST, BLOCK_K)
+            one, two = left_and_right(total)
         # Computed only here: no register holds it through the loop.
         row_2 = row + (PART_M if HALVES else 0)
         column_2 = column + (0 if HALVES else PART_N)
@@ -197,20 +200,8 @@ def gemm_kernel(
 
 
 @triton.jit
-def _accumulate(
-    a_desc,
-    b_desc,
-    row,
-    column,
-    first_k,
-    blocks,
-    FAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The tile's sum as its left and its right half, so that its way out needs half the shared memory."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+def accumulate(a_desc, b_desc, row, column, first_k, blocks, total, FAST: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`total` and the tile's products of `blocks` blocks from first_k on."""
     for block in range(blocks):
         k = first_k + block * BLOCK_K
         x = a_desc.load([row, k])
@@ -219,24 +210,19 @@ def _accumulate(
             total = tl.dot(x, y.T, total)
         else:
             total += tl.dot(x, y.T)
-    return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    return total
 
 
 @triton.jit
-def _accumulate_halves(
-    a_desc,
-    b_desc,
-    row,
-    column,
-    first_k,
-    blocks,
-    HALF_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def left_and_right(total):
+    """The halves of a tile, so that its way out needs half the shared memory."""
+    return tl.split(tl.permute(tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def accumulate_halves(a_desc, b_desc, row, column, first_k, blocks, upper, lower, BLOCK_K: tl.constexpr):
     """Slow accumulation, one half of the tile after the other: terms of one half are all beside the sum."""
-    upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
-    lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+    HALF_M: tl.constexpr = upper.shape[0]
     for block in range(blocks):
         k = first_k + block * BLOCK_K
         # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
