@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
-from te_dynamo.kernels.fp8 import round_up
 from te_dynamo.kernels.gemm import accumulate, accumulate_halves, check_operands, left_and_right, store_result
 from te_dynamo.kernels.gemm_grouped_tiles import choose_columns_tile, choose_rows_tile
 from te_dynamo.kernels.gemm_tiles import Tile, stores_by_descriptor
@@ -36,7 +35,9 @@ def check_rows(
 ) -> None:
     """Raises ValueError, saying what is wrong, for operands that `gemm_grouped` does not take."""
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[2]:
-        raise ValueError(f"te grouped gemm: expected a [M, K] and b [G, N, K], got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(
+            f"te grouped gemm: expected a [M, K] and b [G, N, K], got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     if not b.is_contiguous():
         raise ValueError("te grouped gemm: b must be contiguous; use the columnwise buffer for a transposed one")
     check_operands(a, b[0], None, out_dtype)
