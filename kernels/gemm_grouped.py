@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
-from te_dynamo.kernels.gemm import accumulate, accumulate_halves, check_operands, left_and_right, store_result
+from te_dynamo.kernels.gemm import (
+    accumulate,
+    accumulate_halves,
+    check_formats,
+    check_operands,
+    left_and_right,
+    store_result,
+)
 from te_dynamo.kernels.gemm_grouped_tiles import choose_columns_tile, choose_rows_tile
 from te_dynamo.kernels.gemm_tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
@@ -38,9 +45,7 @@ def check_rows(
         raise ValueError(
             f"te grouped gemm: expected a [M, K] and b [G, N, K], got {tuple(a.shape)} and {tuple(b.shape)}"
         )
-    if not b.is_contiguous():
-        raise ValueError("te grouped gemm: b must be contiguous; use the columnwise buffer for a transposed one")
-    check_operands(a, b[0], None, out_dtype)
+    check_formats(a, b, out_dtype)
     _check_offsets(offs, b.shape[0])
     if tuple(b_scale_inv.shape) != (b.shape[0],):
         raise ValueError(f"te grouped gemm: expected b_scale_inv [{b.shape[0]}], got {tuple(b_scale_inv.shape)}")

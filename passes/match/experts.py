@@ -88,7 +88,9 @@ def _linears(node: fx.Node) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
             return {}
         operands = arguments(linear, "input", "weight", "bias") or {}
         piece, weight = operands.get("input"), operands.get("weight")
-        if operands.get("bias") is not None or not isinstance(weight, fx.Node) or not _is_piece(piece, index):
+        if operands.get("bias") is not None or not isinstance(weight, fx.Node):
+            return {}
+        if not isinstance(piece, fx.Node) or not _is_piece(piece, index):
             return {}
         found[linear] = (piece, weight)
     splits = {piece.args[0] for piece, _ in found.values()}
@@ -98,9 +100,9 @@ def _linears(node: fx.Node) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
     return found if len(pieces.meta["example_value"]) == len(found) else {}
 
 
-def _is_piece(node: object, index: int) -> bool:
+def _is_piece(node: fx.Node, index: int) -> bool:
     """Whether it is that piece of a tensor split along its rows."""
-    if not isinstance(node, fx.Node) or not calls(node, {operator.getitem}) or node.args[1] != index:
+    if not calls(node, {operator.getitem}) or node.args[1] != index:
         return False
     split = node.args[0]
     if not isinstance(split, fx.Node) or not calls(split, _SPLIT, _SPLIT_METHODS) or not split.args:

@@ -65,7 +65,7 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     assert isinstance(recipe, Float8CurrentScaling)
     record.groups = fixed(tensor_of(weight).shape[0]) or 0
     with node.graph.inserting_before(node):
-        new = (_batched if offs is None else emit_grouped_linear)(node, x, weight, offs, recipe)
+        new = _batched(node, x, weight, recipe) if offs is None else emit_grouped_linear(node, x, weight, offs, recipe)
     node.replace_all_uses_with(new)
     erase_unused(node.graph, [node, *([weight] if _is_transposition(weight) else [])])
     return [record]
@@ -104,7 +104,7 @@ def _is_transposition(weight: fx.Node) -> bool:
     return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
 
 
-def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, _: None, recipe: Float8CurrentScaling) -> fx.Node:
+def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Float8CurrentScaling) -> fx.Node:
     """x [G, m, K] times [G, K, N]: G groups of m rows."""
     graph, value = node.graph, tensor_of(x)
     groups, k, n = map(fixed, tensor_of(weight).shape)
