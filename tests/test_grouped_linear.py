@@ -101,7 +101,7 @@ def test_both_layouts_of_the_weight_give_the_same_bits() -> None:
     assert all(same_bits(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("transposed", "grads"), itertools.product([False, True], BOTH))
+@pytest.mark.parametrize(("transposed", "grads"), list(itertools.product([False, True], BOTH)))
 def test_saves_only_what_backward_needs(transposed: bool, grads: tuple[bool, bool]) -> None:
     """Tensor for tensor what the protos say, and so the fake."""
     x, weight, offs = operands(transposed=transposed)
@@ -159,12 +159,12 @@ def test_backward_twice_and_double_backward() -> None:
 @pytest.mark.parametrize("shape", [(3, 20, 48), (1, 16, 16)], ids=str)
 def test_quantizer_holds_each_group_in_current_scaling(shape, rowwise: bool, columnwise: bool) -> None:
     quantizer = Float8GroupedQuantizer(rowwise, columnwise)
-    x = torch.randn(shape).bfloat16() * torch.arange(1, shape[0] + 1)[:, None, None]
+    x = (torch.randn(shape) * torch.arange(1, shape[0] + 1)[:, None, None]).bfloat16()
     held = quantizer.quantize(x)
     assert isinstance(held, QuantizedTensor) and held.shape == shape
     check_layout(to_tensor_proto(held), held.to_storage().named_buffers())
     single = Float8CurrentScalingQuantizer(rowwise, columnwise)
-    assert same_bits(held.dequantize(), torch.stack([single.quantize(group).dequantize() for group in x.bfloat16()]))
+    assert same_bits(held.dequantize(), torch.stack([single.quantize(group).dequantize() for group in x]))
     names, metadata = held.to_storage().__tensor_flatten__()
     rebuilt = QuantizedTensorStorage.__tensor_unflatten__({n: getattr(held.to_storage(), n) for n in names}, metadata)
     assert same_bits(rebuilt.dequantize(), held.dequantize())
@@ -199,7 +199,7 @@ def test_bad_input() -> None:
         dataclasses.replace(good, weight_quantizer=Float8CurrentScalingQuantizer())
     with pytest.raises(QuantizationError, match="grouped linear: expected x and dy in current scaling"):
         dataclasses.replace(good, input_quantizer=Float8BlockQuantizer())
-    with pytest.raises(QuantizationError, match="got .*None"):
+    with pytest.raises(QuantizationError, match=r"got .*None"):
         dataclasses.replace(good, grad_output_quantizer=None)
     with pytest.raises(QuantizationError, match="dgrad: e5m2 x e5m2"):
         dataclasses.replace(good, weight_quantizer=Float8GroupedQuantizer(fp8_format="e5m2"))
