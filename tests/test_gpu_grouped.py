@@ -31,7 +31,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = torch.topk(self.router(x).float().softmax(-1), 2)
-        experts, order = torch.sort(chosen.flatten(), stable=True)
+        _, order = torch.sort(chosen.flatten(), stable=True)
         ends = (chosen.flatten()[:, None] == torch.arange(GROUPS, device=x.device)).sum(0).cumsum(0).int()
         y = self.experts(x[order // 2], ends) * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, order // 2, y)
