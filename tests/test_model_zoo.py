@@ -72,3 +72,11 @@ def test_trains_unmodified(family: str) -> None:
     explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
     assert explanation.coverage >= FAMILIES[family][2]
     assert all(row.matched or row.reason for row in explanation.linears)
+
+
+def test_experts_that_are_not_bf16() -> None:
+    """transformers then calls an operation of its own in a compiled model, since torch's takes bf16 alone."""
+    model = build("Mixtral").float()
+    tokens = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
+    explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
+    assert explanation.coverage >= FAMILIES["Mixtral"][2] and {row.groups for row in explanation.linears} == {0, 4}
