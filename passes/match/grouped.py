@@ -98,8 +98,8 @@ def _as_stored(weight: fx.Node, like: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _is_transposition(weight: fx.Node) -> bool:
-    if calls(weight, {getattr}):
-        return weight.args[1] == "mT"
+    if calls(weight, {getattr, torch.ops.aten.mT}):  # x.mT, up to torch 2.13 and from 2.14 on
+        return weight.args[1:] in ((), ("mT",))
     dims = weight.args[1:] if calls(weight, {torch.transpose}, {"transpose"}) else ()
     return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
 

@@ -28,7 +28,8 @@ Sizes = tuple[Any, ...]
 
 _MATMUL = {torch.matmul, torch.mm, operator.matmul}
 _MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
-_TRANSPOSED = {torch.t, torch.transpose}
+# Dynamo spells x.mT and x.T as getattr, from torch 2.14 on as these operations.
+_TRANSPOSED = {torch.t, torch.transpose, torch.ops.aten.mT, torch.ops.aten.numpy_T}
 _TRANSPOSED_METHODS = {"t", "transpose"}
 _CAST_METHODS = {"to", "type_as", "float", "bfloat16", "half"}
 
