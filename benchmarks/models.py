@@ -40,6 +40,20 @@ class GeluMLP(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x)), approximate="tanh"))
 
 
+class Experts(nn.Module):
+    """The gated MLPs of a mixture's experts, on tokens that are sorted by expert: as transformers writes them."""
+
+    def __init__(self, width: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, width) / width**0.5)
+        self.down_proj = nn.Parameter(torch.randn(experts, width, inner) / inner**0.5)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [tokens, width]; ends int32 [experts]: where each expert's tokens end."""
+        gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(-2, -1), offs=ends)
+
+
 class GroupedQueryAttention(nn.Module):
     """x + o(attention(q(h), k(h), v(h))), h = rms_norm(x), causal; `kv_heads` shared among `heads`."""
 

@@ -76,20 +76,25 @@ def gemm_reference(
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
     """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
+    check_formats(a, b, out_dtype)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"te gemm: expected a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
+        raise ValueError(f"te gemm: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
+
+
+def check_formats(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> None:
+    """The part of it that does not ask for the operands' ranks: their last dimension is the one that is contracted."""
     if a.dtype not in _FP8 or b.dtype not in _FP8:
         raise ValueError(f"te gemm: operands must be float8_e4m3fn or float8_e5m2, got {a.dtype} and {b.dtype}")
     if a.dtype == b.dtype == torch.float8_e5m2:
         raise ValueError("te gemm: e5m2 x e5m2 is not supported; hold one operand in e4m3")
     if out_dtype not in _OUT:
         raise ValueError(f"te gemm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"te gemm: expected a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}")
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("te gemm: both operands must be contiguous; use the columnwise buffer for a transposed one")
-    if isinstance(a.shape[1], int) and a.shape[1] % 16:
-        raise ValueError(f"te gemm: K must be a multiple of 16, got {a.shape[1]}")
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
-        raise ValueError(f"te gemm: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
+    if isinstance(a.shape[-1], int) and a.shape[-1] % 16:
+        raise ValueError(f"te gemm: K must be a multiple of 16, got {a.shape[-1]}")
 
 
 def gemm_with_tile(

@@ -25,6 +25,8 @@ def read_through_views(graph: Graph) -> int:
     """Rewires in place; returns how many views are read through. Views that nobody reads any more stay for dead-code removal."""
     read = 0
     for node in calls(graph, quantize, bias_grad):
+        if node.target is quantize and not node.args[1].reads_as_matrix:  # type: ignore[union-attr]
+            continue
         source: Any = node.args[0]
         while source.target in RESHAPES and _keeps_columns(source):
             source, read = source.args[0], read + 1

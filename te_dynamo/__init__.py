@@ -14,6 +14,7 @@ from te_dynamo.quantized_tensor import QuantizedTensor
 from te_dynamo.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8GroupedQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -21,6 +22,7 @@ from te_dynamo.quantizers import (
 from te_dynamo.storage import QuantizedTensorStorage
 from te_dynamo.storages import (
     Float8BlockTensorStorage,
+    Float8GroupedTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
     NVFP4TensorStorage,
@@ -36,6 +38,8 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockTensorStorage",
     "Float8CurrentScalingQuantizer",
+    "Float8GroupedQuantizer",
+    "Float8GroupedTensorStorage",
     "Float8TensorStorage",
     "MXFP8Quantizer",
     "MXFP8TensorStorage",

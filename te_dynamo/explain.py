@@ -243,7 +243,7 @@ def _graph_break(entry: Any) -> GraphBreak:
 
 
 def _linear_row(match: MatchRecord) -> tuple[str, ...]:
-    shape = " x ".join(match.shape)
+    shape = " x ".join(match.shape) + (f" in {match.groups} groups" if match.groups else "")
     return (
         match.module,
         match.source,

@@ -20,6 +20,7 @@ class MatchRecord:
     shape:   for a linear (M, N, K) with M the product of the leading dimensions, as printed (a symbol where dynamic).
     flops:   2*M*N*K for a linear (size hints where dynamic), else 0.
     dtype:   the user's precision, "bf16".
+    groups:  experts of a grouped linear, whose N x K the shape holds; 0 for any other.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class MatchRecord:
     shape: tuple[str, ...] = ()
     flops: int = 0
     dtype: str = ""
+    groups: int = 0
 
 
 @dataclasses.dataclass

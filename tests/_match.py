@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from te_dynamo.ops.grouped_linear import GroupedLinearConfig
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.options import Options
 from te_dynamo.passes.match import match
@@ -22,6 +23,11 @@ FP8 = "float8_current_scaling"
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> list[Tensor]:
     assert x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
     return [F.linear(x, weight, bias)]
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, config: GroupedLinearConfig) -> list[Tensor]:
+    assert x.dtype == weight.dtype and offs.dtype == torch.int32
+    return [F.grouped_mm(x, weight if config.weight_transposed else weight.transpose(1, 2), offs=offs)]
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool) -> tuple[Tensor, Tensor]:
@@ -41,6 +47,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 
 _PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.te.linear.default: _linear,
+    torch.ops.te.grouped_linear.default: _grouped_linear,
     torch.ops.te.rms_norm.default: _rms_norm,
     torch.ops.te.layer_norm.default: _layer_norm,
     torch.ops.te.gelu.default: lambda x, approximate: F.gelu(x, approximate=approximate),

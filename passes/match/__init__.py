@@ -7,7 +7,9 @@ forward, backward and what is saved.
 
     bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
     linear.py       F.linear: always tried, always recorded
-    products.py     linears in another dress (matmul, einsum, experts): never rewritten, always recorded
+    grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
+    experts.py      a loop over experts that each take a piece of one split
+    products.py     linears in another dress (matmul, einsum, attention): never rewritten, always recorded
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
     rms_norm.py     RMSNorm written out in the model
     sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded

@@ -16,6 +16,8 @@ from torch import fx
 
 from te_dynamo.options import Options
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
+from te_dynamo.passes.match.experts import match_expert_loop
+from te_dynamo.passes.match.grouped import match_grouped
 from te_dynamo.passes.match.linear import RecipeFor, match_linear
 from te_dynamo.passes.match.mutation import effects_known
 from te_dynamo.passes.match.norm import match_norm
@@ -31,6 +33,9 @@ _PLAIN_BODIES = {
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled",
     "wrap_with_autocast", "invoke_subgraph", "cond",
 }  # fmt: skip
+
+_LINEARS = (match_expert_loop, match_grouped, match_linear)
+"""Matchers of linears, in order: a loop over experts before each of its linears becomes one of its own."""
 
 _AFTER_LINEARS = (match_norm, match_written_rms_norm, match_swiglu, match_activation)
 """Matchers that look whether an FP8 linear is next to them, in order: swiglu before the silu inside it."""
@@ -56,12 +61,16 @@ class Matcher:
             for call, record in self._match_body(body, calls, recipe_for, outside):
                 records.append((place[call], record))
         with effects_known(gm.graph):
+            for matcher in _LINEARS:
+                for node, index in place.items():
+                    if not node._erased:
+                        records += [(index, record) for record in matcher(node, recipe_for, outside)]
             for node, index in place.items():
-                records += [(index, record) for record in match_linear(node, recipe_for, outside)]
-                records += [(index, record) for record in match_sequence(node, self.options.fusions)]
-            for matcher in () if outside else _AFTER_LINEARS:
+                if not node._erased:
+                    records += [(index, record) for record in match_sequence(node, self.options.fusions)]
+            for match_other in () if outside else _AFTER_LINEARS:
                 for node in list(gm.graph.nodes):
-                    if node in place and not node._erased and (record := matcher(node)) is not None:
+                    if node in place and not node._erased and (record := match_other(node)) is not None:
                         records.append((place[node], record))
         gm.graph.lint()
         gm.recompile()

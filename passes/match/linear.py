@@ -36,12 +36,12 @@ from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
-__all__ = ["RecipeFor", "match_linear"]
+__all__ = ["LINEAR", "RecipeFor", "linear_record", "match_linear"]
 
 RecipeFor = Callable[[str], tuple[Recipe | None, str]]
 """(recipe, why it is None) by module path."""
 
-_LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
+LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
 
 
 def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
@@ -51,11 +51,11 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
     recipe_for: (recipe, why it is None) by module path.
     outside: a reason that holds for the whole graph (a body that is not rewritten), "" normally.
     """
-    if calls(node, _LINEAR):
+    if calls(node, LINEAR):
         return [_match(node, recipe_for, outside)]
     records = []
     for product in products_of(node):
-        record, recipe = _record(node, product.weight, product.sizes, recipe_for)
+        record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
         if recipe is not None:
             record.reason = outside or product.reason
         record.matched, record.recipe = False, ""
@@ -66,7 +66,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
 def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
     given = arguments(node, "input", "weight", "bias") or {}
     x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
-    record, recipe = _record(node, weight, _sizes(x, weight), recipe_for)
+    record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, bias, recipe)
     if recipe is None or record.reason:
@@ -134,7 +134,7 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
     return ""
 
 
-def _record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
+def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies."""
     record = MatchRecord("linear", module_path(node, without_casts(weight)), source_line(node))
     recipe, record.reason = recipe_for(record.module)

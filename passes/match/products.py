@@ -2,7 +2,6 @@
 
     x @ weight, torch.matmul, torch.mm, torch.addmm (GPT-2's Conv1D)     a product with a 2-D parameter
     torch.einsum("btd,dn->btn", x, weight)                               the same
-    F.grouped_mm(tokens, experts, offs=...)                              a mixture's experts
     F.multi_head_attention_forward                                       nn.MultiheadAttention's projections
 
 Attention's own products have no parameter and are none of these.
@@ -22,15 +21,15 @@ from torch import fx
 
 from te_dynamo.passes.match.values import calls, tensor_of
 
-__all__ = ["Product", "Sizes", "products_of", "without_casts"]
+__all__ = ["Product", "Sizes", "is_parameter", "products_of", "without_casts"]
 
 Sizes = tuple[Any, ...]
 """(M, N, K), each an int or a SymInt; () where the graph does not say."""
 
 _MATMUL = {torch.matmul, torch.mm, operator.matmul}
 _MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
-_GROUPED = {f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None}
-_TRANSPOSED = {torch.t, torch.transpose}
+# Dynamo spells x.mT and x.T as getattr, from torch 2.14 on as these operations.
+_TRANSPOSED = {torch.t, torch.transpose, torch.ops.aten.mT, torch.ops.aten.numpy_T}
 _TRANSPOSED_METHODS = {"t", "transpose"}
 _CAST_METHODS = {"to", "type_as", "float", "bfloat16", "half"}
 
@@ -53,8 +52,6 @@ def products_of(node: fx.Node) -> list[Product]:
         return _matmul(*node.args)
     if calls(node, {torch.einsum}):
         return _einsum(node)
-    if calls(node, _GROUPED):
-        return _grouped(node)
     if calls(node, {F.multi_head_attention_forward}):
         return _attention(node)
     return []
@@ -75,9 +72,9 @@ def _matmul(left: Any, right: Any) -> list[Product]:
     if a is None or b is None or a.dim() < 1 or b.dim() < 1:
         return []
     reason = "written as matmul; write F.linear or nn.Linear to have it in the recipe"
-    if _is_parameter(right):
+    if is_parameter(right):
         return [Product(right, (math.prod(a.shape[:-1]), b.shape[1], b.shape[0]), reason)]
-    if _is_parameter(left):  # weight @ x: the columns of x are the rows of a linear
+    if is_parameter(left):  # weight @ x: the columns of x are the rows of a linear
         rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
         return [Product(left, (rows, a.shape[0], a.shape[1]), reason)]
     return []
@@ -87,7 +84,7 @@ def _einsum(node: fx.Node) -> list[Product]:
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    weight = next((o for o in operands if _is_parameter(o)), None)
+    weight = next((o for o in operands if is_parameter(o)), None)
     if (
         weight is None
         or len(operands) != 2
@@ -110,15 +107,6 @@ def _einsum(node: fx.Node) -> list[Product]:
     return [Product(weight, sizes, "written as einsum; write F.linear or nn.Linear to have it in the recipe")]
 
 
-def _grouped(node: fx.Node) -> list[Product]:
-    operands = node.all_input_nodes[:2]
-    a, b = (tensor_of(n) for n in operands) if len(operands) == 2 else (None, None)
-    if a is None or b is None or a.dim() != 2 or b.dim() != 3:
-        return []
-    reason = "a grouped GEMM of a mixture's experts; te_dynamo has no operation for it"
-    return [Product(operands[1], (a.shape[0], b.shape[2], b.shape[1]), reason)]
-
-
 def _attention(node: fx.Node) -> list[Product]:
     """q, k, v and output projection of nn.MultiheadAttention."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs).arguments
@@ -133,10 +121,10 @@ def _attention(node: fx.Node) -> list[Product]:
     return [*found, Product(given["out_proj_weight"], query and (query[0], width, width), reason)]
 
 
-def _is_parameter(node: Any) -> bool:
-    """Whether a 2-D operand is a weight: a parameter, or a leaf that learns, below transposes and casts."""
+def is_parameter(node: Any, rank: int = 2) -> bool:
+    """Whether an operand of that rank is a weight: a parameter, or a leaf that learns, below transposes and casts."""
     weight, value = without_casts(node), tensor_of(node)
-    if weight is None or value is None or value.dim() != 2 or weight.op not in ("placeholder", "get_attr"):
+    if weight is None or value is None or value.dim() != rank or weight.op not in ("placeholder", "get_attr"):
         return False
     held = isinstance(weight.type, type) and issubclass(weight.type, torch.nn.Parameter)
     leaf = tensor_of(weight)

@@ -65,7 +65,8 @@ def comes_from_linear(node: fx.Node) -> bool:
 
 
 def _is_te_linear(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is torch.ops.te.linear.default
+    """Of one weight or of a group's: both read x first and their configuration fourth."""
+    return calls(node, {torch.ops.te.linear.default, torch.ops.te.grouped_linear.default})
 
 
 def _config(node: fx.Node) -> LinearConfig:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FLOATS",
@@ -111,10 +112,10 @@ def left_as_plain(*nodes: fx.Node | None) -> str:
     return ""
 
 
-def emit(graph: fx.Graph, op: Callable[..., Any], args: Sequence[Any], like: fx.Node) -> fx.Node:
+def emit(graph: fx.Graph, op: Callable[..., Any], args: Sequence[Any], like: fx.Node, **kwargs: Any) -> fx.Node:
     """A call of `op` at the graph's insert point, standing for the user's node `like`: same source line,
     module and grad mode; its example value is what `op` gives for the arguments' example values."""
-    return _with_meta(graph.call_function(op, tuple(args)), like, op)
+    return _with_meta(graph.call_function(op, tuple(args), kwargs), like, op)
 
 
 def emit_method(graph: fx.Graph, method: str, args: Sequence[Any], like: fx.Node) -> fx.Node:
@@ -137,10 +138,10 @@ def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 def _with_meta(new: fx.Node, like: fx.Node, run: Callable[..., Any]) -> fx.Node:
     new.meta = {**like.meta}
-    values = [a.meta["example_value"] if isinstance(a, fx.Node) else a for a in new.args]
-    fake_modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
+    values, options = fx.map_arg((new.args, new.kwargs), lambda node: node.meta["example_value"])
     replaced = tensor_of(like)
+    fake_modes = [v.fake_mode for v in (*tree_leaves(values), replaced) if isinstance(v, FakeTensor)]
     grad = replaced is None or replaced.requires_grad
     with fake_modes[0] if fake_modes else contextlib.nullcontext(), torch.set_grad_enabled(grad):
-        new.meta["example_value"] = run(*values)
+        new.meta["example_value"] = run(*values, **options)
     return new

@@ -1,7 +1,19 @@
 """The `te::` operations. Importing this registers them. The classes of `te_dynamo.operations` are here too."""
 
-from te_dynamo.ops import activation, gemm, linear, norm, norm_add, quantize, quantize_bias_grad, stacked, swiglu
+from te_dynamo.ops import (
+    activation,
+    gemm,
+    grouped_linear,
+    linear,
+    norm,
+    norm_add,
+    quantize,
+    quantize_bias_grad,
+    stacked,
+    swiglu,
+)
 from te_dynamo.ops.define import KERNELS, is_te
+from te_dynamo.ops.grouped_linear import GroupedLinearConfig
 from te_dynamo.ops.linear import LinearConfig
 
 # isort: split
@@ -10,9 +22,11 @@ from te_dynamo.operations import *  # noqa: F403
 
 __all__ = [
     "KERNELS",
+    "GroupedLinearConfig",
     "LinearConfig",
     "activation",
     "gemm",
+    "grouped_linear",
     "is_te",
     "linear",
     "norm",

@@ -70,7 +70,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         )
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        names: dict[str, type] = {"LinearConfig": LinearConfig}
+        names: dict[str, type] = {type(self).__name__: type(self)}
         fields = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -80,7 +80,7 @@ class LinearConfig(metaclass=OpaqueMeta):
             else:
                 text = repr(value)
             fields.append(f"{field.name}={text}")
-        return f"LinearConfig({', '.join(fields)})", names
+        return f"{type(self).__name__}({', '.join(fields)})", names
 
     def describe(self) -> str:
         """One short word for graphs: "x e4m3[row+column], w e4m3[row], dy e5m2[row+column]"."""

@@ -13,11 +13,13 @@ import torch
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels import float8_block, mxfp8, nvfp4
 from te_dynamo.kernels import quantize as kernels
+from te_dynamo.kernels import quantize_grouped as grouped
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import quantized
 from te_dynamo.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8GroupedQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -50,6 +52,11 @@ FORMATS: dict[type[Quantizer], Format] = {
         float8_block.quantize_block,
         float8_block.quantize_block_reference,
         lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.block_dims == 2, q.power_of_two_scale, q.amax_epsilon),
+    ),
+    Float8GroupedQuantizer: Format(
+        grouped.quantize_grouped,
+        grouped.quantize_grouped_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
     ),
     MXFP8Quantizer: Format(
         mxfp8.quantize_mxfp8,

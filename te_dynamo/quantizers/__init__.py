@@ -3,6 +3,7 @@
 from te_dynamo.quantizers.base import Quantizer
 from te_dynamo.quantizers.float8_block import Float8BlockQuantizer
 from te_dynamo.quantizers.float8_current_scaling import Float8CurrentScalingQuantizer
+from te_dynamo.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantizers.mxfp8 import MXFP8Quantizer
 from te_dynamo.quantizers.nvfp4 import NVFP4Quantizer
 from te_dynamo.quantizers.product import check_linear, check_product
@@ -10,6 +11,7 @@ from te_dynamo.quantizers.product import check_linear, check_product
 __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
+    "Float8GroupedQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",

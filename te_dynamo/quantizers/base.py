@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -40,6 +40,9 @@ class Quantizer(metaclass=OpaqueMeta):
 
     rowwise: bool = True
     columnwise: bool = True
+
+    reads_as_matrix: ClassVar[bool] = True
+    """Whether a tensor of any rank is read as [M, K], so that its views of the same K have the same buffers."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -152,7 +155,7 @@ class Quantizer(metaclass=OpaqueMeta):
         if not (self.columnwise if columnwise else self.rowwise):
             wanted = "columnwise" if columnwise else "rowwise"
             raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
-        names = list(self._describe_buffers((1, 1)))  # of any shape: names and order do not depend on it
+        names = list(self._describe_buffers((1, 1, 1)))  # of any shape: names and order do not depend on it
         return tuple(buffers[names.index(name)] for name in self._operand_names(columnwise))
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:

@@ -1,0 +1,172 @@
+"""Speed of a mixture's experts on one GPU: the grouped FP8 GEMMs, and a training step of all experts.
+
+    python benchmarks/grouped.py               each product, beside bf16's grouped_mm and loops over the experts; the steps
+    python benchmarks/grouped.py --sweep       every candidate tile: what `kernels/gemm_grouped_tiles.py` is written from
+
+TFLOP/s and microseconds, medians over a cold L2 (short ones in CUDA graphs), normal-random data, providers interleaved.
+Groups have the sizes of tokens that choose their experts at random, with unequal favour, so that none is a round number;
+`even` gives all the same. `*` marks the tile that is chosen. A step is forward and backward, with all quantization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+from gemm import Provider, measure, time_once
+from models import Experts
+
+from te_dynamo.kernels.gemm import gemm
+from te_dynamo.kernels.gemm_grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
+from te_dynamo.kernels.gemm_grouped_tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
+from te_dynamo.kernels.gemm_tiles import Tile
+from te_dynamo.kernels.launch import multiprocessor_count
+
+# label, tokens (times experts a token), experts, N, K of one projection
+SHAPES: list[tuple[str, int, int, int, int]] = [
+    ("Mixtral 8x7B up", 16384, 8, 14336, 4096),
+    ("Mixtral 8x7B down", 16384, 8, 4096, 14336),
+    ("Qwen3 30B-A3B gate and up", 65536, 128, 1536, 2048),
+    ("Qwen3 30B-A3B down", 65536, 128, 2048, 768),
+    ("DeepSeek V3 up, 8 of 256 experts", 32768, 8, 2048, 7168),
+    ("DeepSeek V3 down, 8 of 256 experts", 32768, 8, 7168, 2048),
+    ("few tokens", 256, 64, 2048, 2048),
+]
+
+# label, width, inner width, experts, tokens
+STEPS: list[tuple[str, int, int, int, int]] = [
+    ("Mixtral 8x7B", 4096, 14336, 8, 16384),
+    ("Qwen3 30B-A3B", 2048, 768, 128, 65536),
+]
+
+
+def group_ends(tokens: int, groups: int, even: bool) -> torch.Tensor:
+    """int32 [groups]: where each group's tokens end."""
+    if even:
+        return torch.arange(1, groups + 1, device="cuda").mul(tokens // groups).int()
+    favour = torch.rand(groups, generator=torch.Generator().manual_seed(0)) + 0.25
+    chosen = torch.multinomial(favour, tokens, replacement=True, generator=torch.Generator().manual_seed(1))
+    return torch.bincount(chosen, minlength=groups).cumsum(0).to("cuda", torch.int32)
+
+
+class Problem:
+    """The operands of one projection's three products, and their providers."""
+
+    def __init__(self, tokens: int, groups: int, n: int, k: int, even: bool) -> None:
+        self.sizes = (tokens, groups, n, k)
+        self.ends = group_ends(tokens, groups, even)
+        self.parts = list(itertools.pairwise([0, *self.ends.tolist()]))
+        self.x, self.dy = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for width in (k, n))
+        self.w = torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16)
+        fp8 = torch.float8_e4m3fn
+        self.x8, self.w8 = self.x.to(fp8), self.w.to(fp8)
+        self.x8_t, self.dy8_t = self.x.t().contiguous().to(fp8), self.dy.t().contiguous().to(torch.float8_e5m2)
+        self.one = torch.ones(1, device="cuda")
+        self.ones = torch.ones(groups, device="cuda")
+
+    def chosen(self, product: str, fast: bool) -> Tile:
+        tokens, groups, n, k = self.sizes
+        multiprocessors = multiprocessor_count(self.x.device)
+        if product == "rows":
+            return choose_rows_tile(tokens, n, k, groups, fast, multiprocessors, 2)
+        return choose_columns_tile(n, k, tokens, groups, fast, multiprocessors, 2)
+
+    def tile(self, product: str, tile: Tile) -> Provider:
+        if product == "rows":
+            operands = (self.x8, self.one, self.w8, self.ones)
+            return lambda: gemm_grouped_with_tile(tile, *operands, self.ends, torch.bfloat16)
+        operands = (self.dy8_t, self.one, self.x8_t, self.one)
+        return lambda: gemm_grouped_columns_with_tile(tile, *operands, self.ends, torch.bfloat16)
+
+    def peers(self, product: str) -> dict[str, Provider]:
+        """What else computes it: bf16 in one call and in a loop, FP8 in a loop and torch's own with row scales."""
+        if product == "columns":
+            dy_t = self.dy.t()
+            return {
+                "bf16 grouped_mm": lambda: F.grouped_mm(dy_t, self.x, offs=self.ends),
+                "bf16 loop": lambda: [torch.mm(dy_t[:, a:b], self.x[a:b]) for a, b in self.parts][-1],
+            }
+        w, w8 = self.w.transpose(1, 2), self.w8.transpose(1, 2)
+        row_scales = torch.ones(self.sizes[0], device="cuda"), torch.ones(self.sizes[1:3], device="cuda")
+        return {
+            "bf16 grouped_mm": lambda: F.grouped_mm(self.x, w, offs=self.ends),
+            "bf16 loop": lambda: [torch.mm(self.x[a:b], w[g]) for g, (a, b) in enumerate(self.parts)][-1],
+            "fp8 loop": lambda: [
+                gemm(self.x8[a:b], self.one, self.w8[g], self.one, None, torch.bfloat16, True)
+                for g, (a, b) in enumerate(self.parts)
+                if b > a
+            ][-1],
+            "fp8 _scaled_grouped_mm": lambda: torch._scaled_grouped_mm(
+                self.x8, w8, *row_scales, offs=self.ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            ),
+        }
+
+
+def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.Namespace) -> None:
+    for label, tokens, groups, n, k in shapes:
+        problem = Problem(tokens, groups, n, k, arguments.even)
+        largest = max(b - a for a, b in problem.parts)
+        print(f"{label}: {tokens} tokens, {groups} experts (largest {largest}) of {n} x {k}")
+        for product in ("rows", "columns"):
+            providers, chosen = problem.peers(product), {fast: problem.chosen(product, fast) for fast in (True, False)}
+            tiles = GROUPED_TILES if arguments.sweep else chosen.values()
+            fitting = [tile for tile in tiles if tile.fits(2)]
+            providers |= {
+                f"{tile.name}{'*' * (tile in chosen.values())}": problem.tile(product, tile) for tile in fitting
+            }
+            for name, ms in measure(providers, arguments.rounds, arguments.rep).items():
+                speed = (
+                    "failed" if math.isnan(ms) else f"{2 * tokens * n * k / ms / 1e9:6.0f} TFLOP/s {ms * 1e3:9.1f} us"
+                )
+                print(f"    {product:8}{name:42}{speed}", flush=True)
+
+
+def step(run: Callable[..., torch.Tensor], experts: Experts, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Forward and backward of `experts` by `run`."""
+    x.grad = None
+    experts.zero_grad(set_to_none=True)
+    y = run(x, ends)
+    y.backward(x.detach())
+    return y
+
+
+def steps(arguments: argparse.Namespace) -> None:
+    for label, width, inner, groups, tokens in STEPS:
+        with torch.device("cuda"):
+            experts = Experts(width, inner, groups).bfloat16()
+        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        ends = group_ends(tokens, groups, arguments.even)
+        print(f"{label}, a step of its experts: {tokens} tokens, {groups} experts of {width} / {inner}")
+        for name, backend in (("bf16 eager", None), ("bf16 inductor", "inductor"), ("te", "te")):
+            torch._dynamo.reset()
+            run = experts if backend is None else torch.compile(experts, backend=backend)
+            once = functools.partial(step, run, experts, x, ends)
+            print(f"    {name:50}{time_once(once, 10 * arguments.rep) * 1e3:9.1f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweep", action="store_true", help="time every candidate tile, not only the chosen one")
+    parser.add_argument("--even", action="store_true", help="groups of one size")
+    parser.add_argument("--only", default="", help="shapes whose label contains this")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rep", type=int, default=15, help="milliseconds of one measurement")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    print(f"{device.name}, {device.multi_processor_count} SMs, torch {torch.__version__}, triton {triton.__version__}")
+    products([shape for shape in SHAPES if arguments.only in shape[0]], arguments)
+    if not arguments.sweep:
+        steps(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Which tile a grouped FP8 GEMM runs: the candidates and the cost model of gemm_tiles.py, over groups.
+
+How many rows each group has, only the device knows: the model takes them for equal.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from te_dynamo.kernels.gemm_tiles import Tile, estimated_us, stores_by_descriptor
+
+__all__ = ["GROUPED_TILES", "choose_columns_tile", "choose_rows_tile"]
+
+GROUPED_TILES: tuple[Tile, ...] = (
+    Tile(128, 256, 128, 8, 3, fast=True, tflops=1290),
+    Tile(128, 128, 128, 4, 3, fast=True, tflops=1200, ctas_per_sm=2),
+    Tile(64, 128, 128, 4, 5, fast=True, tflops=800),
+    Tile(128, 128, 128, 4, 3, fast=False, tflops=1100, halves=True, ctas_per_sm=2),
+    Tile(64, 128, 128, 4, 5, fast=False, tflops=680),
+)
+"""`tflops` is the ungrouped kernel's, nobody has measured these: `python benchmarks/grouped.py --sweep` does."""
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_rows_tile(
+    m: int, n: int, k: int, groups: int, fast_accum: bool, multiprocessors: int = 132, out_bytes: int = 4
+) -> Tile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[g, n, k]^T, C's elements of `out_bytes` each."""
+
+    def time(tile: Tile) -> float:
+        padded = groups * _round_up(-(-m // groups), tile.block_m)  # every group has a last tile of its own
+        return estimated_us(tile, padded, n, k, multiprocessors)
+
+    return min(_candidates(n, fast_accum, out_bytes), key=time)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_columns_tile(
+    n: int, k: int, m: int, groups: int, fast_accum: bool, multiprocessors: int = 132, out_bytes: int = 4
+) -> Tile:
+    """The same for C[g, n, k] = A[n, m] @ B[k, m]^T, the sum over the m of each group."""
+
+    def time(tile: Tile) -> float:
+        return estimated_us(tile, groups * _round_up(n, tile.block_m), k, -(-m // groups), multiprocessors)
+
+    return min(_candidates(k, fast_accum, out_bytes), key=time)
+
+
+def _candidates(width: int, fast_accum: bool, out_bytes: int) -> list[Tile]:
+    fitting = [tile for tile in GROUPED_TILES if tile.fast == fast_accum and tile.fits(out_bytes)]
+    return fitting if stores_by_descriptor(width) else [tile for tile in fitting if tile.narrow]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
