@@ -21,8 +21,10 @@ from te_dynamo.kernels.activation import activation_backward_quantize
 from te_dynamo.kernels.float8_block import BlockTile, quantize_block
 from te_dynamo.kernels.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
 from te_dynamo.kernels.norm import rms_norm_quantize
+from te_dynamo.kernels.norm_add import add_rms_norm_quantize
 from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
 from te_dynamo.kernels.quantize import Tile, quantize
+from te_dynamo.kernels.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.kernels.swiglu import swiglu_backward_quantize, swiglu_quantize
 
 SHAPES = ((8192, 4096), (8192, 14336), (14336, 4096))
@@ -49,6 +51,12 @@ def current_cases(rows: int, columns: int) -> Iterator[Case]:
         lambda tile: rms_norm_quantize(x, weight, 1e-5, True, False, *BOTH, False, tile=tile),
         2, 2, column_tiles,
     )  # fmt: skip
+    yield (
+        "add_rms_norm_quantize",
+        lambda tile: add_rms_norm_quantize(x, gate, weight, 1e-5, True, False, *BOTH, False, tile=tile),
+        3, 4, column_tiles,
+    )  # fmt: skip
+    yield "quantize_bias_grad", lambda tile: quantize_bias_grad(dy, *GRADIENT, tile=tile), 2, 2, column_tiles
     yield "swiglu_quantize", lambda tile: swiglu_quantize(gate, x, *BOTH, False, tile=tile), 4, 2, column_tiles
     yield (
         "swiglu_backward_quantize",

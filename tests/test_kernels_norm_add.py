@@ -34,7 +34,14 @@ def test_reference_is_an_addition_then_the_norm(dtype, keep_output):
 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize("columns, dtype", [(4096, "bf16"), (32768, "bf16"), (4096, "fp32")])
+@pytest.mark.parametrize(
+    "columns, dtype",
+    [
+        (4096, "bf16"),
+        pytest.param(32768, "bf16", marks=pytest.mark.slow),
+        pytest.param(4096, "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_statistics_add_up_as_those_of_the_norm_alone(columns, dtype, layer, tmp_path):
     """Bit-equality needs one shape and one layout of the reductions; nothing spills, and memory is read 16 bytes at a time."""
     block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2)
