@@ -4,7 +4,7 @@ One warp copies, two groups of warps multiply (gemm_ring.py): with slow accumula
 written in Gluon, and equals the other kernel bit for bit.
 
 Inductor writes launches of Triton-language kernels only; lowering/extern_gemm.py makes its code call `gemm_specialized_out`.
-A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_tile` takes this kernel for large products only.
+A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_is_faster` takes this kernel for large products only.
 """
 
 from __future__ import annotations
