@@ -5,7 +5,7 @@ written in Gluon, and equals the other kernel bit for bit. Of operands stacked a
 the product with fast accumulation: its copies go on while the sum is rescaled at the border of two segments.
 
 Inductor writes launches of Triton-language kernels only; lowering/extern_gemm.py makes its code call `gemm_specialized_out`.
-A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_tile` takes this kernel for large products only.
+A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_is_faster` takes this kernel for large products only.
 """
 
 from __future__ import annotations
