@@ -18,15 +18,16 @@ import torch.nn.functional as F
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
-    abs_bits,
+    amaxes_of_four,
+    larger_or_nan,
     load_scale,
     load_tile,
     mul_rn,
     program_count,
     rounded,
     rows_and_columns,
-    store_partial_amax,
     store_quantized_tile,
+    store_rounded_amax,
     store_tile,
     tile_from_the_end,
     tile_origin,
@@ -227,14 +228,13 @@ def _result_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Tile of the result, rounded to x's dtype; zero outside [M, K]."""
+    """Tile of the result in fp32; zero outside [M, K]."""
     value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
     if BACKWARD:
         grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
-        result = activate_backward(grad, value, KIND)
+        return activate_backward(grad, value, KIND)
     else:
-        result = activate(value, KIND)
-    return rounded(result, x.dtype.element_ty)
+        return activate(value, KIND)
 
 
 @triton.jit
@@ -250,13 +250,13 @@ def activation_amax_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
-    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
         result = _result_tile(dy, x, row, column, M, K, KIND, BACKWARD, BLOCK_M, BLOCK_K)
-        bits = tl.maximum(bits, abs_bits(result))
-    store_partial_amax(partials, bits)
+        amaxes = larger_or_nan(amaxes, amaxes_of_four(result, BLOCK_M, BLOCK_K))
+    store_rounded_amax(partials, amaxes, x.dtype.element_ty)
 
 
 @triton.jit
@@ -291,6 +291,7 @@ def activation_write_kernel(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         result = _result_tile(dy, x, row, column, M, K, KIND, BACKWARD, BLOCK_M, BLOCK_K)
+        result = rounded(result, x.dtype.element_ty)
         if KEEP_OUTPUT:
             store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
         if BIAS_GRAD:

@@ -20,14 +20,15 @@ from te_dynamo.kernels.activation import activate, activate_backward
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,
-    abs_bits,
+    amaxes_of_four,
+    larger_or_nan,
     load_scale,
     load_tile,
     program_count,
     rounded,
     rows_and_columns,
-    store_partial_amax,
     store_quantized_tile,
+    store_rounded_amax,
     store_tile,
     tile_from_the_end,
     tile_origin,
@@ -112,22 +113,22 @@ def swiglu_backward_quantize_reference(
 
 @triton.jit
 def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile of swiglu(gate, up), rounded to gate's dtype; zero outside [M, K]."""
+    """Tile of swiglu(gate, up) in fp32; zero outside [M, K]."""
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    return rounded(activate(g, "silu") * u, gate.dtype.element_ty)
+    return activate(g, "silu") * u
 
 
 @triton.jit
 def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
-    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
         result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        bits = tl.maximum(bits, abs_bits(result))
-    store_partial_amax(partials, bits)
+        amaxes = larger_or_nan(amaxes, amaxes_of_four(result, BLOCK_M, BLOCK_K))
+    store_rounded_amax(partials, amaxes, gate.dtype.element_ty)
 
 
 @triton.jit
@@ -160,6 +161,7 @@ def swiglu_write_kernel(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        result = rounded(result, gate.dtype.element_ty)
         if KEEP_OUTPUT:
             store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE or COLUMNWISE:
@@ -175,13 +177,12 @@ def swiglu_write_kernel(
 def _backward_tiles(
     dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Tiles of (dgate, dup), rounded to gate's dtype; zero outside [M, K]."""
+    """Tiles of (dgate, dup) in fp32; zero outside [M, K]."""
     grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
     dgate = activate_backward(grad * u, g, "silu")
-    dup = grad * activate(g, "silu")
-    return rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
+    return dgate, grad * activate(g, "silu")
 
 
 @triton.jit
@@ -199,16 +200,16 @@ def swiglu_backward_amax_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Partial amaxes of dgate and of dup over every PARTIALS-th tile."""
-    gate_bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
-    up_bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    gate_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
+    up_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
         dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        gate_bits = tl.maximum(gate_bits, abs_bits(dgate))
-        up_bits = tl.maximum(up_bits, abs_bits(dup))
-    store_partial_amax(gate_partials, gate_bits)
-    store_partial_amax(up_partials, up_bits)
+        gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dgate, BLOCK_M, BLOCK_K))
+        up_amaxes = larger_or_nan(up_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
+    store_rounded_amax(gate_partials, gate_amaxes, gate.dtype.element_ty)
+    store_rounded_amax(up_partials, up_amaxes, gate.dtype.element_ty)
 
 
 @triton.jit
@@ -248,6 +249,7 @@ def swiglu_backward_write_kernel(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
         if KEEP_OUTPUT:
             store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
             store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
