@@ -297,7 +297,7 @@ def _allocate(
 Tile = tuple[int, int, int]
 """(rows, columns, warps) of blocks of 32, rows and columns dividing 128."""
 
-TILE_128: Tile = (128, 8, 8)
+TILE_128: Tile = (128, 1, 4)
 """(rows, rows of tiles walked together, warps) of blocks of 128."""
 
 

@@ -20,15 +20,14 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_tile import fp32_bits, larger, magnitude
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
-    abs_bits,
     load_scale,
     load_tile,
     mul_rn,
     program_count,
     rows_and_columns,
-    store_partial_amax,
     store_quantized_tile,
     store_tile,
     tile_from_the_end,
@@ -136,9 +135,9 @@ def layer_norm_quantize_reference(
 
 @triton.jit
 def _load_columns(x, start, K, BLOCK: tl.constexpr):
-    """x[start : start + BLOCK] in fp32, zero past K."""
+    """x[start : start + BLOCK], zero past K."""
     columns = start + tl.arange(0, BLOCK)
-    return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
+    return tl.load(x + columns, mask=columns < K, other=0.0)
 
 
 @triton.jit
@@ -160,12 +159,13 @@ def _row_statistics(
         total = first
         if not ONE_BLOCK:
             for start in range(BLOCK, K, BLOCK):
-                total += _load_columns(row_start, start, K, BLOCK)
+                total += _load_columns(row_start, start, K, BLOCK).to(tl.float32)
         mean = tl.div_rn(tl.sum(total, axis=0), count)
     total = _squares(first, mean, 0, K, LAYER, BLOCK)
     if not ONE_BLOCK:
         for start in range(BLOCK, K, BLOCK):
-            total += _squares(_load_columns(row_start, start, K, BLOCK), mean, start, K, LAYER, BLOCK)
+            values = _load_columns(row_start, start, K, BLOCK).to(tl.float32)
+            total += _squares(values, mean, start, K, LAYER, BLOCK)
     variance = tl.div_rn(tl.sum(total, axis=0), count)
     return mean, tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + tl.full((), EPS_NORM, tl.float32)))
 
@@ -230,12 +230,13 @@ def norm_rows_kernel(
 ):
     """Statistics of every ROW_PROGRAMS-th row, then y (unfused) or the partial amax of y (QUANTIZE)."""
     programs = tl.num_programs(0)
-    bits = tl.zeros((BLOCK,), tl.int32)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    bits = tl.zeros((BLOCK,), tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
     row_start = x + tl.program_id(0).to(tl.int64) * K
     # The next row is on its way while this one is summed.
     following = _load_columns(row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
     for row in range(tl.program_id(0), M, programs):
-        first = following
+        first = following.to(tl.float32)
         row_start = x + tl.cast(row, tl.int64) * K
         following = _load_columns(
             row_start + tl.cast(programs, tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
@@ -247,7 +248,7 @@ def norm_rows_kernel(
         for block in range(1 if ONE_BLOCK else tl.cdiv(K, BLOCK)):
             start = block * BLOCK
             columns = start + tl.arange(0, BLOCK)
-            values = first if ONE_BLOCK else _load_columns(row_start, start, K, BLOCK)
+            values = first if ONE_BLOCK else _load_columns(row_start, start, K, BLOCK).to(tl.float32)
             result = _normalize(
                 values,
                 row_mean,
@@ -261,14 +262,17 @@ def norm_rows_kernel(
                 HAS_BIAS,
                 CAST_BEFORE_WEIGHT,
                 ZERO_CENTERED,
-                x.dtype.element_ty,
+                DTYPE,
             )
             if QUANTIZE:
-                bits = tl.maximum(bits, tl.where(columns < K, abs_bits(result), 0))
+                if LAYER:  # otherwise y past K is 0, or NaN in a row of NaN
+                    result = tl.where(columns < K, result, 0.0)
+                bits = larger(bits, magnitude(result))
             else:
                 tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:
-        store_partial_amax(partials, bits)
+        amax = fp32_bits(tl.max(bits, axis=0), DTYPE).to(tl.float32, bitcast=True)
+        tl.store(partials + tl.program_id(0), amax)
 
 
 @triton.jit
