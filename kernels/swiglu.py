@@ -36,6 +36,7 @@ from te_dynamo.kernels.fp8 import (
 )
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
+from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
 __all__ = [
     "swiglu",
@@ -181,8 +182,46 @@ def _backward_tiles(
     grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    dgate = activate_backward(grad * u, g, "silu")
-    return dgate, grad * activate(g, "silu")
+    return _backward(grad, g, u)
+
+
+@triton.jit
+def _backward(dy, gate, up):
+    """(dgate, dup) in fp32."""
+    return activate_backward(dy * up, gate, "silu"), dy * activate(gate, "silu")
+
+
+@triton.jit
+def _backward_quarter(
+    dy,
+    gate,
+    up,
+    dgate,
+    dup,
+    gate_scale,
+    up_scale,
+    row,
+    column,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    KEEP_OUTPUT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    J: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Codes of quarter J of (dgate, dup); writes them in gate's dtype if they are kept."""
+    grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+    g = load_quarter(gate, row, column, gate_stride, M, K, J, BLOCK_M, BLOCK_K)
+    u = load_quarter(up, row, column, up_stride, M, K, J, BLOCK_M, BLOCK_K)
+    g, u = _backward(grad, g, u)
+    g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
+    if KEEP_OUTPUT:
+        store_quarter(dgate, g, row, column, M, K, J, BLOCK_M, BLOCK_K)
+        store_quarter(dup, u, row, column, M, K, J, BLOCK_M, BLOCK_K)
+    return quarter_codes(g, gate_scale, DTYPE), quarter_codes(u, up_scale, DTYPE)
 
 
 @triton.jit
@@ -248,18 +287,105 @@ def swiglu_backward_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
-        if KEEP_OUTPUT:
-            store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
-            store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
-        if ROWWISE or COLUMNWISE:
-            store_quantized_tile(
-                g, g_scale, row, column, M, K, gate_data, gate_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+        if COLUMNWISE:
+            DTYPE: tl.constexpr = gate_transpose.dtype.element_ty
+            g0, u0 = _backward_quarter(
+                dy,
+                gate,
+                up,
+                dgate,
+                dup,
+                g_scale,
+                u_scale,
+                row,
+                column,
+                gate_stride,
+                up_stride,
+                M,
+                K,
+                KEEP_OUTPUT,
+                DTYPE,
+                0,
+                BLOCK_M,
+                BLOCK_K,
             )
-            store_quantized_tile(
-                u, u_scale, row, column, M, K, up_data, up_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            g1, u1 = _backward_quarter(
+                dy,
+                gate,
+                up,
+                dgate,
+                dup,
+                g_scale,
+                u_scale,
+                row,
+                column,
+                gate_stride,
+                up_stride,
+                M,
+                K,
+                KEEP_OUTPUT,
+                DTYPE,
+                1,
+                BLOCK_M,
+                BLOCK_K,
             )
+            g2, u2 = _backward_quarter(
+                dy,
+                gate,
+                up,
+                dgate,
+                dup,
+                g_scale,
+                u_scale,
+                row,
+                column,
+                gate_stride,
+                up_stride,
+                M,
+                K,
+                KEEP_OUTPUT,
+                DTYPE,
+                2,
+                BLOCK_M,
+                BLOCK_K,
+            )
+            g3, u3 = _backward_quarter(
+                dy,
+                gate,
+                up,
+                dgate,
+                dup,
+                g_scale,
+                u_scale,
+                row,
+                column,
+                gate_stride,
+                up_stride,
+                M,
+                K,
+                KEEP_OUTPUT,
+                DTYPE,
+                3,
+                BLOCK_M,
+                BLOCK_K,
+            )
+            store_codes(
+                g0, g1, g2, g3, row, column, M, K, gate_data, gate_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            )
+            store_codes(u0, u1, u2, u3, row, column, M, K, up_data, up_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+        else:
+            g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+            g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
+            if KEEP_OUTPUT:
+                store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
+                store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
+            if ROWWISE or COLUMNWISE:
+                store_quantized_tile(
+                    g, g_scale, row, column, M, K, gate_data, gate_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                )
+                store_quantized_tile(
+                    u, u_scale, row, column, M, K, up_data, up_transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                )
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
