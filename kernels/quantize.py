@@ -25,6 +25,7 @@ from te_dynamo.kernels.fp8 import (
     zero_padded,
 )
 from te_dynamo.kernels.launch import launch, size_hint
+from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes
 
 __all__ = ["CAST_TILE", "PARTIALS", "Tile", "amax_tile", "cast_tile", "quantize", "quantize_reference"]
 
@@ -119,8 +120,18 @@ def quantize_cast_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-        store_quantized_tile(value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+        if COLUMNWISE:
+            DTYPE: tl.constexpr = transpose.dtype.element_ty
+            c0 = quarter_codes(load_quarter(x, row, column, K, M, K, 0, BLOCK_M, BLOCK_K), scale, DTYPE)
+            c1 = quarter_codes(load_quarter(x, row, column, K, M, K, 1, BLOCK_M, BLOCK_K), scale, DTYPE)
+            c2 = quarter_codes(load_quarter(x, row, column, K, M, K, 2, BLOCK_M, BLOCK_K), scale, DTYPE)
+            c3 = quarter_codes(load_quarter(x, row, column, K, M, K, 3, BLOCK_M, BLOCK_K), scale, DTYPE)
+            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+        else:
+            value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+            store_quantized_tile(
+                value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            )
 
 
 # --- launcher -----------------------------------------------------------------------------------------------
