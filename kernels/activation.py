@@ -341,7 +341,7 @@ def activation_write_kernel(
                 # Rows of a thread first.
                 sums = tl.reshape((r0 + r1) + (r2 + r3), (2, BLOCK_M // 8, BLOCK_K))
                 store_tile(bias_partials, tl.sum(sums, axis=1), partial_row, column, partial_row + 2, K, 2, BLOCK_K)
-            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
         else:
             result = _result_tile(dy, x, row, column, M, K, KIND, BACKWARD, BLOCK_M, BLOCK_K)
             result = rounded(result, x.dtype.element_ty)
@@ -351,10 +351,8 @@ def activation_write_kernel(
                 halves = tl.reshape(result.to(tl.float32), (2, BLOCK_M // 2, BLOCK_K))
                 partial_row = row // BLOCK_M * 2
                 store_tile(bias_partials, tl.sum(halves, axis=1), partial_row, column, partial_row + 2, K, 2, BLOCK_K)
-            if ROWWISE or COLUMNWISE:
-                store_quantized_tile(
-                    result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-                )
+            if ROWWISE:
+                store_quantized_tile(result, scale, row, column, M, K, data, BLOCK_M, BLOCK_K)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

@@ -126,12 +126,10 @@ def quantize_cast_kernel(
             c1 = quarter_codes(load_quarter(x, row, column, K, M, K, 1, BLOCK_M, BLOCK_K), scale, DTYPE)
             c2 = quarter_codes(load_quarter(x, row, column, K, M, K, 2, BLOCK_M, BLOCK_K), scale, DTYPE)
             c3 = quarter_codes(load_quarter(x, row, column, K, M, K, 3, BLOCK_M, BLOCK_K), scale, DTYPE)
-            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
         else:
             value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-            store_quantized_tile(
-                value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-            )
+            store_quantized_tile(value, scale, row, column, M, K, data, BLOCK_M, BLOCK_K)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------

@@ -81,21 +81,19 @@ def store_codes(
     data,
     transpose,
     ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Writes the quarters' codes to data [M, K], to transpose [K, M rounded up to 16], or to both; past M they must be 0."""
+    """Writes the quarters' codes to transpose [K, M rounded up to 16] and, if ROWWISE, to data [M, K]; past M they must be 0."""
     if ROWWISE:
         codes = data.to(tl.pointer_type(tl.int8), bitcast=True)
         store_quarter(codes, c0, row, column, M, K, 0, BLOCK_M, BLOCK_K)
         store_quarter(codes, c1, row, column, M, K, 1, BLOCK_M, BLOCK_K)
         store_quarter(codes, c2, row, column, M, K, 2, BLOCK_M, BLOCK_K)
         store_quarter(codes, c3, row, column, M, K, 3, BLOCK_M, BLOCK_K)
-    if COLUMNWISE:
-        words = tl.trans(column_words(c0, c1, c2, c3))
-        # Computed here, not passed: the compiler then sees a multiple of 4 and stores whole vectors.
-        stride = (M + 15) // 16 * 4
-        places = transpose.to(tl.pointer_type(tl.int32), bitcast=True)
-        places += tile_offsets(column, row // 4, stride, BLOCK_K, BLOCK_M // 4)
-        tl.store(places, words, mask=tile_mask(column, row // 4, K, stride, BLOCK_K, BLOCK_M // 4))
+    words = tl.trans(column_words(c0, c1, c2, c3))
+    # Computed here, not passed: the compiler then sees a multiple of 4 and stores whole vectors.
+    stride = (M + 15) // 16 * 4
+    places = transpose.to(tl.pointer_type(tl.int32), bitcast=True)
+    places += tile_offsets(column, row // 4, stride, BLOCK_K, BLOCK_M // 4)
+    tl.store(places, words, mask=tile_mask(column, row // 4, K, stride, BLOCK_K, BLOCK_M // 4))

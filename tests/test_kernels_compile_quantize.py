@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu
+from te_dynamo.kernels import activation, fp8, norm, norm_kernels, quantize, swiglu, swiglu_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
@@ -74,8 +74,8 @@ def amax_cases():
         for backward in (False, True):
             tile = quantize.amax_tile(4096)
             yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
-    yield swiglu.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
-    yield swiglu.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
+    yield swiglu_kernels.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
+    yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
 
 
 def cast_cases(rows: int, columnwise: bool = True):
@@ -92,12 +92,12 @@ def cast_cases(rows: int, columnwise: bool = True):
         for backward, bias_grad in ((False, False), (True, False), (True, True)):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": bias_grad}
             yield activation.activation_write_kernel, *tiled(of_activation[backward + bias_grad], **flags, **partials)
-    yield swiglu.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
-    yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, **partials)
+    yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
+    yield swiglu_kernels.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, **partials)
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": norm.ROW_PROGRAMS}
-        yield norm.norm_cast_kernel, *tiled(quantize.cast_tile(rows, 4096, columnwise, norm.CAST_TILE), **flags)
+        yield norm_kernels.norm_cast_kernel, *tiled(quantize.cast_tile(rows, 4096, columnwise, norm.CAST_TILE), **flags)
 
 
 def name_of(value: Any) -> str | None:
@@ -156,7 +156,7 @@ def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight,
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
     layouts = []
     for fused in (False, True):
-        compiled = compile_kernel(norm.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
+        compiled = compile_kernel(norm_kernels.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
         layouts.append(reduction_layouts(compiled))
         assert "fma.rn.f32" not in compiled.asm["ptx"] or layer  # no square contracted into its sum
         # 16 warps have 128 registers a thread for a row of 16384 and the next one: from Triton 3.8 on a few words spill.
