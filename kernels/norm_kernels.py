@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.block_tile import fp32_bits, larger, magnitude
+from te_dynamo.kernels.block_tile import larger, magnitude, store_amax_of_magnitudes
 from te_dynamo.kernels.fp8 import (
     load_scale,
     load_tile,
@@ -159,8 +159,7 @@ def norm_rows_kernel(
             else:
                 tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:
-        amax = fp32_bits(tl.max(bits, axis=0), DTYPE).to(tl.float32, bitcast=True)
-        tl.store(partials + tl.program_id(0), amax)
+        store_amax_of_magnitudes(partials, tl.max(bits, axis=0), DTYPE)
 
 
 @triton.jit

@@ -8,18 +8,19 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_tile import larger, magnitude, store_amax_of_magnitudes
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,
-    abs_bits,
     load_scale,
     load_tile,
     program_count,
     round_up,
     rows_and_columns,
-    store_partial_amax,
     store_quantized_tile,
     tile_from_the_end,
+    tile_mask,
+    tile_offsets,
     tile_origin,
     tile_total,
     zero_padded,
@@ -89,12 +90,15 @@ def quantize_reference(
 @triton.jit
 def quantize_amax_kernel(x, partials, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[p] = amax of every PARTIALS-th tile of x, from tile p on."""
-    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        bits = tl.maximum(bits, abs_bits(load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)))
-    store_partial_amax(partials, bits)
+        offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+        value = tl.load(x + offsets, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K), other=0.0)
+        bits = larger(bits, magnitude(value))
+    store_amax_of_magnitudes(partials, tl.max(bits, axis=None), DTYPE)
 
 
 @triton.jit
