@@ -322,7 +322,7 @@ def activation_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        if COLUMNWISE:
+        if COLUMNWISE and BACKWARD:
             DTYPE: tl.constexpr = transpose.dtype.element_ty
             c0, r0 = _quarter(
                 dy, x, y, scale, row, column, M, K, KIND, BACKWARD, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K
@@ -351,8 +351,10 @@ def activation_write_kernel(
                 halves = tl.reshape(result.to(tl.float32), (2, BLOCK_M // 2, BLOCK_K))
                 partial_row = row // BLOCK_M * 2
                 store_tile(bias_partials, tl.sum(halves, axis=1), partial_row, column, partial_row + 2, K, 2, BLOCK_K)
-            if ROWWISE:
-                store_quantized_tile(result, scale, row, column, M, K, data, BLOCK_M, BLOCK_K)
+            if ROWWISE or COLUMNWISE:
+                store_quantized_tile(
+                    result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                )
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

@@ -89,12 +89,6 @@ def fp32_bits(magnitudes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_amax_of_magnitudes(partials, most, DTYPE: tl.constexpr):
-    """Writes this program's amax from the largest magnitude of values in DTYPE."""
-    tl.store(partials + tl.program_id(0), fp32_bits(most, DTYPE).to(tl.float32, bitcast=True))
-
-
-@triton.jit
 def row_amax(x):
     """Amax of each row of a quarter: [ROWS / 4]."""
     return fp32_bits(tl.max(magnitude(x), axis=1), x.dtype)

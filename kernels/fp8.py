@@ -188,9 +188,30 @@ def store_tile(y, value, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.c
 
 
 @triton.jit
-def store_quantized_tile(value, scale, row, column, M, K, data, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Casts a tile and writes it to data [M, K]; with a transpose, kernels/quarters.py does that."""
-    store_tile(data, saturating_cast(value, scale, data.dtype.element_ty), row, column, M, K, BLOCK_M, BLOCK_K)
+def store_quantized_tile(
+    value,  # zero outside [M, K]: the transpose's padding is stored from there
+    scale,
+    row,
+    column,
+    M,
+    K,
+    data,
+    transpose,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Casts a tile and writes it to data [M, K], to transpose [K, M rounded up to 16], or to both."""
+    DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
+    quantized = saturating_cast(value, scale, DTYPE)
+    if ROWWISE:
+        store_tile(data, quantized, row, column, M, K, BLOCK_M, BLOCK_K)
+    if COLUMNWISE:
+        # Computed here, not passed: the compiler then sees a multiple of 16 and stores whole vectors.
+        padded = (M + 15) // 16 * 16
+        mask = tile_mask(column, row, K, padded, BLOCK_K, BLOCK_M)
+        tl.store(transpose + tile_offsets(column, row, padded, BLOCK_K, BLOCK_M), tl.trans(quantized), mask=mask)
 
 
 # --- host ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.block_tile import larger, magnitude, store_amax_of_magnitudes
+from te_dynamo.kernels.block_tile import fp32_bits, larger, magnitude
 from te_dynamo.kernels.fp8 import (
     load_scale,
     load_tile,
@@ -13,7 +13,6 @@ from te_dynamo.kernels.fp8 import (
     tile_from_the_end,
     tile_total,
 )
-from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
 __all__ = ["norm_cast_kernel", "norm_rows_kernel"]
 
@@ -159,98 +158,8 @@ def norm_rows_kernel(
             else:
                 tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:
-        store_amax_of_magnitudes(partials, tl.max(bits, axis=0), DTYPE)
-
-
-@triton.jit
-def _normalized_rows(
-    values,
-    mean,
-    rstd,
-    weight,
-    bias,
-    rows,
-    columns,
-    M,
-    K,
-    LAYER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CAST_BEFORE_WEIGHT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """y [rows, columns] of fp32 values, made again from the rows' statistics."""
-    # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
-    row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
-    row_rstd = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
-    result = _normalize(
-        values,
-        row_mean,
-        row_rstd,
-        weight,
-        bias,
-        columns[None, :],
-        K,
-        LAYER,
-        HAS_WEIGHT,
-        HAS_BIAS,
-        CAST_BEFORE_WEIGHT,
-        ZERO_CENTERED,
-        DTYPE,
-    )
-    # Past the last row y is bias, but the transpose's padding is zero.
-    return tl.where((rows < M)[:, None], result, 0.0)
-
-
-@triton.jit
-def _cast_quarter(
-    x,
-    weight,
-    bias,
-    mean,
-    rstd,
-    y,
-    scale,
-    row,
-    column,
-    M,
-    K,
-    LAYER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CAST_BEFORE_WEIGHT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    KEEP_OUTPUT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    J: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Codes of quarter J of y; writes it in x's dtype if it is kept."""
-    values = load_quarter(x, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
-    rows = row + J + 4 * tl.arange(0, BLOCK_M // 4)
-    columns = column + tl.arange(0, BLOCK_K)
-    result = _normalized_rows(
-        values,
-        mean,
-        rstd,
-        weight,
-        bias,
-        rows,
-        columns,
-        M,
-        K,
-        LAYER,
-        HAS_WEIGHT,
-        HAS_BIAS,
-        CAST_BEFORE_WEIGHT,
-        ZERO_CENTERED,
-        x.dtype.element_ty,
-    )
-    if KEEP_OUTPUT:
-        store_quarter(y, result, row, column, M, K, J, BLOCK_M, BLOCK_K)
-    return quarter_codes(result, scale, DTYPE)
+        amax = fp32_bits(tl.max(bits, axis=0), DTYPE).to(tl.float32, bitcast=True)
+        tl.store(partials + tl.program_id(0), amax)
 
 
 @triton.jit
@@ -287,122 +196,27 @@ def norm_cast_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        if COLUMNWISE:
-            DTYPE: tl.constexpr = transpose.dtype.element_ty
-            c0 = _cast_quarter(
-                x,
-                weight,
-                bias,
-                mean,
-                rstd,
-                y,
-                scale,
-                row,
-                column,
-                M,
-                K,
-                LAYER,
-                HAS_WEIGHT,
-                HAS_BIAS,
-                CAST_BEFORE_WEIGHT,
-                ZERO_CENTERED,
-                KEEP_OUTPUT,
-                DTYPE,
-                0,
-                BLOCK_M,
-                BLOCK_K,
-            )
-            c1 = _cast_quarter(
-                x,
-                weight,
-                bias,
-                mean,
-                rstd,
-                y,
-                scale,
-                row,
-                column,
-                M,
-                K,
-                LAYER,
-                HAS_WEIGHT,
-                HAS_BIAS,
-                CAST_BEFORE_WEIGHT,
-                ZERO_CENTERED,
-                KEEP_OUTPUT,
-                DTYPE,
-                1,
-                BLOCK_M,
-                BLOCK_K,
-            )
-            c2 = _cast_quarter(
-                x,
-                weight,
-                bias,
-                mean,
-                rstd,
-                y,
-                scale,
-                row,
-                column,
-                M,
-                K,
-                LAYER,
-                HAS_WEIGHT,
-                HAS_BIAS,
-                CAST_BEFORE_WEIGHT,
-                ZERO_CENTERED,
-                KEEP_OUTPUT,
-                DTYPE,
-                2,
-                BLOCK_M,
-                BLOCK_K,
-            )
-            c3 = _cast_quarter(
-                x,
-                weight,
-                bias,
-                mean,
-                rstd,
-                y,
-                scale,
-                row,
-                column,
-                M,
-                K,
-                LAYER,
-                HAS_WEIGHT,
-                HAS_BIAS,
-                CAST_BEFORE_WEIGHT,
-                ZERO_CENTERED,
-                KEEP_OUTPUT,
-                DTYPE,
-                3,
-                BLOCK_M,
-                BLOCK_K,
-            )
-            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
-        else:
-            values = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-            rows = row + tl.arange(0, BLOCK_M)
-            columns = column + tl.arange(0, BLOCK_K)
-            result = _normalized_rows(
-                values,
-                mean,
-                rstd,
-                weight,
-                bias,
-                rows,
-                columns,
-                M,
-                K,
-                LAYER,
-                HAS_WEIGHT,
-                HAS_BIAS,
-                CAST_BEFORE_WEIGHT,
-                ZERO_CENTERED,
-                x.dtype.element_ty,
-            )
-            if KEEP_OUTPUT:
-                store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
-            store_quantized_tile(result, scale, row, column, M, K, data, BLOCK_M, BLOCK_K)
+        values = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
+        rows = row + tl.arange(0, BLOCK_M)
+        row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
+        result = _normalize(
+            values,
+            row_mean,
+            tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None],
+            weight,
+            bias,
+            column + tl.arange(0, BLOCK_K)[None, :],
+            K,
+            LAYER,
+            HAS_WEIGHT,
+            HAS_BIAS,
+            CAST_BEFORE_WEIGHT,
+            ZERO_CENTERED,
+            x.dtype.element_ty,
+        )
+        if KEEP_OUTPUT:
+            store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+        # Past the last row y is bias, but the transpose's padding is zero.
+        result = tl.where((rows < M)[:, None], result, 0.0)
+        store_quantized_tile(result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)

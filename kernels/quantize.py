@@ -8,25 +8,23 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.block_tile import larger, magnitude, store_amax_of_magnitudes
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,
+    abs_bits,
     load_scale,
     load_tile,
     program_count,
     round_up,
     rows_and_columns,
+    store_partial_amax,
     store_quantized_tile,
     tile_from_the_end,
-    tile_mask,
-    tile_offsets,
     tile_origin,
     tile_total,
     zero_padded,
 )
 from te_dynamo.kernels.launch import launch, size_hint
-from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes
 
 __all__ = ["CAST_TILE", "PARTIALS", "Tile", "amax_tile", "cast_tile", "quantize", "quantize_reference"]
 
@@ -90,15 +88,12 @@ def quantize_reference(
 @triton.jit
 def quantize_amax_kernel(x, partials, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[p] = amax of every PARTIALS-th tile of x, from tile p on."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
+    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
-        value = tl.load(x + offsets, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K), other=0.0)
-        bits = larger(bits, magnitude(value))
-    store_amax_of_magnitudes(partials, tl.max(bits, axis=None), DTYPE)
+        bits = tl.maximum(bits, abs_bits(load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)))
+    store_partial_amax(partials, bits)
 
 
 @triton.jit
@@ -124,16 +119,8 @@ def quantize_cast_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        if COLUMNWISE:
-            DTYPE: tl.constexpr = transpose.dtype.element_ty
-            c0 = quarter_codes(load_quarter(x, row, column, K, M, K, 0, BLOCK_M, BLOCK_K), scale, DTYPE)
-            c1 = quarter_codes(load_quarter(x, row, column, K, M, K, 1, BLOCK_M, BLOCK_K), scale, DTYPE)
-            c2 = quarter_codes(load_quarter(x, row, column, K, M, K, 2, BLOCK_M, BLOCK_K), scale, DTYPE)
-            c3 = quarter_codes(load_quarter(x, row, column, K, M, K, 3, BLOCK_M, BLOCK_K), scale, DTYPE)
-            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
-        else:
-            value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-            store_quantized_tile(value, scale, row, column, M, K, data, BLOCK_M, BLOCK_K)
+        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        store_quantized_tile(value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------

