@@ -261,7 +261,7 @@ def activation_amax_kernel(
 
 
 @triton.jit
-def _quarter(
+def _backward_quarter(
     dy,
     x,
     y,
@@ -271,21 +271,16 @@ def _quarter(
     M,
     K,
     KIND: tl.constexpr,
-    BACKWARD: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
     DTYPE: tl.constexpr,
     J: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """(codes, values in fp32) of quarter J of the result; writes it in x's dtype if it is kept."""
+    """(codes, values in fp32) of quarter J of dx; writes it in x's dtype if it is kept."""
     value = load_quarter(x, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
-    if BACKWARD:
-        grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
-        result = activate_backward(grad, value, KIND)
-    else:
-        result = activate(value, KIND)
-    result = rounded(result, x.dtype.element_ty)
+    grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+    result = rounded(activate_backward(grad, value, KIND), x.dtype.element_ty)
     if KEEP_OUTPUT:
         store_quarter(y, result, row, column, M, K, J, BLOCK_M, BLOCK_K)
     return quarter_codes(result, scale, DTYPE), result.to(tl.float32)
@@ -324,17 +319,17 @@ def activation_write_kernel(
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         if COLUMNWISE and BACKWARD:
             DTYPE: tl.constexpr = transpose.dtype.element_ty
-            c0, r0 = _quarter(
-                dy, x, y, scale, row, column, M, K, KIND, BACKWARD, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K
+            c0, r0 = _backward_quarter(
+                dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K
             )
-            c1, r1 = _quarter(
-                dy, x, y, scale, row, column, M, K, KIND, BACKWARD, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K
+            c1, r1 = _backward_quarter(
+                dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K
             )
-            c2, r2 = _quarter(
-                dy, x, y, scale, row, column, M, K, KIND, BACKWARD, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K
+            c2, r2 = _backward_quarter(
+                dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K
             )
-            c3, r3 = _quarter(
-                dy, x, y, scale, row, column, M, K, KIND, BACKWARD, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K
+            c3, r3 = _backward_quarter(
+                dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K
             )
             if BIAS_GRAD:
                 partial_row = row // BLOCK_M * 2
