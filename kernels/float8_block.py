@@ -395,7 +395,8 @@ def quantize_block(
     buffers = BlockBuffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise, two_d)
     if isinstance(rows, int) and rows * columns == 0:
         return buffers.as_list()
-    tile_rows, warps, group = tile or block_tile(columnwise, two_d)
+    packed = power_of_two and packs(x)
+    tile_rows, warps, group = tile or block_tile(columnwise, two_d, packed)
     for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
         launch(
             quantize_block_kernel,
@@ -413,17 +414,20 @@ def quantize_block(
             COLUMNWISE=by_columns,
             ROWS=tile_rows,
             GROUP_M=group,
-            PACKED=power_of_two and packs(x),
+            PACKED=packed,
             WHOLE=whole_tiles(rows, columns, tile_rows),
             num_warps=warps,
         )
     return buffers.as_list()
 
 
-def block_tile(columnwise: bool, two_d: bool) -> BlockTile:
-    """Rows, warps and group of a launch. With 8 warps a whole tile leaves registers for two or three programs a
-    multiprocessor: one loads while another computes."""
-    return (128, 8, 8) if columnwise or two_d else (64, 4, 1)
+def block_tile(columnwise: bool, two_d: bool, packed: bool) -> BlockTile:
+    """Rows, warps and group of a launch, the fastest on an H200 at 8192x4096 (benchmarks/quantize.py --sweep). With 4 warps a
+    whole tile leaves registers for several programs a multiprocessor: one loads while another computes. Values that are not
+    packed need twice the registers."""
+    if columnwise or two_d:
+        return (128, 4, 4) if packed else (128, 8, 8)
+    return 64, 4, 1
 
 
 class BlockBuffers:

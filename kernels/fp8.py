@@ -68,6 +68,26 @@ def store_partial_amax(partials, bits):
 
 
 @triton.jit
+def larger_or_nan(a, b):
+    """The larger one, or NaN if either is that."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amaxes_of_four(x, R: tl.constexpr, C: tl.constexpr):
+    """Amaxes [R, C / 4] of every four neighbours in rows of fp32 x [R, C], NaN above inf: they lie in one thread, which
+    carries a quarter of the registers from tile to tile and has room for another program beside it."""
+    return tl.reduce(tl.reshape(tl.abs(x), (R, C // 4, 4)), 2, larger_or_nan)
+
+
+@triton.jit
+def store_rounded_amax(partials, amaxes, DTYPE: tl.constexpr):
+    """Writes this program's amax of values rounded to DTYPE from amaxes of the values themselves: rounding keeps order."""
+    amax = tl.max(abs_bits(amaxes), axis=None).to(tl.float32, bitcast=True)
+    tl.store(partials + tl.program_id(0), amax.to(DTYPE).to(tl.float32))
+
+
+@triton.jit
 def load_amax(partials, PARTIALS: tl.constexpr):
     """The tensor's amax from its fp32 [PARTIALS] partial ones."""
     bits = abs_bits(tl.load(partials + tl.arange(0, PARTIALS)))

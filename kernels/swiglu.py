@@ -15,27 +15,21 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.activation import activate, activate_backward
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,
-    abs_bits,
-    load_scale,
-    load_tile,
     program_count,
-    rounded,
     rows_and_columns,
-    store_partial_amax,
-    store_quantized_tile,
-    store_tile,
-    tile_from_the_end,
-    tile_origin,
-    tile_total,
 )
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
 from te_dynamo.kernels.quantize_stacked import stack_buffers
+from te_dynamo.kernels.swiglu_kernels import (
+    swiglu_amax_kernel,
+    swiglu_backward_amax_kernel,
+    swiglu_backward_write_kernel,
+    swiglu_write_kernel,
+)
 
 __all__ = [
     "swiglu",
@@ -106,190 +100,6 @@ def swiglu_backward_quantize_reference(
     each = [quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps) for grad in grads]
     buffers = stack_buffers(each, rowwise, columnwise, by_columns=True) if stacked else [*each[0], *each[1]]
     return [*(grads if keep_output else ()), *buffers]
-
-
-# --- kernels: forward ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile of swiglu(gate, up), rounded to gate's dtype; zero outside [M, K]."""
-    g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
-    u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    return rounded(activate(g, "silu") * u, gate.dtype.element_ty)
-
-
-@triton.jit
-def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
-    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        bits = tl.maximum(bits, abs_bits(result))
-    store_partial_amax(partials, bits)
-
-
-@triton.jit
-def swiglu_write_kernel(
-    gate,
-    up,
-    partials,
-    y,
-    data,
-    transpose,
-    scale_inv,
-    gate_stride,
-    up_stride,
-    M,
-    K,
-    KEEP_OUTPUT: tl.constexpr,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Every tile of the result to every output that is asked for."""
-    if ROWWISE or COLUMNWISE:
-        scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        if KEEP_OUTPUT:
-            store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
-        if ROWWISE or COLUMNWISE:
-            store_quantized_tile(
-                result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
-            )
-
-
-# --- kernels: backward --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _backward_tiles(
-    dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Tiles of (dgate, dup), rounded to gate's dtype; zero outside [M, K]."""
-    grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
-    g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
-    u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    dgate = activate_backward(grad * u, g, "silu")
-    dup = grad * activate(g, "silu")
-    return rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
-
-
-@triton.jit
-def swiglu_backward_amax_kernel(
-    dy,
-    gate,
-    up,
-    gate_partials,
-    up_partials,
-    gate_stride,
-    up_stride,
-    M,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Partial amaxes of dgate and of dup over every PARTIALS-th tile."""
-    gate_bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
-    up_bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        gate_bits = tl.maximum(gate_bits, abs_bits(dgate))
-        up_bits = tl.maximum(up_bits, abs_bits(dup))
-    store_partial_amax(gate_partials, gate_bits)
-    store_partial_amax(up_partials, up_bits)
-
-
-@triton.jit
-def swiglu_backward_write_kernel(
-    dy,
-    gate,
-    up,
-    gate_partials,
-    up_partials,
-    dgate,
-    dup,
-    gate_data,
-    gate_transpose,
-    gate_scale_inv,
-    up_data,
-    up_transpose,
-    up_scale_inv,
-    gate_stride,
-    up_stride,
-    M,
-    K,
-    KEEP_OUTPUT: tl.constexpr,
-    STACKED: tl.constexpr,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Every tile of dgate and dup to every output that is asked for; with STACKED the gate's buffers hold both, side by side."""
-    data_stride = K
-    if STACKED:
-        data_stride = 2 * K
-        up_data = gate_data + K
-        up_transpose = gate_transpose + tl.cast(K, tl.int64) * ((M + 15) // 16 * 16)
-        up_scale_inv = gate_scale_inv + 1
-    if ROWWISE or COLUMNWISE:
-        g_scale = load_scale(gate_partials, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-        u_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
-        if KEEP_OUTPUT:
-            store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
-            store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
-        if ROWWISE or COLUMNWISE:
-            store_quantized_tile(
-                g,
-                g_scale,
-                row,
-                column,
-                M,
-                K,
-                gate_data,
-                gate_transpose,
-                ROWWISE,
-                COLUMNWISE,
-                BLOCK_M,
-                BLOCK_K,
-                data_stride,
-            )
-            store_quantized_tile(
-                u,
-                u_scale,
-                row,
-                column,
-                M,
-                K,
-                up_data,
-                up_transpose,
-                ROWWISE,
-                COLUMNWISE,
-                BLOCK_M,
-                BLOCK_K,
-                data_stride,
-            )
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

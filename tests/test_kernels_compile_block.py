@@ -41,7 +41,7 @@ def quantize_case(
     """A case for each launch."""
     packed = dtype == "*bf16" and power_of_two
     itemsize = TORCH_TYPES[dtype].itemsize
-    rows, warps, group = block_tile(columnwise, two_d)
+    rows, warps, group = block_tile(columnwise, two_d, packed)
     for by_rows, by_columns in cast_launches(rowwise, columnwise, itemsize):
         buffers = {"data": by_rows, "scale_inv": by_rows, "transpose": by_columns, "columnwise_scale_inv": by_columns}
         types = {name: "*fp32" if "scale" in name else f"*{fp8}" for name in buffers}

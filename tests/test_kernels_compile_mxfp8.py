@@ -45,7 +45,8 @@ def quantize_case(
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0, "SWIZZLED": swizzled}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
     if scale_block == 128:
-        constants |= {"GROUP_M": mxfp8.TILE_128[1], "num_warps": mxfp8.TILE_128[2]}
+        _, group, warps = mxfp8.tile_128(packed, usage[1])
+        constants |= {"GROUP_M": group, "num_warps": warps}
     else:
         block_m, block_k, warps = mxfp8.tile_32(4096 if aligned_k else 4095, usage[1])
         constants |= {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu
+from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu, swiglu_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
@@ -74,8 +74,8 @@ def amax_cases():
         for backward in (False, True):
             tile = quantize.amax_tile(4096)
             yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
-    yield swiglu.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
-    yield swiglu.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
+    yield swiglu_kernels.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
+    yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
 
 
 def cast_cases(rows: int, columnwise: bool = True):
@@ -92,9 +92,12 @@ def cast_cases(rows: int, columnwise: bool = True):
         for backward, bias_grad in ((False, False), (True, False), (True, True)):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": bias_grad}
             yield activation.activation_write_kernel, *tiled(of_activation[backward + bias_grad], **flags, **partials)
-    yield swiglu.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
+    yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
     for stacked in (False, True):
-        yield swiglu.swiglu_backward_write_kernel, *tiled(backward_tile, KEEP_OUTPUT=True, STACKED=stacked, **partials)
+        yield (
+            swiglu_kernels.swiglu_backward_write_kernel,
+            *tiled(backward_tile, KEEP_OUTPUT=True, STACKED=stacked, **partials),
+        )
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": norm.ROW_PROGRAMS}
