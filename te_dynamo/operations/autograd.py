@@ -15,9 +15,7 @@ from te_dynamo.operations.run import Call, Context, Grads, run_backward
 __all__ = ["backward", "keep"]
 
 
-def keep(
-    func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[Context], output: torch.Tensor
-) -> None:
+def keep(func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[Context], output: torch.Tensor) -> None:
     """Puts on autograd's context what `backward` reads. No tensor is kept but by save_for_backward."""
     func_ctx.set_materialize_grads(False)
     func_ctx.save_for_backward(*chain.from_iterable(ctx.saved_tensors for ctx in ctxs))

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import Fusion, fusion_name, operation_fusions_digest, registered
 from te_dynamo.operations.fused import SHIPPED
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
+from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
 
 __all__ = ["FusedOps", "Group", "OperationFuser", "sliding_window"]
@@ -77,26 +78,6 @@ class OperationFuser:
         if not self.fusions:
             return _unfused(self.basic_ops, first_backward)
         return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions_digest())
-
-
-def sliding_window(
-    ops: Sequence[FusibleOperation],
-    types: Sequence[type | tuple[type, ...]],
-    fuse: Callable[[tuple[Any, ...]], Optional[FusibleOperation]],
-) -> Ops:
-    """The list with every run of operations of these types replaced by what `fuse(run)` gives, unless that is None.
-
-    From the left, without overlaps. `fuse` is called with exactly len(types) operations whose types are right already.
-    """
-    result: Ops = []
-    rest = list(ops)
-    while rest:
-        window = tuple(rest[: len(types)])
-        fits = len(window) == len(types) and all(map(isinstance, window, types))
-        fused = fuse(window) if fits else None
-        result.append(rest[0] if fused is None else fused)
-        rest = rest[1 if fused is None else len(types) :]
-    return result
 
 
 @functools.lru_cache(maxsize=1024)
