@@ -48,7 +48,7 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         elif kernels_available(device).ok and is_extern(node):
             done.append((name, "Gluon"))
         elif kernels_available(device).ok:
-            _inline(graph, node)
+            waiting.extendleft(reversed(_te_nodes(_inline(graph, node))))  # an opaque operation calls others
             done.append((name, "Triton"))
         else:
             done.append((name, f"reference ({kernels_available(device).reason})"))

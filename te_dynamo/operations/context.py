@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 
 from te_dynamo.errors import TeError
+from te_dynamo.operations.value import Value
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["LegacyContext", "OperationContext", "RequiresGrad"]
 
 
-@dataclasses.dataclass(frozen=True)
-class RequiresGrad:
+class RequiresGrad(Value):
     """Which of a basic operation's tensors need a gradient: read once, when the operations are called.
 
     input: whether anything before the operation needs one. params, extra_inputs: one flag a tensor.

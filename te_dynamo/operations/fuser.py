@@ -20,12 +20,11 @@ from typing import Any, Optional
 
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import Fusion, fusion_name, operation_fusions_digest, registered
-from te_dynamo.operations.fused import SHIPPED
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
 
-__all__ = ["FusedOps", "Group", "OperationFuser", "sliding_window"]
+__all__ = ["FusedOps", "Group", "OperationFuser", "grouped", "sliding_window"]
 
 Ops = list[FusibleOperation]
 
@@ -85,17 +84,18 @@ def _fused(ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_back
     """digest: of the registered fusions, so that other fusions are another entry of the cache."""
     joint = _pass("joint", list(ops), recipe)
     forward = _pass("forward", joint, recipe)
-    needing = [group for group in _groups(joint) if group.indices.stop > first_backward]
+    needing = [group for group in grouped(joint) if group.indices.stop > first_backward]
     backward = _pass("backward", [group.op for group in needing], recipe)
-    return FusedOps(_groups(forward), _groups(backward, needing[0].first if needing else len(ops)))
+    return FusedOps(grouped(forward), grouped(backward, needing[0].first if needing else len(ops)))
 
 
 def _unfused(ops: tuple[BasicOperation, ...], first_backward: int) -> FusedOps:
-    groups = _groups(list(ops))
+    groups = grouped(list(ops))
     return FusedOps(groups, groups[first_backward:])
 
 
-def _groups(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...]:
+def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...]:
+    """A group for each operation, the first one's basic operations counted from `first`."""
     groups = []
     for op in ops:
         groups.append(Group(op, first))
@@ -104,6 +104,8 @@ def _groups(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
 
 
 def _pass(phase: str, ops: Ops, recipe: Optional[Recipe]) -> Ops:
+    from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
+
     for fusion in (*SHIPPED[phase], *registered("ops", phase)):
         changed = True
         while changed:  # ends: each round puts at least one basic operation into a fused one, which stays

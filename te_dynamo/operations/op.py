@@ -39,12 +39,16 @@ class FusibleOperation(Value):
     """Base of both kinds of operation: values (value.py), equal when their classes and fields are.
 
     opaque: under the compiler the operation stays one node of its own class until lowering, instead of its parts.
+    forward_overload, backward_overload: the class's `te::` operations.
     """
 
     opaque: ClassVar[bool] = False
     has_forward: ClassVar[bool] = True
     has_backward: ClassVar[bool] = True
     _use_split_forward: ClassVar[bool] = True
+
+    forward_overload: ClassVar[torch._ops.OpOverload]
+    backward_overload: ClassVar[torch._ops.OpOverload]
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,6 +58,10 @@ class FusibleOperation(Value):
             check_definition(cls, str(_kind(cls)), _framework())
             cls._use_split_forward = uses_split_forward(cls, _framework())
             cls.has_forward, cls.has_backward = halves(cls, _framework())
+            if cls._use_split_forward:
+                from te_dynamo.operations.define import register  # defined on top of this module
+
+                register(cls)
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Optional
@@ -26,16 +27,19 @@ Tensors = Sequence[torch.Tensor]
 class Program:
     """Groups to run, and how they are called. Every method takes the parameters and the extra inputs as flat lists.
 
-    backward: the groups whose backward runs. All operations have the split API.
+    backward: the groups whose backward runs. parts: whether an opaque operation, too, is run as its parts. All operations have the
+    split API.
     """
 
     call: Call
     forward: tuple[Group, ...]
     backward: tuple[Group, ...]
+    parts: bool = False
 
     def expand(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
         """[output, *extra outputs, *what backward saves]: what is traced."""
-        return self._run(input, params, extra_inputs, compute).results
+        forward = functools.partial(compute, parts=self.parts)
+        return self._run(input, params, extra_inputs, forward).results
 
     def run(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
         """The same for the dispatcher, which takes no view of an input."""
@@ -43,8 +47,11 @@ class Program:
 
     def fake(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
         """The same without data, from protos."""
-        protos = _protos([input]), _protos(params), _protos(extra_inputs)
-        return [of_proto(proto) for proto in self._run(protos[0][0], *protos[1:], fake).results]
+        return [of_proto(proto) for proto in self.protos(input, params, extra_inputs).results]
+
+    def protos(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> Flat:
+        """The protos of what a forward returns, and where among them and its arguments each saved tensor is."""
+        return self._run(to_tensor_proto(input), _protos(params), _protos(extra_inputs), fake)
 
     def _run(self, input: Any, params: Sequence[Any], extra_inputs: Sequence[Any], forward: Any) -> Flat:
         """The groups one after another, with `forward` compute (on tensors) or fake (on protos)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Optional
 
 import torch
@@ -12,6 +12,8 @@ from te_dynamo.errors import TeError
 from te_dynamo.operations.context import LegacyContext, OperationContext, RequiresGrad
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation, FusibleOperation, Params, Saved
+from te_dynamo.operations.value import Value
+from te_dynamo.quantizers import Quantizer
 from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
@@ -32,16 +34,18 @@ Context = OperationContext | LegacyContext
 Grads = tuple[Optional[torch.Tensor], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(Value):
     """What one call of a list of basic operations is told, beside its tensors.
 
-    ops: the basic operations. requires_grad: one entry each, read once. training: the module's mode.
+    ops: the basic operations. requires_grad: one entry each, read once. training: the module's mode. before, after: the hints of
+    the operations around the list, if any.
     """
 
     ops: tuple[BasicOperation, ...]
     requires_grad: tuple[RequiresGrad, ...]
     training: bool
+    before: Optional[Quantizer] = None
+    after: Optional[Quantizer] = None
 
     @classmethod
     def of(cls, ops: Sequence[BasicOperation], flags: Sequence[bool], training: bool) -> Call:
@@ -66,9 +70,24 @@ class Call:
         return {
             "requires_grad": tuple(self.requires_grad[i] for i in group.indices),
             "training": self.training,
-            "prev_op_grad_output_quantizer": self.ops[before].grad_output_quantizer() if before >= 0 else None,
-            "next_op_input_quantizer": self.ops[after].input_quantizer() if after < len(self.ops) else None,
+            "prev_op_grad_output_quantizer": self.ops[before].grad_output_quantizer() if before >= 0 else self.before,
+            "next_op_input_quantizer": self.ops[after].input_quantizer() if after < len(self.ops) else self.after,
         }
+
+    def flags(self) -> list[bool]:
+        """Which gradients are asked for: of the input, every parameter, every extra input; the argument of `of`."""
+        params = chain.from_iterable(needs.params for needs in self.requires_grad)
+        extra_inputs = chain.from_iterable(needs.extra_inputs for needs in self.requires_grad)
+        return [self.requires_grad[0].input, *params, *extra_inputs]
+
+    def describe(self) -> str:
+        """For graphs: which gradients are asked for."""
+        return f"Call(requires_grad={self.flags()}, training={self.training})"
+
+    def of_group(self, group: Group) -> Call:
+        """The call of the group alone."""
+        keywords = self.keywords(group)
+        return Call(group.op.basic_ops, *keywords.values())
 
 
 def first_needing_grad(call: Call) -> int:
@@ -77,13 +96,22 @@ def first_needing_grad(call: Call) -> int:
 
 
 def compute(
-    group: Group, call: Call, input: torch.Tensor, params: Sequence[Params], extra_inputs: Sequence[Params]
+    group: Group,
+    call: Call,
+    input: torch.Tensor,
+    params: Sequence[Params],
+    extra_inputs: Sequence[Params],
+    parts: bool = False,
 ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
     """The group's forward by the split API, its results' numbers checked; nothing to save where no gradient is needed.
 
-    params, extra_inputs: of all basic operations.
+    params, extra_inputs: of all basic operations. parts: run an opaque operation as its parts too, not as its own node.
     """
     mine = slice(group.indices.start, group.indices.stop)
+    if group.op.opaque and not parts:
+        from te_dynamo.operations.define import forward_node  # defined on top of this module
+
+        return forward_node(group.op, call.of_group(group), input, params[mine], extra_inputs[mine])
     results = group.op.fuser_forward_compute(input, params[mine], extra_inputs[mine], **call.keywords(group))
     return _checked(group, call, results)
 
@@ -201,10 +229,12 @@ def run_backward(
     ctxs: Sequence[Context],
     grad_output: torch.Tensor,
     grad_extra_outputs: Sequence[Grads],
+    parts: bool = False,
 ) -> tuple[Optional[torch.Tensor], list[Grads], list[Grads]]:
     """(grad of the input, grads of the parameters, grads of the extra inputs), the last two an entry for each basic operation.
 
     groups: those that need a gradient, in the order of forward; the rest have no backward and their gradients are None.
+    parts: as in `compute`.
     """
     grad_params: list[Grads] = [(None,) * len(needs.params) for needs in call.requires_grad]
     grad_extras: list[Grads] = [(None,) * len(needs.extra_inputs) for needs in call.requires_grad]
@@ -213,12 +243,22 @@ def run_backward(
         mine = slice(group.indices.start, group.indices.stop)
         if grad is None:
             raise TeError(f"{type(group.op).__qualname__} needs a gradient that the operation after it did not give")
-        results = group.op.fuser_backward(ctxs[mine], grad, grad_extra_outputs[mine])  # type: ignore[arg-type]
+        results = _backward(group, call, ctxs[mine], grad, grad_extra_outputs[mine], parts)
         grad, of_params, of_extras = _of_length(group.op, "(grad input, grads of params, of extra inputs)", results, 3)
         grad_params[mine] = _checked_grads(group, "parameters", of_params, grad_params[mine])
         grad_extras[mine] = _checked_grads(group, "extra inputs", of_extras, grad_extras[mine])
     reached = bool(groups) and groups[0].first == 0 and call.requires_grad[0].input
     return (grad if reached else None), grad_params, grad_extras
+
+
+def _backward(
+    group: Group, call: Call, ctxs: Sequence[Any], grad: torch.Tensor, grad_extra_outputs: Sequence[Grads], parts: bool
+) -> Any:
+    if group.op.opaque and not parts:
+        from te_dynamo.operations.define import backward_node  # defined on top of this module
+
+        return backward_node(group.op, call.of_group(group), ctxs, grad, grad_extra_outputs)
+    return group.op.fuser_backward(ctxs, grad, grad_extra_outputs)
 
 
 def _checked_grads(group: Group, of: str, grads: Any, expected: Sequence[Grads]) -> list[Grads]:

@@ -7,11 +7,13 @@ The node says which operations there are; running it fuses them. Below autograd 
 (te.quantize, te.gemm, aten), so that the graph's own fusions and Inductor's apply inside.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 
+from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations.fuser import OperationFuser
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.program import Program, gradients
@@ -35,10 +37,15 @@ class OperationSequence(Value):
 
     def program(self, requires_grad: Sequence[bool], training: bool) -> Program:
         """requires_grad: of the input, then of every parameter, then of every extra input."""
-        call = Call.of(self.ops, requires_grad, training)
-        fuser = OperationFuser(self.ops, recipe=self.recipe, fusions=self.fusions)
-        fused = fuser.fuse(first_needing_grad(call))
-        return Program(call, fused.forward, fused.backward)
+        return _program(self, tuple(requires_grad), training, operation_fusions_digest())
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(sequence: OperationSequence, requires_grad: tuple[bool, ...], training: bool, fusions: str) -> Program:
+    call = Call.of(sequence.ops, requires_grad, training)
+    fuser = OperationFuser(sequence.ops, recipe=sequence.recipe, fusions=sequence.fusions)
+    fused = fuser.fuse(first_needing_grad(call))
+    return Program(call, fused.forward, fused.backward)
 
 
 def _run(input: Any, params: Any, extra_inputs: Any, sequence: Any, requires_grad: Any, training: Any, _: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Optional
 
@@ -43,6 +44,13 @@ class Sequential(torch.nn.Module):
         self.sequence = OperationSequence(basic_ops, recipe, fusions)
         self._extra_inputs = [type(op).__name__ for op in basic_ops for _ in range(op.num_extra_inputs)]
         self._num_extra_outputs = sum(op.num_extra_outputs for op in basic_ops)
+        legacy = [f"{i}: {type(op).__name__}" for i, op in enumerate(basic_ops) if not op._use_split_forward]
+        self._legacy = (
+            f"te_dynamo.Sequential: {', '.join(legacy)} has the legacy op_forward, which cannot be traced; give it "
+            "op_forward_compute, op_forward_save_ctx and op_forward_fake"
+            if legacy
+            else ""
+        )
         self._names: list[tuple[str, str]] = []
         for i, op in enumerate(basic_ops):
             holder = torch.nn.Module()
@@ -69,14 +77,23 @@ class Sequential(torch.nn.Module):
         grad = torch.is_grad_enabled()
         # Read here, once: what is saved follows from it in real and in fake runs.
         requires_grad = [grad and tensor.requires_grad for tensor in (input, *params, *extra_inputs)]
-        if torch.compiler.is_compiling():
+        results: Sequence[torch.Tensor]
+        if self._legacy or not torch.compiler.is_compiling():
+            if self._legacy:
+                torch._dynamo.graph_break(msg=self._legacy)
+            results = _run(self.sequence, requires_grad, self.training, input, *params, *extra_inputs)
+        else:
             fusions = operation_fusions_digest()
             results = sequence(input, params, list(extra_inputs), self.sequence, requires_grad, self.training, fusions)
             results = results[: 1 + self._num_extra_outputs]
-        else:
-            program = self.sequence.program(requires_grad, self.training)
-            results = _Run.apply(program, input, *params, *extra_inputs)
         return results[0] if len(results) == 1 else tuple(results)
+
+
+@torch.compiler.disable(reason="te_dynamo.Sequential with an operation of the legacy API: op_forward cannot be traced")
+def _run(
+    sequence: OperationSequence, requires_grad: list[bool], training: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return _Run.apply(sequence.program(requires_grad, training), *tensors)  # type: ignore[no-any-return]
 
 
 class _Run(torch.autograd.Function):

@@ -44,7 +44,10 @@ class Value(metaclass=OpaqueMeta):
         return self is other or self._fields() == other._fields()  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash((type(self), *self._fields().values()))
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash((type(self), *self._fields().values()))
+        return int(known)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """The constructor call, for graph code: part of torch's contract for value classes."""
@@ -101,7 +104,7 @@ def _code(value: Any, names: dict[str, type]) -> str:
 def _unique(cls: type, names: dict[str, type]) -> str:
     """A name for the class in graph code: its own; with its module outside of te_dynamo, where two may have one name."""
     name = cls.__name__ if cls.__module__.startswith("te_dynamo.") else f"{cls.__module__}.{cls.__qualname__}"
-    name = "".join(c if c.isalnum() else "_" for c in name)
+    name = "".join(c if c.isalnum() else "_" for c in name).strip("_")  # Python renames __x inside of classes
     names[name] = cls
     return name
 
