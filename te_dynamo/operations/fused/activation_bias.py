@@ -23,8 +23,8 @@ from te_dynamo.operations.basic.activation import GELU, ReLU, SiLU
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
-from te_dynamo.operations.windows import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.windows import sliding_window
 from te_dynamo.ops.activation import activation_backward_quantize
 from te_dynamo.ops.linear import backward_products, grad_output_quantizer
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer

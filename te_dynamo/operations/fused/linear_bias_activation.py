@@ -21,8 +21,8 @@ import torch
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.windows import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
+from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
 
 __all__ = ["ForwardLinearBiasActivation", "fuse_linear_bias_activation"]
