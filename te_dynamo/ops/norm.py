@@ -13,7 +13,14 @@ from te_dynamo.ops.fakes import like, quantized, row_statistic
 from te_dynamo.ops.quantize import takes_quantizer
 from te_dynamo.quantizers import Quantizer
 
-__all__ = ["layer_norm", "layer_norm_quantize", "rms_norm", "rms_norm_quantize"]
+__all__ = [
+    "layer_norm",
+    "layer_norm_gradients",
+    "layer_norm_quantize",
+    "rms_norm",
+    "rms_norm_gradients",
+    "rms_norm_quantize",
+]
 
 
 def _keep_dims(statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -31,22 +38,35 @@ def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
     ctx.mark_non_differentiable(output[1])
 
 
-def _rms_norm_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd; dw = sum over rows of dy * xhat."""
-    x, weight, rstd = ctx.saved_tensors
+def rms_norm_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx, dw): dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd; dw = sum over rows of dy * xhat."""
     dy32 = dy.to(torch.float32)
     rstd = _keep_dims(rstd, x)
     xhat = x.to(torch.float32) * rstd
     g, dweight = dy32, None
     if weight is not None:
         w32 = weight.to(torch.float32)
-        g = dy32 * (1.0 + w32 if ctx.zero_centered else w32)
-        if ctx.needs_input_grad[1]:
+        g = dy32 * (1.0 + w32 if zero_centered else w32)
+        if needs_weight:
             dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
     dx = None
-    if ctx.needs_input_grad[0]:
+    if needs_x:
         dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
-    return dx, dweight, None, None, None
+    return dx, dweight
+
+
+def _rms_norm_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grads = rms_norm_gradients(dy, *ctx.saved_tensors, ctx.zero_centered, needs_x, needs_weight)
+    return *grads, None, None, None
 
 
 @te_op(
@@ -74,21 +94,34 @@ def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _layer_norm_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * w; dw = sum of dy * xhat, db = sum of dy over rows."""
-    x, weight, mean, rstd = ctx.saved_tensors
+def layer_norm_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx, dw, db): dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * w; dw, db = sum of dy * xhat, of dy over rows."""
     dy32 = dy.to(torch.float32)
     rstd = _keep_dims(rstd, x)
     xhat = (x.to(torch.float32) - _keep_dims(mean, x)) * rstd
     g = dy32 if weight is None else dy32 * weight.to(torch.float32)
     dx = dweight = dbias = None
-    if ctx.needs_input_grad[0]:
+    if needs_x:
         dx = (rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
-    if weight is not None and ctx.needs_input_grad[1]:
+    if weight is not None and needs_weight:
         dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
-    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-        dbias = dy32.sum(_leading(x)).to(ctx.bias_dtype)
-    return dx, dweight, dbias, None
+    if bias_dtype is not None and needs_bias:
+        dbias = dy32.sum(_leading(x)).to(bias_dtype)
+    return dx, dweight, dbias
+
+
+def _layer_norm_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    return *layer_norm_gradients(dy, *ctx.saved_tensors, ctx.bias_dtype, *ctx.needs_input_grad[:3]), None
 
 
 @te_op(

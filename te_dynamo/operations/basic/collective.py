@@ -1,0 +1,111 @@
+"""Collectives over a process group, functional, so that they trace. On one process each is the identity."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.errors import TeError
+from te_dynamo.operations.basic.shape import SavesNothing
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.op import Params, Saved
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["AllGather", "AllReduce", "Collective", "ReduceScatter"]
+
+
+class Collective(SavesNothing, abstract=True):
+    """group: the name of a process group (`group.group_name`), None for all processes. Along the leading dimension."""
+
+    group: Optional[str] = None
+
+    def ranks(self) -> int:
+        """How many processes share the group; 1 without torch.distributed."""
+        dist = torch.distributed
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(dist.distributed_c10d._resolve_process_group(self._name()))
+
+    def _name(self) -> Any:
+        return self.group or torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """[ranks * L, ...]: the tensors of all processes, one after another."""
+        if self.ranks() == 1:
+            return x
+        functional = torch.distributed._functional_collectives
+        return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, self._name()))
+
+    def _reduced(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes."""
+        if self.ranks() == 1:
+            return x
+        functional = torch.distributed._functional_collectives
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", self._name()))
+
+    def _scattered(self, x: torch.Tensor) -> torch.Tensor:
+        """[L / ranks, ...]: this process's share of the sum."""
+        if self.ranks() == 1:
+            return x
+        functional = torch.distributed._functional_collectives
+        return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, self._name()))
+
+    def _fake(self, input: TensorProto, shape: tuple[int, ...]) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        if self.ranks() == 1:
+            return input, []
+        return TensorProto(shape, input.dtype, device=input.device), []
+
+
+class AllGather(Collective):
+    """y [ranks * L, ...] = every process's x [L, ...]. Backward: reduce-scatter."""
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        return self._gathered(input), []
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        return self._fake(input, (self.ranks() * input.shape[0], *input.shape[1:]))
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        return self._scattered(grad_output), ()
+
+
+class AllReduce(Collective):
+    """y = the sum of every process's x. Backward: the identity, for a gradient that is the same on every process."""
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        return self._reduced(input), []
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        return self._fake(input, input.shape)
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        return grad_output, ()
+
+
+class ReduceScatter(Collective):
+    """y [L / ranks, ...] = this process's share of the sum of every process's x [L, ...]. Backward: all-gather.
+
+    Raises TeError where the processes cannot share L evenly.
+    """
+
+    def _share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if shape[0] % self.ranks():
+            raise TeError(f"ReduceScatter: {self.ranks()} processes cannot share a leading dimension of {shape[0]}")
+        return (shape[0] // self.ranks(), *shape[1:])
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        self._share(tuple(input.shape))
+        return self._scattered(input), []
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        return self._fake(input, self._share(input.shape))
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        return self._gathered(grad_output), ()

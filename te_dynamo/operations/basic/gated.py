@@ -1,0 +1,141 @@
+"""Gated activations: y [..., N] = f(a) * b of x [..., 2N] = [a, b].
+
+The **first** half goes through the activation and the second is its factor, as in Transformer Engine (torch.nn.functional.glu gates
+with the second half).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.errors import TeError
+from te_dynamo.operations.basic import formulas
+from te_dynamo.operations.basic.activation import check_approximate
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.ops.swiglu import swiglu, swiglu_backward
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["GEGLU", "GLU", "QGEGLU", "ClampedSwiGLU", "Gated", "ReGLU", "SReGLU", "SwiGLU", "half_of"]
+
+
+class Gated(BasicOperation, abstract=True):
+    """y = f(a) * b, x = [a, b] along the last dimension. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
+
+    def kind(self) -> str:
+        """What formulas.py calls f."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y of x."""
+        a, b = x.chunk(2, -1)
+        if self.kind() == "silu":
+            return swiglu(a, b)
+        return (formulas.value(a.to(torch.float32), self.kind()) * b.to(torch.float32)).to(x.dtype)
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dx = [dy * b * f'(a), dy * f(a)]."""
+        a, b = x.chunk(2, -1)
+        if self.kind() == "silu":
+            return torch.cat(swiglu_backward(dy.contiguous(), a, b), -1)
+        a32, dy32 = a.to(torch.float32), dy.to(torch.float32)
+        da = dy32 * b.to(torch.float32) * formulas.derivative(a32, self.kind())
+        db = dy32 * formulas.value(a32, self.kind())
+        return torch.cat((da, db), -1).to(x.dtype)
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        half_of(self, input.shape)
+        return self.forward(input.contiguous()), [input]
+
+    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        return TensorProto(half_of(self, input.shape), input.dtype, device=input.device), [input]
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        (x,) = ctx.saved_tensors
+        assert x is not None
+        return self.backward(grad_output, x.contiguous()), ()
+
+
+def half_of(op: BasicOperation, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[..., N] of [..., 2N]. Raises TeError for an odd last dimension."""
+    if not shape or shape[-1] % 2:
+        raise TeError(f"{type(op).__name__}: expected an input [..., 2N], got {list(shape)}")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+class GLU(Gated):
+    """sigmoid(a) * b."""
+
+    def kind(self) -> str:
+        return "sigmoid"
+
+
+class GEGLU(Gated):
+    """gelu(a) * b. approximate: "none" (by erf) or "tanh"; ValueError for another."""
+
+    approximate: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_approximate(self, self.approximate)
+
+    def kind(self) -> str:
+        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
+
+
+class QGEGLU(Gated):
+    """a * sigmoid(1.702 a) * b."""
+
+    def kind(self) -> str:
+        return "qgelu"
+
+
+class ReGLU(Gated):
+    """max(a, 0) * b."""
+
+    def kind(self) -> str:
+        return "relu"
+
+
+class SReGLU(Gated):
+    """max(a, 0)^2 * b."""
+
+    def kind(self) -> str:
+        return "srelu"
+
+
+class SwiGLU(Gated):
+    """silu(a) * b."""
+
+    def kind(self) -> str:
+        return "silu"
+
+
+class ClampedSwiGLU(Gated):
+    """a' * sigmoid(alpha a') * (b' + offset), a' = min(a, limit), b' = clamp(b, -limit, limit): the MLP of GPT-OSS."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.to(torch.float32).chunk(2, -1)
+        a, b = a.clamp(max=self.limit), b.clamp(-self.limit, self.limit)
+        return (a * torch.sigmoid(self.alpha * a) * (b + self.offset)).to(x.dtype)
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Nothing flows where a value is outside of its limits; at a limit it does, as in torch.clamp."""
+        a, b = x.to(torch.float32).chunk(2, -1)
+        clamped_a, clamped_b = a.clamp(max=self.limit), b.clamp(-self.limit, self.limit)
+        s = torch.sigmoid(self.alpha * clamped_a)
+        dy32 = dy.to(torch.float32)
+        da = dy32 * (clamped_b + self.offset) * s * (1 + self.alpha * clamped_a * (1 - s)) * (a <= self.limit)
+        db = dy32 * clamped_a * s * (b.abs() <= self.limit)
+        return torch.cat((da, db), -1).to(x.dtype)

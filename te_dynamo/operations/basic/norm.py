@@ -1,0 +1,112 @@
+"""Norms over the last dimension: LayerNorm, RMSNorm, L2Normalization."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.ops.norm import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
+
+
+class _Norm(BasicOperation, abstract=True):
+    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean) * rsqrt(var + eps) * weight + bias, [..., features]. Saves x, the weight, mean and rstd."""
+
+    features: int
+    eps: float = 1e-5
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        shape = (self.features,)
+        return Parameter("weight", shape, torch.nn.init.ones_), Parameter("bias", shape, torch.nn.init.zeros_)
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        weight, bias = params
+        output, mean, rstd = layer_norm(input.contiguous(), weight, bias, self.eps)
+        return output, [input, weight, mean, rstd]
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        output = TensorProto(input.shape, input.dtype, device=input.device)
+        return output, [input, params[0], _statistic(input), _statistic(input)]
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        saved: Any = ctx.saved_tensors
+        needs = ctx.requires_grad
+        dx, *of_params = layer_norm_gradients(grad_output, *saved, ctx.params[1].dtype, needs.input, *needs.params)
+        return dx, tuple(of_params)
+
+
+class RMSNorm(_Norm):
+    """y = x * rsqrt(mean(x^2) + eps) * w, [..., features]; w = weight, or 1 + weight when zero_centered.
+
+    Saves x, the weight and rstd.
+    """
+
+    features: int
+    eps: float = 1e-5
+    zero_centered: bool = False
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
+        return (Parameter("weight", (self.features,), init),)
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        (weight,) = params
+        output, rstd = rms_norm(input.contiguous(), weight, self.eps, False, self.zero_centered)
+        return output, [input, weight, rstd]
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        output = TensorProto(input.shape, input.dtype, device=input.device)
+        return output, [input, params[0], _statistic(input)]
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        saved: Any = ctx.saved_tensors
+        needs = ctx.requires_grad
+        dx, dweight = rms_norm_gradients(grad_output, *saved, self.zero_centered, needs.input, *needs.params)
+        return dx, (dweight,)
+
+
+class L2Normalization(_Norm):
+    """y = x * rsqrt(sum(x^2) + eps) over the last dimension, in fp32, rounded to x's dtype. Saves x and the rsqrt."""
+
+    eps: float = 1e-6
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        x = input.to(torch.float32)
+        inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
+        return (x * inverse).to(input.dtype), [input, inverse]
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        inverse = TensorProto((*input.shape[:-1], 1), torch.float32, device=input.device)
+        return TensorProto(input.shape, input.dtype, device=input.device), [input, inverse]
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        x, inverse = ctx.saved_tensors
+        assert x is not None and inverse is not None
+        dy, y = grad_output.to(torch.float32), x.to(torch.float32) * inverse
+        return (inverse * (dy - y * (dy * y).sum(-1, keepdim=True))).to(x.dtype), ()
+
+
+def _statistic(x: TensorProto) -> TensorProto:
+    """One fp32 number a row of x read as [M, K]."""
+    return TensorProto((math.prod(x.shape[:-1]),), torch.float32, device=x.device)

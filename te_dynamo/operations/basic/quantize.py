@@ -1,0 +1,50 @@
+"""Quantize: a tensor, or its gradient, rounded to what a low precision format holds."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.basic.shape import SavesNothing
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.op import Params, Saved
+from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.quantizers import Quantizer
+from te_dynamo.storage import QuantizedTensorStorage
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["Quantize"]
+
+
+class Quantize(SavesNothing):
+    """y = the values of x in `forward`'s format, in x's dtype; dx = those of dy in `backward`'s. None leaves them as they are.
+
+    The rounding is taken for the identity in backward (straight through).
+    """
+
+    forward: Optional[Quantizer] = None
+    backward: Optional[Quantizer] = None
+
+    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+        return _rounded(input, self.forward), []
+
+    def op_forward_fake(
+        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
+    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        if self.forward is None:
+            return input, []
+        self.forward.check_shape(input.shape)
+        return TensorProto(input.shape, input.dtype, device=input.device), []
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+        return _rounded(grad_output, self.backward), ()
+
+
+def _rounded(x: torch.Tensor, quantizer: Optional[Quantizer]) -> torch.Tensor:
+    if quantizer is None:
+        return x
+    shape = tuple(x.shape)
+    quantizer.check_shape(shape)
+    buffers = dict(zip(quantizer._describe_buffers(shape), quantize_tensor(x.contiguous(), quantizer), strict=True))
+    return QuantizedTensorStorage.from_metadata(buffers, quantizer.create_metadata(shape, x.dtype)).dequantize()

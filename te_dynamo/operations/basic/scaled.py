@@ -1,0 +1,85 @@
+"""Activations times a scale for each row, which comes as an extra input: what a mixture of experts does with its probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.basic.activation import Activation, SReLU
+from te_dynamo.operations.basic.gated import Gated, SwiGLU, half_of
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["Scaled", "ScaledSReLU", "ScaledSwiGLU"]
+
+
+class Scaled(BasicOperation, abstract=True):
+    """y [..., N] = f(x) * scales [..., None]. Extra input: scales, of x's leading dimensions. Saves x and scales.
+
+    dscales = sum over N of dy * f(x), in fp32; f(x) is computed again.
+    """
+
+    num_extra_inputs = 1
+
+    def activation(self) -> Activation | Gated:
+        """f."""
+        raise NotImplementedError
+
+    def fuser_forward_compute(
+        self, input: torch.Tensor, params: Sequence[Params], extra_inputs: Sequence[Params], **_: Any
+    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+        ((scales,),) = extra_inputs
+        y = self.activation().forward(input.contiguous())
+        scaled = y.to(torch.float32) * scales.to(torch.float32).unsqueeze(-1)
+        return scaled.to(input.dtype), [()], [[input, scales]]
+
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+        ctxs[0].save_for_backward(*tensors_to_save[0])
+
+    def fuser_forward_fake(
+        self,
+        input: TensorProto,
+        params: Sequence[tuple[TensorProto, ...]],
+        extra_inputs: Sequence[tuple[TensorProto, ...]],
+        **_: Any,
+    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+        ((scales,),) = extra_inputs
+        shape = half_of(self, input.shape) if isinstance(self.activation(), Gated) else input.shape
+        return TensorProto(shape, input.dtype, device=input.device), [()], [[input, scales]]
+
+    def fuser_backward(
+        self,
+        ctxs: Sequence[OperationContext],
+        grad_output: torch.Tensor,
+        grad_extra_outputs: Sequence[tuple[Optional[torch.Tensor], ...]],
+    ) -> tuple[
+        Optional[torch.Tensor], list[tuple[Optional[torch.Tensor], ...]], list[tuple[Optional[torch.Tensor], ...]]
+    ]:
+        needs, (x, scales) = ctxs[0].requires_grad, ctxs[0].saved_tensors
+        assert x is not None and scales is not None
+        dx = dscales = None
+        dy32 = grad_output.to(torch.float32)
+        if needs.input:
+            scaled = (dy32 * scales.to(torch.float32).unsqueeze(-1)).to(grad_output.dtype)
+            dx = self.activation().backward(scaled, x.contiguous())
+        if needs.extra_inputs[0]:
+            y = self.activation().forward(x.contiguous())
+            dscales = (dy32 * y.to(torch.float32)).sum(-1).to(scales.dtype)
+        return dx, [()], [(dscales,)]
+
+
+class ScaledSwiGLU(Scaled):
+    """silu(a) * b * scales of x [..., 2N] = [a, b]."""
+
+    def activation(self) -> Gated:
+        return SwiGLU()
+
+
+class ScaledSReLU(Scaled):
+    """max(x, 0)^2 * scales."""
+
+    def activation(self) -> Activation:
+        return SReLU()
