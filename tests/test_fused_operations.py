@@ -4,7 +4,19 @@ import pytest
 from operation_runs import TOLERANCE, Case, all_four, assert_agree
 
 import te_dynamo
-from te_dynamo.operations import GELU, QGELU, BasicLinear, Bias, ReLU, SiLU
+from te_dynamo.errors import TeError
+from te_dynamo.operations import (
+    GELU,
+    QGELU,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ConstantScale,
+    MakeExtraOutput,
+    ReLU,
+    RMSNorm,
+    SiLU,
+)
 
 FP8 = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)
 MXFP8 = te_dynamo.recipe.MXFP8BlockScaling()
@@ -63,3 +75,64 @@ def test_only_the_gradients_asked_for(needs):
     assert (fused.grads[0] is not None) == needs[0]
     assert [g is not None for g in fused.grads[1:]] == [needs[1]] * 4
     assert fused.backward[0] == "BackwardActivationBias"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_bias_add(recipe, bias):
+    ops = [BasicLinear(64, 96), *[Bias(96)] * bias, AddExtraInput()]
+    _, fused = all_four(Case(ops, recipe, (3, 32, 64), extra_shape=(3, 32, 96)), tolerance(recipe))
+    assert fused.forward == ["ForwardLinearBiasAdd"]
+
+
+def test_linear_scale_add(recipe):
+    ops = [BasicLinear(64, 96), ConstantScale(0.75), AddExtraInput()]
+    _, fused = all_four(Case(ops, recipe, (3, 32, 64), extra_shape=(3, 32, 96)), tolerance(recipe))
+    assert fused.forward == ["ForwardLinearScaleAdd"]
+    assert fused.backward[0] == ("BackwardLinearScale" if quantizes_dy(recipe) else "BasicLinear")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_extra_input_of_another_shape_is_an_error(fused):
+    case = Case([BasicLinear(64, 96), AddExtraInput()], FP8, (32, 64), extra_shape=(1, 96))
+    with pytest.raises(TeError, match=r"AddExtraInput: the extra input has the shape \[1, 96\]"):
+        case.run(fused_forward=fused, fused_backward=False)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.75, -3.0, 0.0])
+def test_linear_scale(scale):
+    case = Case([BasicLinear(64, 96), ConstantScale(scale)], FP8, (3, 32, 64))
+    _, fused = all_four(case, TOLERANCE["fp8"])
+    assert fused.backward == ["BackwardLinearScale"]
+
+
+def test_linear_scale_by_a_power_of_two_is_bit_equal():
+    case = Case([BasicLinear(64, 96), ConstantScale(0.25)], FP8, (96, 64))
+    exact = case.run(fused_forward=False, fused_backward=False)
+    assert_agree(case.run(fused_forward=False, fused_backward=True), exact, dict(rtol=0.0, atol=0.0))
+
+
+def test_backward_linear_add(recipe):
+    case = Case([MakeExtraOutput(), BasicLinear(64, 96)], recipe, (3, 32, 64))
+    _, fused = all_four(case, tolerance(recipe))
+    assert fused.backward == ["BackwardLinearAdd"]
+    assert len(fused.outputs) == 2
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_backward_add_rms_norm(recipe, zero_centered):
+    case = Case([MakeExtraOutput(), RMSNorm(64, zero_centered=zero_centered), BasicLinear(64, 96)], recipe, (3, 32, 64))
+    _, fused = all_four(case, tolerance(recipe))
+    assert "BackwardAddRMSNorm" in fused.backward
+
+
+class DoubledLinear(BasicLinear):
+    """A subclass that computes something else."""
+
+    def op_forward_compute(self, input, params, *, requires_grad, **keywords):
+        output, saved = super().op_forward_compute(input, params, requires_grad=requires_grad, **keywords)
+        return 2 * output, saved
+
+
+def test_a_subclass_is_not_fused_as_its_base():
+    case = Case([DoubledLinear(64, 96), Bias(96)], FP8, (32, 64))
+    assert case.run(fused_forward=True, fused_backward=True).forward == ["DoubledLinear", "Bias"]

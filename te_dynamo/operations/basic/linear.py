@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Optional
 
@@ -57,7 +58,7 @@ class BasicLinear(BasicOperation):
     def with_recipe(self, recipe: Optional[Recipe]) -> BasicOperation:
         if self.recipe is not None or recipe is None:
             return self
-        return BasicLinear(self.in_features, self.out_features, recipe)
+        return dataclasses.replace(self, recipe=recipe)  # type: ignore[type-var]
 
     def config(self, requires_grad: RequiresGrad) -> Optional[LinearConfig]:
         """How te.linear's helpers run it; None in high precision."""
