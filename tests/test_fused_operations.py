@@ -120,8 +120,8 @@ def test_backward_linear_add(recipe):
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_backward_add_rms_norm(recipe, zero_centered):
-    case = Case([MakeExtraOutput(), RMSNorm(64, zero_centered=zero_centered), BasicLinear(64, 96)], recipe, (3, 32, 64))
-    _, fused = all_four(case, tolerance(recipe))
+    ops = [MakeExtraOutput(), RMSNorm(64, zero_centered=zero_centered), SiLU(), BasicLinear(64, 96)]
+    _, fused = all_four(Case(ops, recipe, (3, 32, 64)), tolerance(recipe))
     assert "BackwardAddRMSNorm" in fused.backward
 
 

@@ -5,8 +5,8 @@
     3 backward   on the joint list: only the backward half, and only the groups that have a gradient to compute
 
 A fusion is `fuse(ops, *, recipe) -> list`: from a list of operations the same operations in the same order, some of them in fused
-ones. Within a pass shipped fusions run first, in the order of `fused.SHIPPED`, then registered ones in the order of their
-registration; what an earlier one took, a later one does not see, so the first has priority. Each runs until it changes nothing
+ones. Within a pass registered fusions run first, in the order of their registration, then the shipped ones in the order of
+`fused.SHIPPED`; what an earlier one took, a later one does not see, so the first has priority. Each runs until it changes nothing
 more, so fusing twice changes nothing. A fused operation may not be fused again: take its place before, with a fusion that is
 registered earlier or matches more.
 """
@@ -106,7 +106,7 @@ def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
 def _pass(phase: str, ops: Ops, recipe: Optional[Recipe]) -> Ops:
     from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
 
-    for fusion in (*SHIPPED[phase], *registered("ops", phase)):
+    for fusion in (*registered("ops", phase), *SHIPPED[phase]):
         changed = True
         while changed:  # ends: each round puts at least one basic operation into a fused one, which stays
             fused = _run(fusion, ops, recipe)

@@ -19,21 +19,16 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.operations.basic.activation import GELU, ReLU, SiLU
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.quantized import DIALECT, activation_gradient_quantized, has_fused_kernels
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
-from te_dynamo.ops.activation import activation_backward_quantize
 from te_dynamo.ops.linear import backward_products, grad_output_quantizer
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.recipe import Recipe
 
-__all__ = ["DIALECT", "BackwardActivationBias", "fuse_activation_bias"]
-
-DIALECT = (GELU, ReLU, SiLU)
-"""The activations that te.activation has kernels for."""
+__all__ = ["BackwardActivationBias", "fuse_activation_bias"]
 
 
 class BackwardActivationBias(FusedOperation):
@@ -43,23 +38,22 @@ class BackwardActivationBias(FusedOperation):
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
     ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
         linear, activation = self.ops[0], self.ops[-1]
-        assert isinstance(linear, BasicLinear) and isinstance(activation, DIALECT)
+        assert isinstance(linear, BasicLinear)
         if not ctxs[0].requires_grad.any():
             return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
         args = linear.backward_args(ctxs[0])
         (z,) = ctxs[-1].saved_tensors
         assert z is not None
         needs_bias = len(self.ops) == 3 and ctxs[1].requires_grad.params[0]
-        results = activation_backward_quantize(
-            grad_output.contiguous(), z.contiguous(), activation.kind(), grad_output_quantizer(args), False, needs_bias
+        sums, buffers = activation_gradient_quantized(
+            activation, grad_output, z.contiguous(), grad_output_quantizer(args), needs_bias
         )
-        sums, buffers = results[: int(needs_bias)], results[int(needs_bias) :]
         dx, dweight = backward_products(args, buffers)
         if dx is not None and grad_output.dim() != 2:
             dx = dx.reshape(*grad_output.shape[:-1], dx.shape[-1])
         grads: Grads = [(dweight,), *((None,) * len(op.parameters()) for op in self.ops[1:])]
-        if needs_bias:
-            grads[1] = (sums[0].to(ctxs[1].params[0].dtype),)
+        if sums is not None:
+            grads[1] = (sums.to(ctxs[1].params[0].dtype),)
         return dx, grads, [() for _ in self.ops]
 
 
@@ -70,5 +64,4 @@ def fuse_activation_bias(ops: Sequence[FusibleOperation], *, recipe: Optional[Re
 
 
 def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
-    wanted = window[0].grad_output_quantizer()
-    return BackwardActivationBias(window) if isinstance(wanted, Float8CurrentScalingQuantizer) else None
+    return BackwardActivationBias(window) if has_fused_kernels(window[0].grad_output_quantizer()) else None

@@ -23,11 +23,11 @@ from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.quantized import has_fused_kernels
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.ops.linear import backward_products, grad_output_quantizer
 from te_dynamo.ops.quantize import quantize_tensor
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.recipe import Recipe
 
 __all__ = ["BackwardLinearScale", "fuse_backward_linear_scale"]
@@ -57,5 +57,4 @@ def fuse_backward_linear_scale(ops: Sequence[FusibleOperation], *, recipe: Optio
 
 
 def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
-    wanted = window[0].grad_output_quantizer()
-    return BackwardLinearScale(window) if isinstance(wanted, Float8CurrentScalingQuantizer) else None
+    return BackwardLinearScale(window) if has_fused_kernels(window[0].grad_output_quantizer()) else None
