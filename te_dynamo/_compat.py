@@ -32,6 +32,11 @@ def register_value_class(cls: T) -> T:
     """Registers a frozen class as a value that graphs carry as a constant and that guards compare by equality."""
     from torch._library import opaque_object
 
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if torch._C._is_opaque_type_registered(
+        name
+    ):  # a class that is defined again, as in a notebook; every release refuses it
+        torch._C._unregister_opaque_type(name)  # type: ignore[attr-defined]
     if hasattr(opaque_object, "register_custom_class"):  # torch 2.15 renamed it
         opaque_object.register_custom_class(cls, typ="constant")
     else:

@@ -1,6 +1,6 @@
 """Operations that can be fused, what fuses them, and a module that runs them: `te_dynamo.Sequential`."""
 
-from te_dynamo.operations import basic
+from te_dynamo.operations import basic, fused
 from te_dynamo.operations.basic import *  # noqa: F403
 from te_dynamo.operations.fuser import FusedOps, Group, OperationFuser, sliding_window
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation, Parameter
@@ -15,6 +15,7 @@ __all__ = [
     "OperationFuser",
     "Parameter",
     "Sequential",
+    "fused",
     "sliding_window",
 ]
 __all__ += basic.__all__

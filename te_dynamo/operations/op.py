@@ -147,7 +147,7 @@ class BasicOperation(FusibleOperation, abstract=True):
         return None
 
     def op_forward_compute(
-        self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, **keywords: Any
+        self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, training: bool, **keywords: Any
     ) -> tuple[torch.Tensor, Saved]:
         """(output, tensors to save). Pure: reads its arguments and the fields, changes nothing."""
         raise NotImplementedError
@@ -157,7 +157,13 @@ class BasicOperation(FusibleOperation, abstract=True):
         raise NotImplementedError
 
     def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], *, requires_grad: RequiresGrad, **keywords: Any
+        self,
+        input: TensorProto,
+        params: tuple[TensorProto, ...],
+        *,
+        requires_grad: RequiresGrad,
+        training: bool,
+        **keywords: Any,
     ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
         """(output, tensors to save) in protos; a tensor that is the input, a parameter or another result is its own proto."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 Backward is written in aten operations: Inductor fuses it with the residual gradient that it is added to.
 """
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -44,10 +45,12 @@ def rms_norm_gradients(
     weight: Optional[torch.Tensor],
     rstd: torch.Tensor,
     zero_centered: bool,
-    needs_x: bool,
-    needs_weight: bool,
+    needs: Sequence[bool],
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(dx, dw): dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd; dw = sum over rows of dy * xhat."""
+    """(dx, dw): dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd; dw = sum over rows of dy * xhat.
+
+    needs: which of them; None for the others.
+    """
     dy32 = dy.to(torch.float32)
     rstd = _keep_dims(rstd, x)
     xhat = x.to(torch.float32) * rstd
@@ -55,18 +58,17 @@ def rms_norm_gradients(
     if weight is not None:
         w32 = weight.to(torch.float32)
         g = dy32 * (1.0 + w32 if zero_centered else w32)
-        if needs_weight:
+        if needs[1]:
             dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
     dx = None
-    if needs_x:
+    if needs[0]:
         dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
     return dx, dweight
 
 
 def _rms_norm_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    grads = rms_norm_gradients(dy, *ctx.saved_tensors, ctx.zero_centered, needs_x, needs_weight)
-    return *grads, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    return *rms_norm_gradients(dy, x, weight, rstd, ctx.zero_centered, ctx.needs_input_grad[:2]), None, None, None
 
 
 @te_op(
@@ -101,27 +103,29 @@ def layer_norm_gradients(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     bias_dtype: Optional[torch.dtype],
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    needs: Sequence[bool],
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(dx, dw, db): dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * w; dw, db = sum of dy * xhat, of dy over rows."""
+    """(dx, dw, db): dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * w; dw, db = sum of dy * xhat, of dy over rows.
+
+    needs: which of them; None for the others.
+    """
     dy32 = dy.to(torch.float32)
     rstd = _keep_dims(rstd, x)
     xhat = (x.to(torch.float32) - _keep_dims(mean, x)) * rstd
     g = dy32 if weight is None else dy32 * weight.to(torch.float32)
     dx = dweight = dbias = None
-    if needs_x:
+    if needs[0]:
         dx = (rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
-    if weight is not None and needs_weight:
+    if weight is not None and needs[1]:
         dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
-    if bias_dtype is not None and needs_bias:
+    if bias_dtype is not None and needs[2]:
         dbias = dy32.sum(_leading(x)).to(bias_dtype)
     return dx, dweight, dbias
 
 
 def _layer_norm_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    return *layer_norm_gradients(dy, *ctx.saved_tensors, ctx.bias_dtype, *ctx.needs_input_grad[:3]), None
+    x, weight, mean, rstd = ctx.saved_tensors
+    return *layer_norm_gradients(dy, x, weight, mean, rstd, ctx.bias_dtype, ctx.needs_input_grad[:3]), None
 
 
 @te_op(

@@ -148,7 +148,7 @@ class BasicLinear(BasicOperation):
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
         """Both gradients in high precision, of those operands that were saved."""
         dx = dy @ weight[0] if weight else None
-        dweight = dy.flatten(0, -2).t() @ x[0].flatten(0, -2) if x else None
+        dweight = dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1]) if x else None
         return dx, (dweight,)
 
 

@@ -44,10 +44,11 @@ class LayerNorm(_Norm):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
-        saved: Any = ctx.saved_tensors
-        needs = ctx.requires_grad
-        dx, *of_params = layer_norm_gradients(grad_output, *saved, ctx.params[1].dtype, needs.input, *needs.params)
-        return dx, tuple(of_params)
+        x, weight, mean, rstd = ctx.saved_tensors
+        assert x is not None and mean is not None and rstd is not None
+        needs = (ctx.requires_grad.input, *ctx.requires_grad.params)
+        dx, dweight, dbias = layer_norm_gradients(grad_output, x, weight, mean, rstd, ctx.params[1].dtype, needs)
+        return dx, (dweight, dbias)
 
 
 class RMSNorm(_Norm):
@@ -78,9 +79,10 @@ class RMSNorm(_Norm):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
-        saved: Any = ctx.saved_tensors
-        needs = ctx.requires_grad
-        dx, dweight = rms_norm_gradients(grad_output, *saved, self.zero_centered, needs.input, *needs.params)
+        x, weight, rstd = ctx.saved_tensors
+        assert x is not None and rstd is not None
+        needs = (ctx.requires_grad.input, *ctx.requires_grad.params)
+        dx, dweight = rms_norm_gradients(grad_output, x, weight, rstd, self.zero_centered, needs)
         return dx, (dweight,)
 
 
