@@ -168,7 +168,7 @@ def test_fused_again_when_fusions_or_recipe_change() -> None:
             fuser.fuse()
             fuser.fuse()
             assert fuser.basic_ops[0].recipe == recipe
-    assert SEEN == list(recipes), "the same recipe again is known already, another one of the same class is not"
+    assert list(recipes) == SEEN, "the same recipe again is known already, another one of the same class is not"
 
 
 def test_the_key_and_the_digest_change_with_the_fusions() -> None:

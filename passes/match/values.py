@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FLOATS",
@@ -137,8 +138,8 @@ def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 def _with_meta(new: fx.Node, like: fx.Node, run: Callable[..., Any]) -> fx.Node:
     new.meta = {**like.meta}
-    values = [a.meta["example_value"] if isinstance(a, fx.Node) else a for a in new.args]
-    fake_modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
+    values: Any = fx.map_arg(new.args, lambda node: node.meta["example_value"])
+    fake_modes = [v.fake_mode for v in tree_leaves(values) if isinstance(v, FakeTensor)]
     replaced = tensor_of(like)
     grad = replaced is None or replaced.requires_grad
     with fake_modes[0] if fake_modes else contextlib.nullcontext(), torch.set_grad_enabled(grad):

@@ -54,19 +54,25 @@ class OperationFuser:
     """The groups of a list of operations.
 
     ops: basic operations, or fused ones, which are taken apart. recipe: that of the operations without one of their own.
-    fusions: False leaves every operation by itself.
+    fusions: False leaves every operation by itself. shipped: False runs the registered fusions alone.
 
     `fuse` keeps its results: another recipe, other registered fusions or another first operation that needs a gradient fuse anew.
     """
 
     def __init__(
-        self, ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe] = None, fusions: bool = True
+        self,
+        ops: Sequence[FusibleOperation],
+        *,
+        recipe: Optional[Recipe] = None,
+        fusions: bool = True,
+        shipped: bool = True,
     ) -> None:
         for op in ops:
             if not isinstance(op, FusibleOperation):
                 raise TypeError(f"OperationFuser: expected operations, got {type(op).__name__}")
         self.recipe = recipe
         self.fusions = fusions
+        self.shipped = shipped
         self.basic_ops = tuple(basic.with_recipe(recipe) for op in ops for basic in op.basic_ops)
 
     def fuse(self, first_backward: int = 0) -> FusedOps:
@@ -76,16 +82,18 @@ class OperationFuser:
         """
         if not self.fusions:
             return _unfused(self.basic_ops, first_backward)
-        return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions_digest())
+        return _fused(self.basic_ops, self.recipe, self.shipped, first_backward, operation_fusions_digest())
 
 
 @functools.lru_cache(maxsize=1024)
-def _fused(ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_backward: int, digest: str) -> FusedOps:
+def _fused(
+    ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], shipped: bool, first_backward: int, digest: str
+) -> FusedOps:
     """digest: of the registered fusions, so that other fusions are another entry of the cache."""
-    joint = _pass("joint", list(ops), recipe)
-    forward = _pass("forward", joint, recipe)
+    joint = _pass("joint", list(ops), recipe, shipped)
+    forward = _pass("forward", joint, recipe, shipped)
     needing = [group for group in grouped(joint) if group.indices.stop > first_backward]
-    backward = _pass("backward", [group.op for group in needing], recipe)
+    backward = _pass("backward", [group.op for group in needing], recipe, shipped)
     return FusedOps(grouped(forward), grouped(backward, needing[0].first if needing else len(ops)))
 
 
@@ -103,10 +111,10 @@ def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
     return tuple(groups)
 
 
-def _pass(phase: str, ops: Ops, recipe: Optional[Recipe]) -> Ops:
+def _pass(phase: str, ops: Ops, recipe: Optional[Recipe], shipped: bool) -> Ops:
     from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
 
-    for fusion in (*registered("ops", phase), *SHIPPED[phase]):
+    for fusion in (*registered("ops", phase), *(SHIPPED[phase] if shipped else ())):
         changed = True
         while changed:  # ends: each round puts at least one basic operation into a fused one, which stays
             fused = _run(fusion, ops, recipe)

@@ -198,7 +198,7 @@ def layer_norm_mlp(recompute: Optional[str] = None) -> Fusion:
     def fuse(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
         found = list(ops)
         for first, second in product(((Bias,), ()), repeat=2):  # the longer first
-            types = (NORMS, BasicLinear, *first, (Activation, Gated), BasicLinear, *second)
+            types: Any = (NORMS, BasicLinear, *first, (Activation, Gated), BasicLinear, *second)
             found = sliding_window(found, types, fused)
         return found
 
