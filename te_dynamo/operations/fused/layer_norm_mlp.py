@@ -26,6 +26,7 @@ te.quantize: the fused kernel gives each half a scale of its own, and the linear
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -188,22 +189,23 @@ def layer_norm_mlp(recompute: Optional[str] = None) -> Fusion:
     te_dynamo.register_forward_backward_fusion(layer_norm_mlp(recompute="activation")).
     """
 
-    def fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
-        linears = [op for op in window if isinstance(op, BasicLinear)]
-        if any(linear.grad_output_quantizer() is None for linear in linears):
-            return None
-        has_kernels = all(has_fused_kernels(linear.input_quantizer()) for linear in linears)
-        return LayerNormMLP(window, recompute) if has_kernels or recompute else None
-
     def fuse(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
         found = list(ops)
         for first, second in product(((Bias,), ()), repeat=2):  # the longer first
             types: Any = (NORMS, BasicLinear, *first, (Activation, Gated), BasicLinear, *second)
-            found = sliding_window(found, types, fused)
+            found = sliding_window(found, types, functools.partial(_fused, recompute))
         return found
 
     fuse.__qualname__ = f"layer_norm_mlp(recompute={recompute!r})"
     return fuse
+
+
+def _fused(recompute: Optional[str], window: tuple[Any, ...]) -> Optional[FusedOperation]:
+    linears = [op for op in window if isinstance(op, BasicLinear)]
+    if any(linear.grad_output_quantizer() is None for linear in linears):
+        return None
+    has_kernels = all(has_fused_kernels(linear.input_quantizer()) for linear in linears)
+    return LayerNormMLP(window, recompute) if has_kernels or recompute else None
 
 
 def _config(linear: Any, requires_grad: RequiresGrad) -> Any:
