@@ -24,7 +24,7 @@ __all__ = ["Explanation", "GraphBreak", "explain"]
 
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo split the model: "file.py:17" ("" where unknown) and the first line of Dynamo's reason."""
+    """Where Dynamo split the model: "file.py:17" ("" where unknown) and its reason: of a deliberate break its message, else the first line of Dynamo's."""
 
     source: str
     reason: str
@@ -235,7 +235,11 @@ def _graph_break_log() -> list[Any]:
 def _graph_break(entry: Any) -> GraphBreak:
     frame = entry.user_stack[-1] if entry.user_stack else None
     source = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame is not None else ""
-    return GraphBreak(source=source, reason=str(entry.reason).split("\n", 1)[0])
+    lines = str(entry.reason).splitlines() or [""]
+    message = next(
+        (line.partition("Message: ")[2] for line in lines if "Message: " in line), ""
+    )  # of a deliberate break
+    return GraphBreak(source=source, reason=message or lines[0])
 
 
 def _linear_row(match: MatchRecord) -> tuple[str, ...]:

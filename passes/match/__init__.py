@@ -10,6 +10,7 @@ forward, backward and what is saved.
     products.py     linears in another dress (matmul, einsum, experts): never rewritten, always recorded
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
     rms_norm.py     RMSNorm written out in the model
+    sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
     activation.py   gelu, silu, relu, silu(a) * b
     autocast.py     whether autocast may be on where a node stands
     readers.py      what "next to a matched linear" means
@@ -38,6 +39,7 @@ from torch import fx
 from te_dynamo.options import Options
 from te_dynamo.passes.match.bodies import Matcher
 from te_dynamo.passes.match.root import in_whole_model
+from te_dynamo.passes.match.sequence import fused_operations
 from te_dynamo.report import Report
 
 __all__ = ["match"]
@@ -56,3 +58,6 @@ def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: 
     # that saves: recomputation, which does not compile, would save less.
     with _disable_saved_tensors_hooks_during_tracing(), in_whole_model(gm.graph, example_inputs):
         report.matches.extend(Matcher(options).match(gm))
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            report.fusions.extend(fused_operations(module.graph))

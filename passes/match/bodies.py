@@ -19,6 +19,7 @@ from te_dynamo.passes.match.activation import match_activation, match_swiglu
 from te_dynamo.passes.match.linear import RecipeFor, match_linear
 from te_dynamo.passes.match.norm import match_norm
 from te_dynamo.passes.match.rms_norm import match_written_rms_norm
+from te_dynamo.passes.match.sequence import match_sequence
 from te_dynamo.passes.match.where import module_path
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
@@ -55,6 +56,7 @@ class Matcher:
                 records.append((place[call], record))
         for node, index in place.items():
             records += [(index, record) for record in match_linear(node, recipe_for, outside)]
+            records += [(index, record) for record in match_sequence(node, self.options.fusions)]
         for matcher in () if outside else _AFTER_LINEARS:
             for node in list(gm.graph.nodes):
                 if node in place and not node._erased and (record := matcher(node)) is not None:

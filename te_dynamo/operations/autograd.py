@@ -46,20 +46,20 @@ def backward(
         return grad, params, extra_inputs
     names = ", ".join(type(group.op).__name__ for group in func_ctx.groups)
     return (
-        _once(names, grad, grad_output),
-        [tuple(_once(names, g, grad_output) for g in grads) for grads in params],
-        [tuple(_once(names, g, grad_output) for g in grads) for grads in extra_inputs],
+        _once(names, grad),
+        [tuple(_once(names, g) for g in grads) for grads in params],
+        [tuple(_once(names, g) for g in grads) for grads in extra_inputs],
     )
 
 
-def _once(names: str, grad: Optional[torch.Tensor], grad_output: torch.Tensor) -> Optional[torch.Tensor]:
+def _once(names: str, grad: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     """The gradient, with a derivative that raises: under create_graph=True it would be taken for a constant otherwise."""
-    return None if grad is None else _NoDerivative.apply(names, grad, grad_output)  # type: ignore[no-any-return]
+    return None if grad is None else _NoDerivative.apply(names, grad.detach().requires_grad_())  # type: ignore[no-any-return]
 
 
 class _NoDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, names: str, grad: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, names: str, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.names = names
         return grad.view_as(grad)
 

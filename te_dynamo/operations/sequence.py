@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations.fuser import OperationFuser
 from te_dynamo.operations.op import BasicOperation
@@ -38,6 +39,13 @@ class OperationSequence(Value):
     def program(self, requires_grad: Sequence[bool], training: bool) -> Program:
         """requires_grad: of the input, then of every parameter, then of every extra input."""
         return _program(self, tuple(requires_grad), training, operation_fusions_digest())
+
+    def fake_program(self, requires_grad: Sequence[bool], training: bool) -> Program:
+        """The same for the fake. A wrong fusion is not its error but that of running or compiling, which options may prevent."""
+        try:
+            return self.program(requires_grad, training)
+        except TeError:
+            return OperationSequence(self.ops, self.recipe, fusions=False).program(requires_grad, training)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,7 +90,7 @@ def sequence(
     requires_grad: of the input, the parameters, the extra inputs: decides what is saved. fusions: the digest of the registered
     fusions, which makes a graph with others another graph.
     """
-    return sequence.program(requires_grad, training).fake(input, params, extra_inputs)
+    return sequence.fake_program(requires_grad, training).fake(input, params, extra_inputs)
 
 
 expand_in_compiler(sequence, _expand)
