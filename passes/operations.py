@@ -22,7 +22,7 @@ from torch import fx
 
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations import GELU, BasicLinear, Bias, FusedOperation, OperationFuser, ReLU, SiLU, SReLU
-from te_dynamo.operations.fuser import Group
+from te_dynamo.operations.fuser import FusedOps, Group
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.run import Call, first_needing_grad
 from te_dynamo.operations.sequence import OperationSequence, sequence
@@ -64,8 +64,7 @@ class _Link:
 
 
 def fuse_operations(gm: fx.GraphModule, options: Options, report: Report) -> None:
-    """Applies the registered fusions of operations to `gm` and the bodies in it, and reports under the phase "operations" what
-    they made. Raises TeError, naming the fusion, where one misbehaves."""
+    """Applies the registered fusions of operations to `gm` and the bodies in it, and reports what they made. Raises TeError, naming the fusion, where one misbehaves."""
     if not operation_fusions_digest():
         return
     for body in [module for module in gm.modules() if isinstance(module, fx.GraphModule)]:
@@ -159,8 +158,20 @@ def _fuse_chain(chain: Sequence[_Link], options: Options, report: Report) -> Non
         if not refuses(nodes):
             first = sum(len(link.ops) for link in chain[: chain.index(links[0])])
             _replace(links, inside, call.requires_grad[first].input, options)
-            names = dict.fromkeys(type(group.op).__name__ for group in inside)
-            report.fusions += [("operations", name, 1) for name in names]
+            report.fusions += _rows(fused, inside)
+
+
+def _rows(fused: FusedOps, groups: Sequence[Group]) -> list[tuple[str, str, int]]:
+    """(pass, class, 1) for each fused operation, as of a te.sequence of the user's."""
+    halves = {
+        "forward": {id(group.op) for group in fused.forward},
+        "backward": {id(group.op) for group in fused.backward},
+    }
+    rows = {}
+    for op in (group.op for group in groups):
+        phases = [phase for phase, ops in halves.items() if id(op) in ops]
+        rows[id(op)] = ("joint" if len(phases) == 2 else phases[0], type(op).__name__, 1)
+    return list(rows.values())
 
 
 def _spans(chain: Sequence[_Link], groups: Sequence[Group]) -> list[tuple[list[_Link], list[Group]]]:

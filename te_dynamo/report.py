@@ -39,7 +39,7 @@ class Report:
 
     matches: list[MatchRecord] = dataclasses.field(default_factory=list)
     fusions: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
-    """(phase, name of the fusion, times applied); in the phase "operations" the name of the class that a registered fusion made"""
+    """(phase, name of the fusion, times applied); of a fusion of operations the class that it made"""
     lowered: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """(phase, te op, what runs it: a kernel's name or "reference")"""
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -89,7 +89,7 @@ def test_every_spelling_of_the_square(spelling):
         graphs = assert_same_numbers(MLP(SPELLINGS[spelling]).bfloat16())
     assert "te.ForwardLinearBiasActivation(x, [up.weight, up.bias], []" in graphs["match"]
     assert "relu" not in graphs["match"].replace("SReLU", "")
-    assert graphs.reports[0].fusions[0] == ("operations", "ForwardLinearBiasActivation", 1)
+    assert graphs.reports[0].fusions[0] == ("forward", "ForwardLinearBiasActivation", 1)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")], ids=str)
@@ -110,7 +110,7 @@ def test_a_backward_fusion_is_a_sequence():
     with te_dynamo.register_backward_fusion(squared_relu_backward):
         graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16())
     assert "= te.sequence(x, [up.weight, up.bias], []" in graphs["match"]
-    assert graphs.reports[0].fusions[0] == ("operations", "BackwardOfThree", 1)
+    assert graphs.reports[0].fusions[0] == ("backward", "BackwardOfThree", 1)
 
 
 def test_forward_and_backward_fusions_of_the_same_operations():

@@ -82,12 +82,12 @@ class OperationFuser:
         """
         if not self.fusions:
             return _unfused(self.basic_ops, first_backward)
-        return _fused(self.basic_ops, self.recipe, self.shipped, first_backward, operation_fusions_digest())
+        return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions_digest(), self.shipped)
 
 
 @functools.lru_cache(maxsize=1024)
 def _fused(
-    ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], shipped: bool, first_backward: int, digest: str
+    ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_backward: int, digest: str, shipped: bool = True
 ) -> FusedOps:
     """digest: of the registered fusions, so that other fusions are another entry of the cache."""
     joint = _pass("joint", list(ops), recipe, shipped)
@@ -111,7 +111,7 @@ def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
     return tuple(groups)
 
 
-def _pass(phase: str, ops: Ops, recipe: Optional[Recipe], shipped: bool) -> Ops:
+def _pass(phase: str, ops: Ops, recipe: Optional[Recipe], shipped: bool = True) -> Ops:
     from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
 
     for fusion in (*registered("ops", phase), *(SHIPPED[phase] if shipped else ())):
