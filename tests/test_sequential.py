@@ -90,6 +90,21 @@ def test_dynamic_shapes() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["high precision", "fp8"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_everything_runs_in_the_inputs_dtype(backend: str | None, recipe: Any) -> None:
+    """With fp32 parameters, and under autocast, which would choose for each operation inside."""
+    module = mlp(recipe)
+    run = module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
+    x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            y, branch = run(x, x)
+        assert y.dtype == branch.dtype == torch.bfloat16
+        grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+        assert [g.dtype for g in grads] == [torch.bfloat16, *[torch.float32] * 4]
+
+
 # ---- autograd
 
 

@@ -107,6 +107,8 @@ def compute(
 
     params, extra_inputs: of all basic operations. parts: run an opaque operation as its parts too, not as its own node.
     """
+    if not group.op._use_split_forward:  # a legacy basic operation never gets here: Sequential breaks the graph
+        raise TeError(f"{type(group.op).__qualname__} has the legacy fuser_forward, which cannot be traced")
     mine = slice(group.indices.start, group.indices.stop)
     if group.op.opaque and not parts:
         from te_dynamo.operations.define import forward_node  # defined on top of this module

@@ -41,7 +41,7 @@ class OperationSequence(Value):
         return _program(self, tuple(requires_grad), training, operation_fusions_digest())
 
     def fake_program(self, requires_grad: Sequence[bool], training: bool) -> Program:
-        """The same for the fake. A wrong fusion is not its error but that of running or compiling, which options may prevent."""
+        """The same for fake runs and after a real one. A wrong fusion is not its error but that of running or compiling, which options may prevent."""
         try:
             return self.program(requires_grad, training)
         except TeError:
@@ -68,7 +68,7 @@ def _expand(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     input, params, extra_inputs, sequence, requires_grad, training, _ = inputs
-    sequence.program(requires_grad, training).setup_context(ctx, input, params, extra_inputs, output)
+    sequence.fake_program(requires_grad, training).setup_context(ctx, input, params, extra_inputs, output)
 
 
 def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:

@@ -28,7 +28,8 @@ class Sequential(torch.nn.Module):
     for high precision. fusions: False runs every operation by itself. device, dtype: of the parameters.
 
     `seq(x, *extra_inputs)` gives y, or (y, *extra_outputs) where an operation makes one. Parameters are called "0.weight" after the
-    position of their operation. One autograd node stands for all of it.
+    position of their operation. One autograd node stands for all of it. Everything is computed in the dtype of x, also where
+    parameters have another and under autocast.
     """
 
     def __init__(
@@ -68,25 +69,31 @@ class Sequential(torch.nn.Module):
         return self.sequence.ops
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> Any:
-        params = [getattr(getattr(self, child), name) for child, name in self._names]
         if len(extra_inputs) != len(self._extra_inputs):
             raise TeError(
                 f"Sequential: expected {len(self._extra_inputs)} extra inputs ({', '.join(self._extra_inputs) or 'none'}), "
                 f"got {len(extra_inputs)}"
             )
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                results = self._results(input, extra_inputs)
+        else:
+            results = self._results(input, extra_inputs)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _results(self, input: torch.Tensor, extra_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """(output, *extra outputs)."""
+        params = [getattr(getattr(self, child), name) for child, name in self._names]
         grad = torch.is_grad_enabled()
         # Read here, once: what is saved follows from it in real and in fake runs.
         requires_grad = [grad and tensor.requires_grad for tensor in (input, *params, *extra_inputs)]
-        results: Sequence[torch.Tensor]
         if self._legacy or not torch.compiler.is_compiling():
             if self._legacy:
                 torch._dynamo.graph_break(msg=self._legacy)
-            results = _run(self.sequence, requires_grad, self.training, input, *params, *extra_inputs)
-        else:
-            fusions = operation_fusions_digest()
-            results = sequence(input, params, list(extra_inputs), self.sequence, requires_grad, self.training, fusions)
-            results = results[: 1 + self._num_extra_outputs]
-        return results[0] if len(results) == 1 else tuple(results)
+            return _run(self.sequence, requires_grad, self.training, input, *params, *extra_inputs)
+        fusions = operation_fusions_digest()
+        results = sequence(input, params, list(extra_inputs), self.sequence, requires_grad, self.training, fusions)
+        return results[: 1 + self._num_extra_outputs]  # type: ignore[no-any-return]
 
 
 @torch.compiler.disable(reason="te_dynamo.Sequential with an operation of the legacy API: op_forward cannot be traced")

@@ -89,7 +89,8 @@ class BasicLinear(BasicOperation):
         """(output, tensors to save), a bias in the GEMM's epilogue."""
         config = self.config(requires_grad)
         if config is None:
-            output = torch.nn.functional.linear(input, weight, bias)
+            bias = None if bias is None else bias.to(input.dtype)
+            output = torch.nn.functional.linear(input, weight.to(input.dtype), bias)
             return output, self._unquantized(input, weight, requires_grad)
         operands = quantize_operands(LinearFwdArgs(input, weight, None, config))
         output = forward_product(config, *operands, input.dtype, bias)
@@ -123,7 +124,7 @@ class BasicLinear(BasicOperation):
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
         args = self.backward_args(ctx)
         if args.config is None:
-            return self._backward(args.x_saved, args.weight_saved, grad_output)
+            return self._backward(args.x_saved, args.weight_saved, grad_output, ctx.params[0].dtype)
         dx, dweight, _ = linear_backward(args, grad_output)
         return dx, (dweight,)
 
@@ -144,12 +145,13 @@ class BasicLinear(BasicOperation):
         )
 
     def _backward(
-        self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor
+        self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor, dtype: torch.dtype
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
-        """Both gradients in high precision, of those operands that were saved."""
-        dx = dy @ weight[0] if weight else None
-        dweight = dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1]) if x else None
-        return dx, (dweight,)
+        """Both gradients in dy's precision, of those operands that were saved; dtype: of the weight."""
+        dx = dy @ weight[0].to(dy.dtype) if weight else None
+        if not x:
+            return dx, (None,)
+        return dx, ((dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1])).to(dtype),)
 
 
 class Bias(BasicOperation):
@@ -161,7 +163,7 @@ class Bias(BasicOperation):
         return (Parameter("bias", (self.features,), torch.nn.init.zeros_),)
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
-        return input + params[0], []
+        return (input + params[0]).to(input.dtype), []
 
     def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
         ctx.save_for_backward()
