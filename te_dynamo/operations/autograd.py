@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Optional
@@ -40,7 +41,9 @@ def backward(
         grad_output = torch.zeros(shape, dtype=dtype, device=device)
     given = iter(grad_extra_outputs)
     extras = [tuple(next(given) for _ in range(op.num_extra_outputs)) for op in call.ops]
-    with torch.no_grad():
+    # Ambient autocast would choose a dtype for each operation inside.
+    autocast = torch.autocast(grad_output.device.type, enabled=False)
+    with torch.no_grad(), autocast if torch.is_autocast_enabled(grad_output.device.type) else contextlib.nullcontext():
         grad, params, extra_inputs = run_backward(func_ctx.groups, call, ctxs, grad_output, extras)
     if not torch.is_grad_enabled():
         return grad, params, extra_inputs
