@@ -1,6 +1,7 @@
 """Fusions of one half: fused against unfused, in all four combinations of forward and backward."""
 
 import pytest
+import torch
 from operation_runs import TOLERANCE, Case, all_four, assert_agree
 
 import te_dynamo
@@ -13,6 +14,7 @@ from te_dynamo.operations import (
     Bias,
     ConstantScale,
     MakeExtraOutput,
+    OperationFuser,
     ReLU,
     RMSNorm,
     SiLU,
@@ -136,3 +138,40 @@ class DoubledLinear(BasicLinear):
 def test_a_subclass_is_not_fused_as_its_base():
     case = Case([DoubledLinear(64, 96), Bias(96)], FP8, (32, 64))
     assert case.run(fused_forward=True, fused_backward=True).forward == ["DoubledLinear", "Bias"]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "te"])
+def test_compiled_whole(backend):
+    """Most of the fusions of one half in one list, traced with fullgraph=True."""
+    torch._dynamo.reset()
+    ops = [
+        MakeExtraOutput(),
+        BasicLinear(64, 96),
+        Bias(96),
+        GELU(),
+        BasicLinear(96, 32),
+        ConstantScale(0.5),
+        AddExtraInput(),
+    ]
+    module = te_dynamo.Sequential(*ops, recipe=FP8, dtype=torch.bfloat16)
+    fused = OperationFuser(module.ops, recipe=FP8).fuse()
+    assert [type(group.op).__name__ for group in fused.forward] == [
+        "MakeExtraOutput",
+        "ForwardLinearBiasActivation",
+        "ForwardLinearScaleAdd",
+    ]
+    assert [type(group.op).__name__ for group in fused.backward] == [
+        "MakeExtraOutput",
+        "BackwardActivationBias",
+        "BackwardLinearScale",
+        "AddExtraInput",
+    ]
+    x, extra = (torch.randn(8, 16, n, dtype=torch.bfloat16, requires_grad=True) for n in (64, 32))
+    options = {"codegen": "eager"} if backend == "te" else None
+    results = []
+    for run in (module, torch.compile(module, backend=backend, fullgraph=True, options=options)):
+        y, branch = run(x, extra)
+        loss = y.float().square().mean() + branch.float().square().mean()
+        results.append([y, *torch.autograd.grad(loss, [x, extra, *module.parameters()])])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0.02, atol=1e-4)
