@@ -40,6 +40,7 @@ class Case:
     shape: tuple[int, ...]
     extra_shape: tuple[int, ...] = ()
     needs: tuple[bool, bool, bool] = (True, True, True)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.dtype = torch.float32 if self.recipe is None else torch.bfloat16
@@ -47,7 +48,7 @@ class Case:
 
         def draw(shape: Sequence[int]) -> torch.Tensor:
             """-1, 0 and 1: every format holds them exactly, and bf16 the sums of the first product."""
-            return torch.randint(-1, 2, tuple(shape), generator=generator).to(self.dtype)
+            return torch.randint(-1, 2, tuple(shape), generator=generator).to(self.device, self.dtype)
 
         self.basics: tuple[BasicOperation, ...] = OperationFuser(self.ops, recipe=self.recipe).basic_ops
         self.input = draw(self.shape)
@@ -81,7 +82,7 @@ class Case:
 
 
 def _like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    return torch.randint(-1, 2, tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
+    return torch.randint(-1, 2, tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor)
 
 
 def assert_same_bits(one: Sequence[Optional[torch.Tensor]], other: Sequence[Optional[torch.Tensor]]) -> None:

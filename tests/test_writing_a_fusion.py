@@ -9,9 +9,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from expecttest import assert_expected_inline
+from snapshot_models import kernels_everywhere, launches
 
 import te_dynamo
 from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.testing import capture_on_fake_cuda
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "writing-a-fusion.md").read_text()
@@ -60,3 +64,47 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(example, kernel: str, tensor
         getattr(example, kernel), args, {"BLOCK": example.BLOCK}, aligned=(*tensors.split(), "size", "features")
     )
     assert report.spills == 0 and not report.warnings and report.registers <= 64
+
+
+def test_the_kernels_are_launched_by_the_compiled_model(example) -> None:
+    """On CUDA, without a GPU: the user's kernels between ours, forward and backward; none of ours writes h + bias."""
+    torch._dynamo.reset()
+    with te_dynamo.register_forward_backward_fusion(example.fuse_linear_squared_relu), kernels_everywhere():
+        graphs = capture_on_fake_cuda(
+            lambda: example.MLP(64, 256).bfloat16(),
+            lambda device: (torch.empty(32, 64, dtype=torch.bfloat16, device=device),),
+        )
+    assert_expected_inline(
+        launches(graphs["lower.forward"]),
+        """\
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, scale_inv
+gemm_kernel -> c
+bias_squared_relu_kernel -> y
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
+gemm_kernel -> c""",
+    )
+    assert_expected_inline(
+        launches(graphs["lower.backward"]),
+        """\
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
+gemm_kernel -> c
+gemm_kernel -> c
+bias_squared_relu_backward_kernel -> dz
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> transpose, scale_inv
+gemm_kernel -> c""",
+    )
+
+
+@pytest.mark.gpu
+def test_the_example_runs_on_a_gpu() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "fused and unfused agree" in done.stdout
