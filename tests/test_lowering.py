@@ -19,6 +19,9 @@ from torch import Tensor, fx
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
 from te_dynamo.lowering.lower import lower
+from te_dynamo.operations.basic import GELU
+from te_dynamo.operations.define import OVERLOADS
+from te_dynamo.operations.run import Call
 from te_dynamo.ops import KERNELS, is_te
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
@@ -264,7 +267,22 @@ def test_operation_becomes_its_launches(gpu: None, case: str) -> None:
 
 
 def test_every_operation_is_tested() -> None:
-    assert {case[0].default for case in CASES.values()} == set(KERNELS)
+    """But for those of the operation layer, which are made of the others."""
+    assert {case[0].default for case in CASES.values()} == set(KERNELS) - OVERLOADS - {te.sequence.default}
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_an_operations_class_becomes_its_parts(gpu: None, opaque: bool) -> None:
+    """A node of a class, which a fusion of graphs may put in, or an opaque one leaves: te operations in it are lowered too."""
+    cls = LoweredGELU if opaque else GELU
+    graph = graph_of(cls.forward_overload, bf16(2, 8, 64), [], [], cls("tanh"), Call.of([cls("tanh")], [True], True))
+    lower(graph)
+    assert launches(graph_text(graph)) == "activation_write_kernel -> y"
+    assert not any(is_te(target) for target in targets(graph))
+
+
+class LoweredGELU(GELU):
+    opaque = True
 
 
 @pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0"])

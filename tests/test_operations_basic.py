@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -242,3 +242,33 @@ def test_operations_are_values() -> None:
     with pytest.raises(AttributeError):
         op.in_features = 3  # type: ignore[misc]
     assert te_dynamo.ops.BasicLinear is BasicLinear
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """One process that takes itself for the first of two: collectives give the right shapes and no sums."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("op", "rows"),
+    [(B.AllGather(), 8), (B.AllReduce(), 4), (B.ReduceScatter(), 2)],
+    ids=["gather", "reduce", "scatter"],
+)
+def test_collectives_of_two_processes(two_processes: None, op: BasicOperation, rows: int) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    y = Sequential(op)(x)
+    assert y.shape == (rows, 3)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == (4, 3)
+    check_layout(op, x.detach(), [], [])
+    compiled = torch.compile(Sequential(op), backend="aot_eager", fullgraph=True)(x)
+    assert compiled.shape == (rows, 3) and torch.autograd.grad(compiled.sum(), x)[0].shape == (4, 3)
+
+
+def test_processes_cannot_share_an_odd_dimension(two_processes: None) -> None:
+    with pytest.raises(TeError, match=r"ReduceScatter: 2 processes cannot share a leading dimension of 3"):
+        Sequential(B.ReduceScatter())(torch.randn(3, 2))

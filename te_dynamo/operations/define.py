@@ -28,7 +28,7 @@ from te_dynamo.ops.define import REFERENCE_ONLY, expand_in_compiler, te_op
 from te_dynamo.ops.fakes import of_proto
 from te_dynamo.tensor_proto import TensorProto
 
-__all__ = ["Layout", "backward_node", "forward_node", "register"]
+__all__ = ["OVERLOADS", "Layout", "backward_node", "forward_node", "register"]
 
 
 class Layout(Value):
@@ -41,6 +41,9 @@ class Layout(Value):
     ranks: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
+
+OVERLOADS: set[torch._ops.OpOverload] = set()
+"""The operations of all classes."""
 
 _defined: dict[str, str] = {}
 
@@ -60,6 +63,7 @@ def register(cls: type[FusibleOperation]) -> None:
         cls.backward_overload = _define_backward(name)
         overloads.append((cls.backward_overload, _expand_backward))
     for overload, expansion in overloads:
+        OVERLOADS.add(overload)
         if cls.opaque:
             REFERENCE_ONLY.discard(
                 overload
