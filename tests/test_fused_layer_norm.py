@@ -40,8 +40,7 @@ def test_a_norm_without_gradients_saves_nothing():
     case = Case([RMSNorm(64), BasicLinear(64, 96)], FP8, (32, 64), needs=(False, True, True))
     call = case.call()
     case.call = lambda: type(call).of(case.basics, [False, False, True], training=True)
-    unfused, fused = compare(case)
-    assert len(unfused.saved[0]) in (0, 3)
+    _, fused = compare(case)
     assert [len(saved) for saved in fused.saved] == [0, 2]
 
 
@@ -107,7 +106,8 @@ def test_compiled(backend, recompute):
         model = te_dynamo.Sequential(*mlp(RMSNorm(64), SwiGLU(), (True, False)), recipe=FP8, dtype=torch.bfloat16)
         x = torch.randn(2, 16, 64, dtype=torch.bfloat16)
         results = []
-        for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        options = {"codegen": "eager"} if backend == "te" else None
+        for run in (model, torch.compile(model, backend=backend, fullgraph=True, options=options)):
             run(x).float().square().mean().backward()
             results.append([p.grad.clone() for p in model.parameters()])
             model.zero_grad()
