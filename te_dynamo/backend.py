@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="te")`: the pipeline, the only file that knows all of its stages.
 
-    match      on Dynamo's graph, before AOTAutograd: what it leaves is part of every cache key
+    match      on Dynamo's graph, before AOTAutograd: what it leaves is part of every cache key; then registered fusions of operations
     joint      on the joint graph of forward and backward
     forward    on the forward graph (on an inference graph: "inference")
     backward   on the backward graph
@@ -32,6 +32,7 @@ from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
 from te_dynamo.passes.match import match
+from te_dynamo.passes.operations import fuse_operations
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
 from te_dynamo.report import Report
@@ -103,6 +104,8 @@ class _Compilation:
 
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
     match(gm, compilation.options, compilation.report, example_inputs)
+    if compilation.options.fusions:
+        fuse_operations(gm, compilation.options, compilation.report)
     compilation.record("match", gm.graph)
     _warn_if_emulated(compilation.report, gm)
     compiler = _compile_with_inductor if compilation.options.codegen == "inductor" else _compile_eager

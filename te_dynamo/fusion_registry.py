@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -148,10 +149,19 @@ def _keys(of: str) -> list[str]:
 
 
 def _source(fusion: Fusion) -> str:
-    """Its text, and the values it closes over: a factory's fusions differ in these alone."""
+    """Its text, that of its file (which holds the operation that it makes, and the kernels), and the values it closes over: a
+    factory's fusions differ in these alone."""
     try:
         source = inspect.getsource(fusion)
         cells = [cell.cell_contents for cell in getattr(fusion, "__closure__", None) or ()]
     except (OSError, TypeError, ValueError):  # no source, not a function, a cell that is empty still
         return repr(fusion)
-    return f"{source}{cells!r}{getattr(fusion, '__defaults__', None)!r}"
+    return f"{source}{_file_of(fusion)}{cells!r}{getattr(fusion, '__defaults__', None)!r}"
+
+
+def _file_of(fusion: Fusion) -> str:
+    """The text of the file that defines it, "" without one (an interactive session)."""
+    try:
+        return pathlib.Path(inspect.getsourcefile(fusion) or "").read_text()
+    except OSError:
+        return ""

@@ -41,7 +41,7 @@ class Report:
 
     matches: list[MatchRecord] = dataclasses.field(default_factory=list)
     fusions: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
-    """(phase, name of the fusion, times applied)"""
+    """(phase, name of the fusion, times applied); of a fusion of operations the class that it made"""
     lowered: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """(phase, te op, what runs it: a kernel's name or "reference")"""
     notes: list[str] = dataclasses.field(default_factory=list)

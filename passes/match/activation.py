@@ -30,13 +30,13 @@ from te_dynamo.passes.match.values import (
 from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.report import MatchRecord
 
-__all__ = ["match_activation", "match_swiglu"]
+__all__ = ["GELU", "MUL", "RELU", "SILU", "match_activation", "match_swiglu"]
 
-_GELU = {F.gelu, torch._C._nn.gelu}
-_SILU = {F.silu, torch._C._nn.silu}
-_RELU = {F.relu, torch.relu, F.relu_, torch.relu_}
+GELU = {F.gelu, torch._C._nn.gelu}
+SILU = {F.silu, torch._C._nn.silu}
+RELU = {F.relu, torch.relu, F.relu_, torch.relu_}
 _SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
-_MUL = ({operator.mul, torch.mul}, {"mul", "__mul__", "__rmul__", "multiply"})
+MUL = ({operator.mul, torch.mul}, {"mul", "__mul__", "__rmul__", "multiply"})
 
 
 def match_swiglu(node: fx.Node) -> MatchRecord | None:
@@ -53,12 +53,12 @@ def match_swiglu(node: fx.Node) -> MatchRecord | None:
 
 def match_activation(node: fx.Node) -> MatchRecord | None:
     """Replaces gelu, silu or relu where that pays; None when `node` is none of them."""
-    if calls(node, _GELU):
+    if calls(node, GELU):
         given = arguments(node, "input", "approximate") or {}
         approximate = given.get("approximate", "none")
         return _replace("gelu", torch.ops.te.gelu.default, (given.get("input"),), (approximate,), (node,))
     nodes: tuple[fx.Node, ...]
-    if calls(node, _RELU, {"relu", "relu_"}):
+    if calls(node, RELU, {"relu", "relu_"}):
         kind, op = "relu", torch.ops.te.relu.default
         x, nodes = (arguments(node, "input", "inplace") or {}).get("input"), (node,)
     else:
@@ -100,7 +100,7 @@ def _dtype_reason(kind: str, node: fx.Node, reads: tuple[fx.Node, ...]) -> str:
 
 def _silu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """(a, nodes) of silu(a) or a * sigmoid(a); (None, ()) of anything else."""
-    if calls(node, _SILU):
+    if calls(node, SILU):
         return (arguments(node, "input", "inplace") or {}).get("input"), (node,)
     for sigmoid, a in _factors(node):
         if calls(sigmoid, *_SIGMOID) and sigmoid.args == (a,) and len(sigmoid.users) == 1:
@@ -110,7 +110,7 @@ def _silu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
 
 def _factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
     """The two tensors of a product, in both orders."""
-    if not calls(node, *_MUL) or node.kwargs or len(node.args) != 2:
+    if not calls(node, *MUL) or node.kwargs or len(node.args) != 2:
         return []
     a, b = node.args
     return [(a, b), (b, a)] if isinstance(a, fx.Node) and isinstance(b, fx.Node) else []

@@ -5,8 +5,8 @@
     3 backward   on the joint list: only the backward half, and only the groups that have a gradient to compute
 
 A fusion is `fuse(ops, *, recipe) -> list`: from a list of operations the same operations in the same order, some of them in fused
-ones. Within a pass shipped fusions run first, in the order of `fused.SHIPPED`, then registered ones in the order of their
-registration; what an earlier one took, a later one does not see, so the first has priority. Each runs until it changes nothing
+ones. Within a pass registered fusions run first, in the order of their registration, then the shipped ones in the order of
+`fused.SHIPPED`; what an earlier one took, a later one does not see, so the first has priority. Each runs until it changes nothing
 more, so fusing twice changes nothing. A fused operation may not be fused again: take its place before, with a fusion that is
 registered earlier or matches more.
 """
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import Fusion, fusion_name, operation_fusions_digest, registered
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
+from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
 
 __all__ = ["FusedOps", "Group", "OperationFuser", "grouped", "sliding_window"]
@@ -53,19 +54,25 @@ class OperationFuser:
     """The groups of a list of operations.
 
     ops: basic operations, or fused ones, which are taken apart. recipe: that of the operations without one of their own.
-    fusions: False leaves every operation by itself.
+    fusions: False leaves every operation by itself. shipped: False runs the registered fusions alone.
 
     `fuse` keeps its results: another recipe, other registered fusions or another first operation that needs a gradient fuse anew.
     """
 
     def __init__(
-        self, ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe] = None, fusions: bool = True
+        self,
+        ops: Sequence[FusibleOperation],
+        *,
+        recipe: Optional[Recipe] = None,
+        fusions: bool = True,
+        shipped: bool = True,
     ) -> None:
         for op in ops:
             if not isinstance(op, FusibleOperation):
                 raise TypeError(f"OperationFuser: expected operations, got {type(op).__name__}")
         self.recipe = recipe
         self.fusions = fusions
+        self.shipped = shipped
         self.basic_ops = tuple(basic.with_recipe(recipe) for op in ops for basic in op.basic_ops)
 
     def fuse(self, first_backward: int = 0) -> FusedOps:
@@ -75,36 +82,18 @@ class OperationFuser:
         """
         if not self.fusions:
             return _unfused(self.basic_ops, first_backward)
-        return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions_digest())
-
-
-def sliding_window(
-    ops: Sequence[FusibleOperation],
-    types: Sequence[type | tuple[type, ...]],
-    fuse: Callable[[tuple[Any, ...]], Optional[FusibleOperation]],
-) -> Ops:
-    """The list with every run of operations of these types replaced by what `fuse(run)` gives, unless that is None.
-
-    From the left, without overlaps. `fuse` is called with exactly len(types) operations whose types are right already.
-    """
-    result: Ops = []
-    rest = list(ops)
-    while rest:
-        window = tuple(rest[: len(types)])
-        fits = len(window) == len(types) and all(map(isinstance, window, types))
-        fused = fuse(window) if fits else None
-        result.append(rest[0] if fused is None else fused)
-        rest = rest[1 if fused is None else len(types) :]
-    return result
+        return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions_digest(), self.shipped)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fused(ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_backward: int, digest: str) -> FusedOps:
+def _fused(
+    ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_backward: int, digest: str, shipped: bool = True
+) -> FusedOps:
     """digest: of the registered fusions, so that other fusions are another entry of the cache."""
-    joint = _pass("joint", list(ops), recipe)
-    forward = _pass("forward", joint, recipe)
+    joint = _pass("joint", list(ops), recipe, shipped)
+    forward = _pass("forward", joint, recipe, shipped)
     needing = [group for group in grouped(joint) if group.indices.stop > first_backward]
-    backward = _pass("backward", [group.op for group in needing], recipe)
+    backward = _pass("backward", [group.op for group in needing], recipe, shipped)
     return FusedOps(grouped(forward), grouped(backward, needing[0].first if needing else len(ops)))
 
 
@@ -122,10 +111,10 @@ def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
     return tuple(groups)
 
 
-def _pass(phase: str, ops: Ops, recipe: Optional[Recipe]) -> Ops:
+def _pass(phase: str, ops: Ops, recipe: Optional[Recipe], shipped: bool = True) -> Ops:
     from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
 
-    for fusion in (*SHIPPED[phase], *registered("ops", phase)):
+    for fusion in (*registered("ops", phase), *(SHIPPED[phase] if shipped else ())):
         changed = True
         while changed:  # ends: each round puts at least one basic operation into a fused one, which stays
             fused = _run(fusion, ops, recipe)

@@ -26,7 +26,19 @@ from te_dynamo.quantizers import Quantizer, check_linear
 from te_dynamo.recipe import Recipe
 from te_dynamo.tensor_proto import to_tensor_proto
 
-__all__ = ["LinearBwdArgs", "LinearConfig", "LinearFwdArgs", "linear", "linear_backward", "linear_forward"]
+__all__ = [
+    "LinearBwdArgs",
+    "LinearConfig",
+    "LinearFwdArgs",
+    "backward_products",
+    "forward_product",
+    "grad_output_quantizer",
+    "linear",
+    "linear_backward",
+    "linear_forward",
+    "quantize_operands",
+    "saved_operands",
+]
 
 
 @register_value_class
@@ -123,22 +135,41 @@ class LinearBwdArgs:
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(output [..., N], tensors to save): the columnwise operand of x, then of the weight, each only if needed."""
     config = args.config
-    x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
-    weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
-    product = multiply(
-        Operand.of(config.input_quantizer, x_buffers, columnwise=False),
-        Operand.of(config.weight_quantizer, weight_buffers, columnwise=False),
-        args.x.dtype if args.bias is None else torch.float32,
-        config.fprop_fast_accum,
-    )
+    x_buffers, weight_buffers = quantize_operands(args)
+    out_dtype = args.x.dtype if args.bias is None else torch.float32
+    product = forward_product(config, x_buffers, weight_buffers, out_dtype)
     if args.bias is not None:
         product = add_bias(product, args.bias, args.x.dtype)
-    return _with_leading(product, args.x), _to_save(config, x_buffers, weight_buffers)
+    return _with_leading(product, args.x), saved_operands(config, x_buffers, weight_buffers)
 
 
-def _to_save(
+def quantize_operands(args: LinearFwdArgs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(buffers of x, buffers of the weight)."""
+    x_buffers = quantize_tensor(args.x.contiguous(), args.config.input_quantizer)
+    return x_buffers, quantize_tensor(args.weight.contiguous(), args.config.weight_quantizer)
+
+
+def forward_product(
+    config: LinearConfig,
+    x_buffers: list[torch.Tensor],
+    weight_buffers: list[torch.Tensor],
+    out_dtype: torch.dtype,
+    bias: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """[M, N] = x @ weight^T, with a bias in the GEMM's epilogue if one is given."""
+    return multiply(
+        Operand.of(config.input_quantizer, x_buffers, columnwise=False),
+        Operand.of(config.weight_quantizer, weight_buffers, columnwise=False),
+        out_dtype,
+        config.fprop_fast_accum,
+        bias,
+    )
+
+
+def saved_operands(
     config: LinearConfig, x_buffers: list[torch.Tensor], weight_buffers: list[torch.Tensor]
 ) -> list[torch.Tensor]:
+    """What backward reads of the quantized operands."""
     to_save: list[torch.Tensor] = []
     if config.grad_output_quantizer is None:
         return to_save  # x and weight themselves, which are no results of the operation
@@ -177,8 +208,23 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
         return dx, dweight, dbias
     if config.grad_output_quantizer is None:
         return *_gradients_in_high_precision(args, dy), dbias
-    quantizer = config.grad_output_quantizer.with_usage(args.requires_dgrad, args.requires_wgrad)
-    dy_buffers = quantize_tensor(dy, quantizer)
+    dx, dweight = backward_products(args, quantize_tensor(dy, grad_output_quantizer(args)))
+    return None if dx is None else _with_leading(dx, dy), dweight, dbias
+
+
+def grad_output_quantizer(args: LinearBwdArgs) -> Quantizer:
+    """How dy is held for the products that are asked for."""
+    assert args.config is not None and args.config.grad_output_quantizer is not None
+    return args.config.grad_output_quantizer.with_usage(args.requires_dgrad, args.requires_wgrad)
+
+
+def backward_products(
+    args: LinearBwdArgs, dy_buffers: list[torch.Tensor]
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx [M, K], dweight [N, K]) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for."""
+    config, quantizer = args.config, grad_output_quantizer(args)
+    assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
+    dx = dweight = None
     if args.requires_dgrad:
         dx = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=False),
@@ -186,7 +232,6 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
             args.x_dtype,
             config.dgrad_fast_accum,
         )
-        dx = _with_leading(dx, dy)
     if args.requires_wgrad:
         dweight = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=True),
@@ -194,7 +239,7 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
             args.weight_dtype,
             config.wgrad_fast_accum,
         )
-    return dx, dweight, dbias
+    return dx, dweight
 
 
 def _gradients_in_high_precision(

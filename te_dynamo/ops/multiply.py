@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 
@@ -43,12 +44,14 @@ class Operand:
         return cls(quantizer, tuple(quantizer.operand(list(buffers), columnwise)), columnwise)
 
 
-def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """[M, N] = a @ b^T over the dimension that both contract, rounded once to out_dtype.
+def multiply(
+    a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool, bias: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """[M, N] = a @ b^T (+ bias [N]) over the dimension that both contract, rounded once to out_dtype.
 
     fast_accum: of te.gemm; the other GEMMs always add up in fp32. Raises QuantizationError for a quantizer without a GEMM.
     """
-    operands = (*a.tensors, *b.tensors, None, out_dtype)
+    operands = (*a.tensors, *b.tensors, bias, out_dtype)
     one, other = a.quantizer, b.quantizer
     if isinstance(one, Float8CurrentScalingQuantizer):
         return gemm(*operands, fast_accum)

@@ -12,7 +12,7 @@ from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.tensor_proto import TensorProto
 
-__all__ = ["AddExtraInput", "MakeExtraOutput"]
+__all__ = ["AddExtraInput", "MakeExtraOutput", "check_same_shape"]
 
 _Grads = tuple[Optional[torch.Tensor], ...]
 
@@ -26,7 +26,7 @@ class AddExtraInput(BasicOperation):
         self, input: torch.Tensor, params: Sequence[Params], extra_inputs: Sequence[Params], **_: Any
     ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
         ((extra,),) = extra_inputs
-        _check_shape(input.shape, extra.shape)
+        check_same_shape(input.shape, extra.shape)
         return (input + extra).to(input.dtype), [()], [[]]
 
     def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
@@ -39,7 +39,7 @@ class AddExtraInput(BasicOperation):
         extra_inputs: Sequence[tuple[TensorProto, ...]],
         **_: Any,
     ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
-        _check_shape(input.shape, extra_inputs[0][0].shape)
+        check_same_shape(input.shape, extra_inputs[0][0].shape)
         return TensorProto(input.shape, input.dtype, device=input.device), [()], [[]]
 
     def fuser_backward(
@@ -79,6 +79,7 @@ class MakeExtraOutput(BasicOperation):
         return grad_output if grad_extra is None else grad_output + grad_extra, [()], [()]
 
 
-def _check_shape(input: tuple[int, ...], extra: tuple[int, ...]) -> None:
+def check_same_shape(input: tuple[int, ...], extra: tuple[int, ...]) -> None:
+    """Raises TeError unless an extra input has the shape of what it is added to."""
     if tuple(input) != tuple(extra):
         raise TeError(f"AddExtraInput: the extra input has the shape {list(extra)}, the input {list(input)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Optional
 
@@ -11,7 +12,15 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.ops.gemm import bias_grad
-from te_dynamo.ops.linear import LinearBwdArgs, LinearConfig, LinearFwdArgs, linear_backward, linear_forward
+from te_dynamo.ops.linear import (
+    LinearBwdArgs,
+    LinearConfig,
+    LinearFwdArgs,
+    forward_product,
+    linear_backward,
+    quantize_operands,
+    saved_operands,
+)
 from te_dynamo.ops.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
@@ -49,7 +58,7 @@ class BasicLinear(BasicOperation):
     def with_recipe(self, recipe: Optional[Recipe]) -> BasicOperation:
         if self.recipe is not None or recipe is None:
             return self
-        return BasicLinear(self.in_features, self.out_features, recipe)
+        return dataclasses.replace(self, recipe=recipe)  # type: ignore[type-var]
 
     def config(self, requires_grad: RequiresGrad) -> Optional[LinearConfig]:
         """How te.linear's helpers run it; None in high precision."""
@@ -72,15 +81,23 @@ class BasicLinear(BasicOperation):
     def op_forward_compute(
         self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, **_: Any
     ) -> tuple[torch.Tensor, Saved]:
-        (weight,) = params
+        return self.forward(input, params[0], None, requires_grad)
+
+    def forward(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], requires_grad: RequiresGrad
+    ) -> tuple[torch.Tensor, Saved]:
+        """(output, tensors to save), a bias in the GEMM's epilogue."""
         config = self.config(requires_grad)
         if config is None:
-            output = torch.nn.functional.linear(input, weight.to(input.dtype))
+            bias = None if bias is None else bias.to(input.dtype)
+            output = torch.nn.functional.linear(input, weight.to(input.dtype), bias)
             return output, self._unquantized(input, weight, requires_grad)
-        output, saved = linear_forward(LinearFwdArgs(input, weight, None, config))
+        operands = quantize_operands(LinearFwdArgs(input, weight, None, config))
+        output = forward_product(config, *operands, input.dtype, bias)
+        output = output if input.dim() == 2 else output.reshape(*input.shape[:-1], self.out_features)
         if config.grad_output_quantizer is None:
             return output, self._unquantized(input, weight, requires_grad)
-        return output, list(saved)
+        return output, [*saved_operands(config, *operands)]
 
     def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
         ctx.save_for_backward(*tensors_to_save)
@@ -105,24 +122,27 @@ class BasicLinear(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        args = self.backward_args(ctx)
+        if args.config is None:
+            return self._backward(args.x_saved, args.weight_saved, grad_output, ctx.params[0].dtype)
+        dx, dweight, _ = linear_backward(args, grad_output)
+        return dx, (dweight,)
+
+    def backward_args(self, ctx: OperationContext) -> LinearBwdArgs:
+        """What te.linear's helpers read in backward; `config` is None in high precision."""
         (needs_weight,), needs_input = ctx.requires_grad.params, ctx.requires_grad.input
-        config = self.config(ctx.requires_grad)
         saved: tuple[Any, ...] = ctx.saved_tensors
         # Both operands are of one format, so of equally many tensors.
         of_x = len(saved) // (needs_weight + needs_input) * needs_weight if saved else 0
-        if config is None:
-            return self._backward(saved[:of_x], saved[of_x:], grad_output, ctx.params[0].dtype)
-        args = LinearBwdArgs(
+        return LinearBwdArgs(
             x_saved=saved[:of_x],
             weight_saved=saved[of_x:],
             requires_dgrad=needs_input,
             requires_wgrad=needs_weight,
             x_dtype=ctx.input.dtype,
             weight_dtype=ctx.params[0].dtype,
-            config=config,
+            config=self.config(ctx.requires_grad),
         )
-        dx, dweight, _ = linear_backward(args, grad_output)
-        return dx, (dweight,)
 
     def _backward(
         self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor, dtype: torch.dtype

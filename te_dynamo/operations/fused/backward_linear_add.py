@@ -1,0 +1,50 @@
+"""Backward: the gradient of an extra output is added into the linear's own dx. The in-place MakeExtraOutput of Transformer Engine.
+
+    before   BasicLinear      dx = dy @ weight         GEMM, writes dx
+             MakeExtraOutput  dx' = dx + dextra        reads both, writes dx'
+    after    BackwardLinearAdd
+                              dx = dy @ weight         GEMM
+                              dx += dextra             no second tensor
+
+As in forward, the GEMM kernels do not accumulate into a given output. Without a gradient of the extra output, dx is as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+
+from te_dynamo.operations.basic.extra import MakeExtraOutput
+from te_dynamo.operations.basic.linear import BasicLinear
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.fused.backward_chain import Grads
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.windows import sliding_window
+from te_dynamo.recipe import Recipe
+
+__all__ = ["BackwardLinearAdd", "fuse_backward_linear_add"]
+
+
+class BackwardLinearAdd(FusedOperation):
+    """dx [..., K] = dy [..., N] @ weight [N, K] + dextra [..., K], and dweight [N, K]."""
+
+    def fuser_backward(
+        self,
+        ctxs: Sequence[OperationContext],
+        grad_output: torch.Tensor,
+        grad_extra_outputs: Sequence[tuple[Optional[torch.Tensor], ...]],
+    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        linear = self.ops[1]
+        assert isinstance(linear, BasicLinear)
+        (grad_extra,) = grad_extra_outputs[0]
+        dx, of_params = linear.op_backward(ctxs[1], grad_output)
+        if dx is not None and grad_extra is not None:
+            dx = dx.add_(grad_extra)
+        return dx, [(), of_params], [(), ()]
+
+
+def fuse_backward_linear_add(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+    """MakeExtraOutput, BasicLinear -> BackwardLinearAdd."""
+    return sliding_window(ops, (MakeExtraOutput, BasicLinear), BackwardLinearAdd)

@@ -1,0 +1,60 @@
+"""Backward: the scale after a linear joins the scale of its quantized dy.
+
+    before   ConstantScale  dh = dy * scale                    reads dy, writes dh
+             BasicLinear    q, s = te.quantize(dh)             reads dh, twice
+                            dx = q @ weight * s,  dweight = q^T @ x * s
+    after    BackwardLinearScale
+                            q, s = te.quantize(dy)             reads dy
+                            s' = s * scale                     one number
+                            dx = q @ weight * s',  dweight = q^T @ x * s'
+
+One pass over dy less. For recipes with one scale a tensor; a scale for a block, or a power of two, is not that number. dh is not
+rounded before it is quantized: where scale is no power of two, values at a rounding boundary fall to the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.basic.linear import BasicLinear
+from te_dynamo.operations.basic.shape import ConstantScale
+from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.quantized import has_fused_kernels
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.windows import sliding_window
+from te_dynamo.ops.linear import backward_products, grad_output_quantizer
+from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.recipe import Recipe
+
+__all__ = ["BackwardLinearScale", "fuse_backward_linear_scale"]
+
+
+class BackwardLinearScale(FusedOperation):
+    """dx [..., K] and dweight [N, K] of y = scale * (x @ weight^T) from dy [..., N]."""
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
+    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        linear, scale = self.ops
+        assert isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale)
+        if not ctxs[0].requires_grad.any():
+            return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
+        args = linear.backward_args(ctxs[0])
+        *data, scale_inv = quantize_tensor(grad_output.contiguous(), grad_output_quantizer(args))
+        dx, dweight = backward_products(args, [*data, scale_inv * scale.scale])
+        if dx is not None:
+            dx = dx.reshape(ctxs[0].input.shape)
+        return dx, [(dweight,), ()], [(), ()]
+
+
+def fuse_backward_linear_scale(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+    """BasicLinear, ConstantScale -> BackwardLinearScale where the linear takes its dy in current scaling."""
+    return sliding_window(ops, (BasicLinear, ConstantScale), _fused)
+
+
+def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
+    return BackwardLinearScale(window) if has_fused_kernels(window[0].grad_output_quantizer()) else None

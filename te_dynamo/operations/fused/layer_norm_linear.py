@@ -1,0 +1,89 @@
+"""Joint: a norm writes the quantized input of the linear that follows it.
+
+    before   RMSNorm      y, rstd = te.rms_norm(x)             writes y in bf16
+             BasicLinear  te.quantize(y)                       reads y, twice
+                          z = y @ weight^T
+             Bias         z + bias
+    after    LayerNormLinear
+                          rstd, buffers of y = te.rms_norm_quantize(x)
+                          z = y @ weight^T + bias              the bias in the GEMM's epilogue
+
+Backward is that of the basic operations. Joint, since it saves what its own backward reads and no more: x, the norm's weight and
+statistics only where the norm has a gradient to compute. The norm is a LayerNorm or an RMSNorm; the Bias may be missing. For recipes
+whose buffers the norm kernels write (one scale a tensor) and whose backward is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.basic.linear import BasicLinear, Bias
+from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.quantized import NORMS, has_fused_kernels, norm_quantized
+from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
+from te_dynamo.operations.windows import sliding_window
+from te_dynamo.ops.linear import forward_product, saved_operands
+from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.recipe import Recipe
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["LayerNormLinear", "fuse_layer_norm_linear"]
+
+
+class LayerNormLinear(FusedOperation):
+    """z [..., N] = norm(x [..., K]) @ weight [N, K]^T (+ bias [N])."""
+
+    def fuser_forward_compute(
+        self,
+        input: torch.Tensor,
+        params: Sequence[Params],
+        extra_inputs: Any,
+        *,
+        requires_grad: Sequence[RequiresGrad],
+        **_: Any,
+    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+        norm, linear = self.ops[:2]
+        assert isinstance(linear, BasicLinear)
+        config = linear.config(requires_grad[1])
+        assert config is not None
+        statistics, x_buffers = norm_quantized(norm, input, params[0], config.input_quantizer)
+        weight_buffers = quantize_tensor(params[1][0].contiguous(), config.weight_quantizer)
+        bias = params[2][0] if len(self.ops) == 3 else None
+        output = forward_product(config, x_buffers, weight_buffers, input.dtype, bias)
+        of_norm: Saved = [input, params[0][0], *statistics] if requires_grad[0].any() else []
+        of_linear: Saved = [*saved_operands(config, x_buffers, weight_buffers)]
+        output = output.reshape(*input.shape[:-1], linear.out_features)
+        return output, [() for _ in self.ops], [of_norm, of_linear, *([] for _ in self.ops[2:])]
+
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
+            ctx.save_for_backward(*tensors)
+
+    def fuser_forward_fake(
+        self, input: TensorProto, params: Any, extra_inputs: Any, *, requires_grad: Any, **keywords: Any
+    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+        output, extra_outputs, saved = super().fuser_forward_fake(
+            input, params, extra_inputs, requires_grad=requires_grad, **keywords
+        )
+        return output, extra_outputs, [saved[0] if requires_grad[0].any() else [], *saved[1:]]
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
+    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
+
+
+def fuse_layer_norm_linear(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+    """LayerNorm or RMSNorm, BasicLinear (, Bias) -> LayerNormLinear."""
+    found = sliding_window(ops, (NORMS, BasicLinear, Bias), _fused)
+    return sliding_window(found, (NORMS, BasicLinear), _fused)
+
+
+def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
+    linear = window[1]
+    quantized = linear.grad_output_quantizer() is not None and has_fused_kernels(linear.input_quantizer())
+    return LayerNormLinear(window) if quantized else None

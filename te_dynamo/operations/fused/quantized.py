@@ -1,0 +1,84 @@
+"""Norms, activations and their gradients that end in quantized buffers: one kernel where there is one, two operations elsewhere.
+
+The kernels write FP8 with one scale a tensor. Both ways give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from te_dynamo.operations.basic.activation import GELU, Activation, ReLU, SiLU
+from te_dynamo.operations.basic.gated import Gated, SwiGLU
+from te_dynamo.operations.basic.norm import LayerNorm, RMSNorm
+from te_dynamo.operations.op import BasicOperation, Params
+from te_dynamo.ops.activation import activation_backward_quantize, activation_quantize
+from te_dynamo.ops.gemm import bias_grad
+from te_dynamo.ops.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
+from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.ops.swiglu import swiglu_quantize
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+
+__all__ = [
+    "DIALECT",
+    "NORMS",
+    "activation_gradient_quantized",
+    "activation_quantized",
+    "has_fused_kernels",
+    "norm_quantized",
+]
+
+NORMS = (LayerNorm, RMSNorm)
+
+DIALECT = (GELU, ReLU, SiLU)
+"""The activations that te.activation has kernels for."""
+
+
+def has_fused_kernels(quantizer: Optional[Quantizer]) -> bool:
+    """Whether the kernels of norms and activations write that quantizer's buffers."""
+    return isinstance(quantizer, Float8CurrentScalingQuantizer)
+
+
+def norm_quantized(
+    norm: BasicOperation, x: torch.Tensor, params: Params, quantizer: Quantizer
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(statistics: mean of a LayerNorm, rstd; buffers of the norm's output)."""
+    x = x.contiguous()
+    if isinstance(norm, RMSNorm):
+        settings = (params[0], norm.eps, False, norm.zero_centered)
+        if has_fused_kernels(quantizer):
+            rstd, *buffers = rms_norm_quantize(x, *settings, quantizer, False)
+            return [rstd], buffers
+        y, rstd = rms_norm(x, *settings)
+        return [rstd], quantize_tensor(y, quantizer)
+    assert isinstance(norm, LayerNorm)
+    weight, bias = params
+    if has_fused_kernels(quantizer):
+        mean, rstd, *buffers = layer_norm_quantize(x, weight, bias, norm.eps, quantizer, False)
+        return [mean, rstd], buffers
+    y, mean, rstd = layer_norm(x, weight, bias, norm.eps)
+    return [mean, rstd], quantize_tensor(y, quantizer)
+
+
+def activation_quantized(activation: BasicOperation, h: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    """Buffers of f(h)."""
+    if has_fused_kernels(quantizer) and type(activation) in DIALECT:
+        return list(activation_quantize(h, activation.kind(), quantizer, False))  # type: ignore[attr-defined]
+    if has_fused_kernels(quantizer) and type(activation) is SwiGLU:
+        return list(swiglu_quantize(*h.chunk(2, -1), quantizer, False))
+    assert isinstance(activation, (Activation, Gated))
+    return quantize_tensor(activation.forward(h).contiguous(), quantizer)
+
+
+def activation_gradient_quantized(
+    activation: BasicOperation, dy: torch.Tensor, h: torch.Tensor, quantizer: Quantizer, needs_sums: bool
+) -> tuple[Optional[torch.Tensor], list[torch.Tensor]]:
+    """(column sums of dh in fp32 if asked for, buffers of dh), dh = dy * f'(h)."""
+    if has_fused_kernels(quantizer) and type(activation) in DIALECT:
+        kind = activation.kind()  # type: ignore[attr-defined]
+        results = activation_backward_quantize(dy.contiguous(), h, kind, quantizer, False, needs_sums)
+        return (results[0] if needs_sums else None), list(results[int(needs_sums) :])
+    assert isinstance(activation, (Activation, Gated))
+    dh = activation.backward(dy, h)
+    return (bias_grad(dh) if needs_sums else None), quantize_tensor(dh.contiguous(), quantizer)

@@ -1,0 +1,179 @@
+"""passes/operations.py: registered fusions of operations in unmodified models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import te_dynamo
+from te_dynamo.errors import TeError
+from te_dynamo.operations import (
+    GELU,
+    BasicLinear,
+    Bias,
+    FusedOperation,
+    SReLU,
+    sliding_window,
+)
+from te_dynamo.operations.fused.backward_chain import backward_chain
+from te_dynamo.operations.fused.linear_bias_activation import ForwardLinearBiasActivation
+
+EAGER = {"codegen": "eager", "recipe": te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)}
+
+
+class BackwardOfThree(FusedOperation):
+    """The backward of its operations, one after another."""
+
+    def fuser_backward(self, ctxs, grad_output, grad_extra_outputs):
+        return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
+
+
+def squared_relu_forward(ops, *, recipe):
+    return sliding_window(ops, (BasicLinear, Bias, SReLU), ForwardLinearBiasActivation)
+
+
+def gelu_forward(ops, *, recipe):
+    return sliding_window(ops, (BasicLinear, Bias, GELU), ForwardLinearBiasActivation)
+
+
+def squared_relu_backward(ops, *, recipe):
+    return sliding_window(ops, (BasicLinear, Bias, SReLU), BackwardOfThree)
+
+
+class MLP(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.up, self.down, self.activation = nn.Linear(32, 64), nn.Linear(64, 32), activation
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+def twice(x):
+    r = F.relu(x)
+    return r * r
+
+
+SPELLINGS = {
+    "pow": lambda x: torch.relu(x) ** 2,
+    "method": lambda x: x.relu().pow(2),
+    "square": lambda x: F.relu(x).square(),
+    "product": twice,
+}
+
+
+def run(model, options=EAGER):
+    """(stages, output and gradients) of the compiled model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    with te_dynamo.capture() as graphs:
+        y = torch.compile(model, backend="te", fullgraph=True, options=options)(x)
+        grads = torch.autograd.grad(y.float().square().mean(), [x, *model.parameters()])
+    return graphs, [y.detach(), *grads]
+
+
+def assert_same_numbers(model, options=EAGER):
+    graphs, fused = run(model, options)
+    _, unfused = run(model, {**options, "fusions": False})
+    for a, b in zip(fused, unfused, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.125, atol=0.0675)
+    return graphs
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_of_the_square(spelling):
+    with te_dynamo.register_forward_fusion(squared_relu_forward):
+        graphs = assert_same_numbers(MLP(SPELLINGS[spelling]).bfloat16())
+    assert "te.ForwardLinearBiasActivation(x, [up.weight, up.bias], []" in graphs["match"]
+    assert "relu" not in graphs["match"].replace("SReLU", "")
+    assert graphs.reports[0].fusions[0] == ("forward", "ForwardLinearBiasActivation", 1)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")], ids=str)
+def test_other_recipes(recipe):
+    """Where the matcher leaves relu to Inductor, the pattern is found all the same."""
+    with te_dynamo.register_forward_fusion(squared_relu_forward):
+        graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16(), {**EAGER, "recipe": recipe})
+    assert "te.ForwardLinearBiasActivation" in graphs["match"]
+
+
+def test_gelu_and_two_linears_in_a_chain():
+    with te_dynamo.register_forward_fusion(gelu_forward):
+        graphs = assert_same_numbers(nn.Sequential(MLP(nn.GELU("tanh")), MLP(nn.GELU())).bfloat16())
+    assert graphs["match"].count("= te.ForwardLinearBiasActivation") == 2
+
+
+def test_a_backward_fusion_is_a_sequence():
+    with te_dynamo.register_backward_fusion(squared_relu_backward):
+        graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16())
+    assert "= te.sequence(x, [up.weight, up.bias], []" in graphs["match"]
+    assert graphs.reports[0].fusions[0] == ("backward", "BackwardOfThree", 1)
+
+
+def test_forward_and_backward_fusions_of_the_same_operations():
+    with (
+        te_dynamo.register_forward_fusion(squared_relu_forward),
+        te_dynamo.register_backward_fusion(squared_relu_backward),
+    ):
+        graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16())
+    assert graphs["match"].count("= te.sequence(") == 1
+
+
+def test_without_a_registered_fusion_nothing_changes():
+    graphs, _ = run(MLP(SPELLINGS["pow"]).bfloat16())
+    assert "te.relu" in graphs["match"] and "te.sequence" not in graphs["match"]
+
+
+def read_elsewhere(x):
+    r = torch.relu(x)
+    return r**2 + r
+
+
+@pytest.mark.parametrize("activation", [read_elsewhere, lambda x: torch.relu(x) ** 3], ids=["read", "cubed"])
+def test_what_is_no_squared_relu_is_left(activation):
+    with te_dynamo.register_forward_fusion(squared_relu_forward):
+        graphs, _ = run(MLP(activation).bfloat16())
+    assert "te.ForwardLinearBiasActivation" not in graphs["match"]
+
+
+# ---- bad fusions
+
+
+def drops_one(ops, *, recipe):
+    return list(ops)[:-1]
+
+
+def raises(ops, *, recipe):
+    raise IndexError("no third operation")
+
+
+def wraps_again(ops, *, recipe):
+    found = sliding_window(ops, (BasicLinear, Bias), BackwardOrForward)
+    return [BackwardOrForward((op,)) if isinstance(op, FusedOperation) else op for op in found]
+
+
+class BackwardOrForward(ForwardLinearBiasActivation):
+    """A forward fused operation."""
+
+
+@pytest.mark.parametrize(
+    ("fusion", "message"),
+    [
+        (drops_one, r"fusion drops_one returned \d basic operations for \d"),
+        (raises, "fusion raises failed: IndexError: no third operation"),
+        (
+            wraps_again,
+            "fusion wraps_again failed: TypeError: BackwardOrForward: a fused operation is made of basic ones",
+        ),
+    ],
+)
+def test_a_bad_fusion_is_named_and_the_model_runs_without(fusion, message):
+    model = MLP(SPELLINGS["pow"]).bfloat16()
+    with te_dynamo.register_forward_fusion(fusion):
+        with pytest.raises((TeError, torch._dynamo.exc.BackendCompilerFailed), match=message) as error:
+            run(model)
+        assert 'options={"fusions": False}' in str(error.value)
+        run(model, {**EAGER, "fusions": False})
