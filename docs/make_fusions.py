@@ -6,24 +6,30 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 PAGE = pathlib.Path(__file__).parent / "fusions.md"
 
-PACKAGES = ("te_dynamo.passes.fusions",)
+PACKAGES = ("te_dynamo.passes.fusions", "te_dynamo.operations.fused")
 """Where fusions are shipped: packages with a SHIPPED, the fusions by their kind."""
 
+Fusion = Callable[..., Any]
+
 KINDS = {
-    "joint": "sees forward and backward in one graph; only the pair of halves must be right",
-    "forward": "sees a forward or inference graph (and what backward recomputes); what it saves suits the unfused backward",
-    "backward": "sees a backward graph; takes what the unfused forward saved",
+    "joint": "sees forward and backward together; only the pair of halves must be right",
+    "forward": "sees forward alone, also what backward recomputes; what it saves suits the unfused backward",
+    "backward": "sees backward alone; takes what the unfused forward saved",
 }
 
 INTRO = """\
 # Fusions
 
 Written by `python docs/make_fusions.py` from the fusion files' docstrings; do not edit. What a fusion is and how to add
-one: `docs/architecture.md`. `options={"fusions": False}` turns all of them off, `{"fusions": ["-fuse_gemm_bias"]}` one.
+one: `docs/writing-a-fusion.md`. Those of `passes/fusions` rewrite the compiler's graphs, those of `operations/fused` the list of
+operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off, `{"fusions": ["-fuse_gemm_bias"]}` one.
 """
 
 INDUCTORS = """\
@@ -42,22 +48,31 @@ def page() -> str:
     lines = [INTRO, "| kind | what it may assume |", "| --- | --- |"]
     lines += [f"| {kind} | {text} |" for kind, text in KINDS.items()]
     lines += ["", "| fusion | kind | pattern |", "| --- | --- | --- |"]
-    for module, kinds in modules:
-        for name, kind in kinds.items():
-            lines.append(f"| [`{name}`](#{_anchor(module)}) | {kind} | {_first_line(getattr(module, name))} |")
-    sections = [_section(module, kinds) for module, kinds in modules]
+    for module, fusions in modules:
+        for fusion, kinds in fusions.items():
+            lines.append(f"| [`{name(fusion)}`](#{_anchor(module)}) | {', '.join(kinds)} | {_first_line(fusion)} |")
+    sections = [_section(module, fusions) for module, fusions in modules]
     return "\n".join(lines) + "\n\n" + "\n".join([*sections, INDUCTORS])
 
 
-def _modules(package: str) -> list[tuple[ModuleType, dict[str, str]]]:
-    """The package's modules that hold a shipped fusion, by name, each with {fusion: kind}."""
+def name(fusion: Fusion) -> str:
+    """What a reader calls it; of one that a function makes, the function."""
+    return re.split(r"[.(]", fusion.__qualname__)[0]
+
+
+def _modules(package: str) -> list[tuple[ModuleType, dict[Fusion, list[str]]]]:
+    """The package's modules that hold a shipped fusion, by name, each with {fusion: its kinds}."""
     home = importlib.import_module(package)
     found = []
     for info in sorted(pkgutil.iter_modules(home.__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{package}.{info.name}")
-        kinds = {f.__name__: kind for kind, fusions in home.SHIPPED.items() for f in fusions if _is_from(f, module)}
-        if kinds:
-            found.append((module, kinds))
+        fusions: dict[Fusion, list[str]] = {}
+        for kind, shipped in home.SHIPPED.items():
+            for fusion in shipped:
+                if _is_from(fusion, module):
+                    fusions.setdefault(fusion, []).append(kind)
+        if fusions:
+            found.append((module, fusions))
     return found
 
 
@@ -65,9 +80,9 @@ def _is_from(fusion: object, module: ModuleType) -> bool:
     return getattr(fusion, "__module__", None) == module.__name__
 
 
-def _section(module: ModuleType, kinds: dict[str, str]) -> str:
+def _section(module: ModuleType, fusions: dict[Fusion, list[str]]) -> str:
     """Heading, kinds, and the docstring: its first sentence, the graphs before and after (indented, so code), the rest."""
-    names = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
+    names = ", ".join(f"`{name(fusion)}` ({', '.join(kinds)})" for fusion, kinds in fusions.items())
     source = module.__name__.removeprefix("te_dynamo.").replace(".", "/") + ".py"
     return f"## {_title(module)}\n\n{names} in `{source}`\n\n{inspect.cleandoc(module.__doc__ or '')}\n"
 
