@@ -190,6 +190,7 @@ def layer_norm_mlp(recompute: Optional[str] = None) -> Fusion:
     """
 
     def fuse(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+        """Norm, BasicLinear (, Bias), activation, BasicLinear (, Bias) -> LayerNormMLP."""
         found = list(ops)
         for first, second in product(((Bias,), ()), repeat=2):  # the longer first
             types: Any = (NORMS, BasicLinear, *first, (Activation, Gated), BasicLinear, *second)
