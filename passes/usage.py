@@ -33,7 +33,7 @@ _ONE_RESULT_QUANTIZED = (
 )
 """Operations whose last results are the buffers of their one quantizer."""
 
-_SHAPE = (1, 1)  # of any tensor: neither names nor order of its buffers depend on it
+_SHAPE = (1, 1, 1)  # of any tensor: neither names nor order of its buffers depend on it
 
 
 def drop_unread_usages(graph: Graph) -> int:

@@ -45,5 +45,7 @@ def test_equals_the_reference(backend: str | None, recipe: str | None) -> None:
     reference, module = block("cpu", chosen), block("cuda", chosen)
     run = module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
     expected = results(reference, reference, "cpu")
+    # The devices' norms and activations differ by a rounding, which moves single codes of a gradient by a step of e5m2.
+    tolerance = 0.02 if recipe is None else 0.06
     for a, b in zip(results(run, module, "cuda"), expected, strict=True):
-        assert (a - b).norm() <= 0.03 * b.norm()
+        assert (a - b).norm() <= tolerance * b.norm()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from snapshot_models import MODELS, capture_training, kernels_everywhere, launches, shape_for
 from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
 
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
@@ -23,6 +24,7 @@ from te_dynamo.operations.basic import GELU
 from te_dynamo.operations.define import OVERLOADS
 from te_dynamo.operations.run import Call
 from te_dynamo.ops import KERNELS, is_te
+from te_dynamo.ops.grouped_linear import GroupedLinearConfig
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from te_dynamo.recipe import Float8CurrentScaling
@@ -33,6 +35,10 @@ BOTH = Float8CurrentScalingQuantizer()
 ROWS = Float8CurrentScalingQuantizer(columnwise=False)
 COLUMNS = Float8CurrentScalingQuantizer(rowwise=False)
 LINEAR = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)
+
+GROUPED_LINEAR = GroupedLinearConfig.for_weight(
+    Float8CurrentScaling(), weight_transposed=False, input_requires_grad=True, weight_requires_grad=True
+)
 
 UNKNOWN = torch.library.Library("te", "FRAGMENT")
 UNKNOWN.define("not_a_kernel_of_ours(Tensor x) -> Tensor")
@@ -60,6 +66,10 @@ def f8(*shape: int) -> Tensor:
 
 def u8(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.uint8, device="cuda")
+
+
+def offsets() -> Tensor:
+    return torch.empty(3, dtype=torch.int32, device="cuda")
 
 
 def key() -> Tensor:
@@ -96,8 +106,10 @@ def finish(graph: fx.Graph, result: fx.Node) -> fx.Graph:
 def graph_of(target: Any, *args: Any) -> fx.Graph:
     """A graph of one operation; its tensors among `args` are the inputs."""
     graph = fx.Graph()
-    nodes = iter(inputs(graph, *(a for a in args if isinstance(a, Tensor))))
-    return finish(graph, call(graph, target, *(next(nodes) if isinstance(a, Tensor) else a for a in args)))
+    leaves, spec = tree_flatten(args)
+    nodes = iter(inputs(graph, *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+    given = spec.unflatten([next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return finish(graph, call(graph, target, *given))
 
 
 def targets(graph: fx.Graph) -> set[Any]:
@@ -179,6 +191,34 @@ CASES: dict[str, Case] = {
         te.add_layer_norm_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(64), bf16(64), 1e-5, ROWS, True),
         "add_norm_rows_kernel -> h, mean, rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+    ),
+    "quantize_stacked": (
+        te.quantize_stacked,
+        lambda: ([bf16(128, 64), bf16(256, 64)], BOTH, False),
+        "quantize_amax_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv\n"
+        "quantize_amax_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv",
+    ),
+    "gemm_stacked": (
+        te.gemm_stacked,
+        lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), torch.bfloat16, True, "N", [128, 256]),
+        "gemm_stacked_kernel -> c",
+    ),
+    "gemm_grouped": (
+        te.gemm_grouped,
+        lambda: (f8(19, 64), f32(1), f8(3, 32, 64), f32(3), offsets(), torch.bfloat16, True),
+        "gemm_grouped_kernel -> c",
+    ),
+    "gemm_grouped_columns": (
+        te.gemm_grouped_columns,
+        lambda: (f8(64, 32), f32(1), f8(128, 32), f32(1), offsets(), torch.bfloat16, False),
+        "gemm_grouped_columns_kernel -> c",
+    ),
+    "grouped_linear": (
+        te.grouped_linear,
+        lambda: (bf16(19, 64), bf16(3, 32, 64), offsets(), GROUPED_LINEAR),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
+        "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\n"
+        "gemm_grouped_kernel -> c",
     ),
     "quantize_bias_grad": (
         te.quantize_bias_grad,

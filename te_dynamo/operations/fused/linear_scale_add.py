@@ -1,11 +1,11 @@
 """Forward: scale and sum in one pass over the linear's output.
 
-before   BasicLinear    h = x @ weight^T         GEMM, writes h
-         ConstantScale  z = h * scale            reads h, writes z
-         AddExtraInput  y = z + extra            reads z and extra, writes y
-after    ForwardLinearScaleAdd
-                        h = x @ weight^T         GEMM
-                        y = extra + scale * h    reads h and extra, writes y
+    before   BasicLinear    h = x @ weight^T         GEMM, writes h
+             ConstantScale  z = h * scale            reads h, writes z
+             AddExtraInput  y = z + extra            reads z and extra, writes y
+    after    ForwardLinearScaleAdd
+                            h = x @ weight^T         GEMM
+                            y = extra + scale * h    reads h and extra, writes y
 
 The sum is rounded once; apart, z is rounded before it.
 """
