@@ -7,9 +7,11 @@ Group g is offs[g - 1] <= m < offs[g], with 0 before the first. Groups may have 
 padded, and nothing but the device reads `offs`. Rows behind the last group are zero in C.
 
 The operands are those of kernels/gemm.py, contiguous in the contracted dimension, and so are the sums. A tile lies in
-one group. Tensor copies start at any element, so a tile of rows also reads rows of the next group, which are not stored.
-Along the contracted dimension these would enter the sum: the last, partial block of a group is multiplied by itself,
-with both operands' foreign elements replaced by zero (in both, since 0 * NaN is NaN).
+one group. Tensor copies start at any row, so a tile of rows also reads rows of the next group, which are not stored.
+Along the contracted dimension, the contiguous one, copies start at multiples of 16 bytes only, and what they read of other
+groups would enter the sum. So a group's blocks begin at the last multiple of 16 before it, and its first and last block,
+where they are not the group's alone, are multiplied apart from the others, with both operands' foreign elements replaced
+by zero (in both, since 0 * NaN is NaN). Groups that begin at a multiple of 16 have no such first block.
 """
 
 from __future__ import annotations
@@ -337,16 +339,18 @@ def gemm_grouped_columns_kernel(
         row_tile, column_tile = swizzled(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         start = clamped(tl.load(offs + group - 1, mask=group > 0, other=0), M)
-        end = clamped(tl.load(offs + group), M)
-        # A last block that is not full comes first, where no sum takes registers yet.
-        blocks = tl.maximum(end - start, 0) // BLOCK_K
-        tail = start + blocks * BLOCK_K
+        end = tl.maximum(clamped(tl.load(offs + group), M), start)
+        inner, blocks, edge, apart, edges = cut(start, end, BLOCK_K)
+        # The edges are masked in a loop of their own: that over the whole blocks is the other GEMMs'.
         if HALVES:
-            one, two = _tail_halves(a_desc, b_desc, row, column, tail, end, PART_M, BLOCK_N)
-            one, two = accumulate_halves(a_desc, b_desc, row, column, start, blocks, one, two, BLOCK_K)
+            one = tl.zeros((PART_M, BLOCK_N), tl.float32)
+            two = tl.zeros((PART_M, BLOCK_N), tl.float32)
+            one, two = accumulate_edges_halves(a_desc, b_desc, row, column, start, end, edge, apart, edges, one, two)
+            one, two = accumulate_halves(a_desc, b_desc, row, column, inner, blocks, one, two, BLOCK_K)
         else:
-            total = _tail(a_desc, b_desc, row, column, tail, end, BLOCK_M, BLOCK_N)
-            one, two = split_columns(accumulate(a_desc, b_desc, row, column, start, blocks, total, FAST, BLOCK_K))
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            total = accumulate_edges(a_desc, b_desc, row, column, start, end, edge, apart, edges, total, FAST)
+            one, two = split_columns(accumulate(a_desc, b_desc, row, column, inner, blocks, total, FAST, BLOCK_K))
         first, last = group * N, group * N + N
         row_2 = row + (PART_M if HALVES else 0)
         column_2 = column + (0 if HALVES else PART_N)
@@ -355,28 +359,49 @@ def gemm_grouped_columns_kernel(
 
 
 @triton.jit
-def _own(x, k, end):
-    """The float8 x [rows, BLOCK_K], whose first column is k, with zeros from column `end` on."""
-    inside = k + tl.arange(0, x.shape[1]) < end
-    return tl.where(inside[None, :], x.to(tl.uint8, bitcast=True), 0).to(tl.uint8).to(x.dtype, bitcast=True)
+def cut(start, end, BLOCK_K: tl.constexpr):
+    """How the columns start..end are cut into blocks: (first, number) of the whole ones, (first, distance, number) of the edges.
+
+    Blocks begin at multiples of 16. Edges are the blocks with columns of other groups: the first one, if `start` is no
+    multiple of 16, and the last one, if it ends behind `end`. Either may be missing, and one block may be both.
+    """
+    aligned = tl.where(start < end, start // 16 * 16, end)
+    head = aligned < start
+    inner = tl.where(head, aligned + BLOCK_K, aligned)
+    blocks = tl.maximum(end - inner, 0) // BLOCK_K
+    tail = inner + blocks * BLOCK_K
+    edges = head.to(tl.int32) + (tail < end).to(tl.int32)
+    return inner, blocks, tl.where(head, aligned, tail), tail - aligned, edges
 
 
 @triton.jit
-def _tail(a_desc, b_desc, row, column, k, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile's products from k to `end`, less than a block."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if k < end:
-        total = tl.dot(_own(a_desc.load([row, k]), k, end), _own(b_desc.load([column, k]), k, end).T)
+def accumulate_edges(a_desc, b_desc, row, column, start, end, first_k, apart, edges, total, FAST: tl.constexpr):
+    """total [BLOCK_M, BLOCK_N] + the tile's products of the edges at first_k and, if there are two, first_k + apart."""
+    for edge in tl.range(edges, num_stages=3):  # two stages ahead: both edges are loaded at once
+        k = first_k + edge * apart
+        x = own(a_desc.load([row, k]), k, start, end)
+        y = own(b_desc.load([column, k]), k, start, end)
+        if FAST:
+            total = tl.dot(x, y.T, total)
+        else:
+            total += tl.dot(x, y.T)
     return total
 
 
 @triton.jit
-def _tail_halves(a_desc, b_desc, row, column, k, end, HALF_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The same as the tile's upper and lower half."""
-    upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
-    lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
-    if k < end:
-        y = _own(b_desc.load([column, k]), k, end)
-        upper = tl.dot(_own(a_desc.load([row, k]), k, end), y.T)
-        lower = tl.dot(_own(a_desc.load([row + HALF_M, k]), k, end), y.T)
+def accumulate_edges_halves(a_desc, b_desc, row, column, start, end, first_k, apart, edges, upper, lower):
+    """The same with slow accumulation onto the two halves [BLOCK_M / 2, BLOCK_N] of a tile."""
+    for edge in tl.range(edges, num_stages=3):
+        k = first_k + edge * apart
+        y = own(b_desc.load([column, k]), k, start, end)
+        upper += tl.dot(own(a_desc.load([row, k]), k, start, end), y.T)
+        lower += tl.dot(own(a_desc.load([row + lower.shape[0], k]), k, start, end), y.T)
     return upper, lower
+
+
+@triton.jit
+def own(x, k, start, end):
+    """The float8 x [rows, BLOCK_K], whose first column is k, with zeros in all columns but start..end."""
+    columns = k + tl.arange(0, x.shape[1])
+    inside = (columns >= start) & (columns < end)
+    return tl.where(inside[None, :], x.to(tl.uint8, bitcast=True), 0).to(tl.uint8).to(x.dtype, bitcast=True)

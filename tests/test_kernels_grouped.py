@@ -93,9 +93,23 @@ def test_groups_are_quantized_each_by_itself(rowwise, columnwise, dtype) -> None
             assert_same_bits([*(buffer[group] for buffer in buffers), scale_inv[group : group + 1]], expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "behind", "out_dtype"),
+    [([9, 0, 33], 5, OUT[0]), ([40], 0, OUT[1]), ([0, 0], 3, OUT[2]), ([1, 16, 7, 0], 0, OUT[2])],
+    ids=str,
+)
+def test_references_are_a_loop_over_the_groups(sizes: list[int], behind: int, out_dtype: torch.dtype) -> None:
+    check_references(sizes, behind, out_dtype)
+
+
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(0, 20), st.sampled_from(OUT))
-def test_references_are_a_loop_over_the_groups(sizes: list[int], behind: int, out_dtype: torch.dtype) -> None:
+def test_references_of_random_groups(sizes: list[int], behind: int, out_dtype: torch.dtype) -> None:
+    check_references(sizes, behind, out_dtype)
+
+
+def check_references(sizes: list[int], behind: int, out_dtype: torch.dtype) -> None:
     """Bit for bit the ungrouped GEMM of every group; zero behind the last one, and in an empty group's columns."""
     m, groups = sum(sizes) + behind, len(sizes)
     offs = offsets(sizes)
@@ -217,6 +231,7 @@ GPU_SIZES = [
     [1, 127, 129, 0, 255, 33, 400, 7],
     [64] * 33,
     [2000, 0, 48, 1],
+    [16, 48, 0, 5, 3, 104, 304, 100],
 ]
 
 
