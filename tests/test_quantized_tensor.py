@@ -16,7 +16,7 @@ from te_dynamo.errors import QuantizationError
 
 SHAPE = (4, 24, 48)
 CURRENT = Float8CurrentScalingQuantizer()
-BACKENDS = ["eager", "aot_eager", "inductor"]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def quantized(quantizer: Quantizer = CURRENT, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> QuantizedTensor:
