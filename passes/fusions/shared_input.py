@@ -93,8 +93,9 @@ def fuse_shared_input(graph: Graph) -> int:
         _stack(graph, linears, total)
         for node, value in views.items():
             node.meta["val"] = value
-        sorted_topologically(graph)
         fired += 1
+    if fired:
+        sorted_topologically(graph)
     return fired
 
 
