@@ -120,7 +120,8 @@ def test_equals_torch(case: Case) -> None:
 
 
 def test_every_basic_operation_has_a_case() -> None:
-    assert {type(case.op).__name__ for case in CASES} == set(basic.__all__)
+    """But for GroupedLinear, whose extra input is no floating point tensor: test_operations_grouped.py."""
+    assert {type(case.op).__name__ for case in CASES} == set(basic.__all__) - {"GroupedLinear"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

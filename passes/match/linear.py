@@ -36,7 +36,7 @@ from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
-__all__ = ["LINEAR", "RecipeFor", "linear_record", "match_linear"]
+__all__ = ["LINEAR", "RecipeFor", "hint", "linear_record", "match_linear"]
 
 RecipeFor = Callable[[str], tuple[Recipe | None, str]]
 """(recipe, why it is None) by module path."""
@@ -142,7 +142,7 @@ def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFo
     value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     record.dtype = "" if value is None else dtype_name(value.dtype)
     record.shape = tuple(map(str, sizes))
-    record.flops = 2 * math.prod(map(_hint, sizes)) if sizes else 0
+    record.flops = 2 * math.prod(map(hint, sizes)) if sizes else 0
     return record, recipe
 
 
@@ -154,7 +154,7 @@ def _sizes(x: Any, weight: Any) -> Sizes:
     return (math.prod(value.shape[:-1]), w.shape[0], value.shape[-1])
 
 
-def _hint(size: Any) -> int:
+def hint(size: Any) -> int:
     """The size, the one seen while tracing where dynamic, 0 where data decides it."""
     if isinstance(size, int):
         return size

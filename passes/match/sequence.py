@@ -13,12 +13,14 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from te_dynamo.operations.basic import BasicLinear
+from te_dynamo.operations.basic import BasicLinear, GroupedLinear
 from te_dynamo.operations.fuser import FusedOps, grouped
 from te_dynamo.operations.op import FusedOperation
 from te_dynamo.operations.program import split_tensors
 from te_dynamo.operations.run import Call, fake
 from te_dynamo.operations.sequence import OperationSequence
+from te_dynamo.passes.match.grouped import recipe_reason
+from te_dynamo.passes.match.linear import hint
 from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.report import MatchRecord
@@ -78,16 +80,24 @@ def _linears(node: fx.Node) -> Iterator[MatchRecord]:
     for i, group in enumerate(grouped(sequence.ops)):
         op, given = group.op, proto
         proto = fake(group, call, proto, params, extra_inputs)[0]
-        if isinstance(op, BasicLinear):
-            rows = math.prod(given.shape[:-1])
+        if isinstance(op, (BasicLinear, GroupedLinear)):
+            rows, reason = math.prod(given.shape[:-1]), _reason(op)
             yield MatchRecord(
                 "linear",
                 f"{module_path(node)}.{i}".removeprefix("."),
                 source_line(node),
-                matched=op.recipe is not None,
-                reason="" if op.recipe is not None else "its Sequential has no recipe",
-                recipe="" if op.recipe is None else op.recipe.describe(),
+                matched=not reason,
+                reason=reason,
+                recipe="" if reason or op.recipe is None else op.recipe.describe(),
                 shape=(str(rows), str(op.out_features), str(op.in_features)),
-                flops=2 * int(rows) * op.out_features * op.in_features,
+                flops=2 * hint(rows) * op.out_features * op.in_features,
                 dtype=dtype_name(given.dtype),
+                groups=op.num_groups if isinstance(op, GroupedLinear) else 0,
             )
+
+
+def _reason(op: BasicLinear | GroupedLinear) -> str:
+    """Why the operation runs in high precision, "" where it has a recipe that it follows."""
+    if op.recipe is None:
+        return "its Sequential has no recipe"
+    return recipe_reason(op.recipe) if isinstance(op, GroupedLinear) else ""

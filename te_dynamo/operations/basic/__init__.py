@@ -5,6 +5,7 @@ from te_dynamo.operations.basic.collective import AllGather, AllReduce, ReduceSc
 from te_dynamo.operations.basic.dropout import Dropout
 from te_dynamo.operations.basic.extra import AddExtraInput, MakeExtraOutput
 from te_dynamo.operations.basic.gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
+from te_dynamo.operations.basic.grouped_linear import GroupedLinear
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.basic.norm import L2Normalization, LayerNorm, RMSNorm
 from te_dynamo.operations.basic.quantize import Quantize
@@ -25,6 +26,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",

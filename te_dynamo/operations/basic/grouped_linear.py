@@ -1,0 +1,195 @@
+"""GroupedLinear: the linears of G experts on one tensor of tokens that is sorted by expert."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.ops.grouped_linear import (
+    GroupedLinearBwdArgs,
+    GroupedLinearConfig,
+    GroupedLinearFwdArgs,
+    grouped_linear_backward,
+    grouped_linear_forward,
+    grouped_linear_forward_fake,
+)
+from te_dynamo.recipe import Float8CurrentScaling, Recipe
+from te_dynamo.tensor_proto import TensorProto, buffer_protos
+
+__all__ = ["GroupedLinear"]
+
+_Grads = list[tuple[Optional[torch.Tensor], ...]]
+
+
+class GroupedLinear(BasicOperation):
+    """y[m, N] = x[m, K] @ weight[g, N, K]^T for the rows m of group g: offs[g - 1] <= m < offs[g].
+
+    Extra input: offs, int32 [G], ascending, the end of each group's rows; it has no gradient and is read on the device alone.
+    Groups may be empty. Rows of y and dx behind the last group are zero.
+
+    recipe: None takes that of the Sequential. Grouped GEMMs are there for current scaling with a quantized backward, as in
+    te.grouped_linear; in any other recipe, and without one, it is torch.nn.functional.grouped_mm in the precision of x.
+
+    Saves offs and what te.grouped_linear saves: the columnwise x if the weight needs a gradient, the columnwise weight if x does;
+    in high precision x and the weight themselves.
+
+    Raises QuantizationError for sizes that the recipe's GEMMs cannot take, TeError for other shapes of x or another offs, and in
+    high precision for rows of x or y that are no multiple of 16 bytes, which grouped_mm wants.
+    """
+
+    num_extra_inputs = 1
+
+    num_groups: int
+    in_features: int
+    out_features: int
+    recipe: Optional[Recipe] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        recipe = self._grouped_recipe()
+        if recipe is not None and (self.in_features % recipe.alignment or self.out_features % recipe.alignment):
+            raise QuantizationError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")
+
+    def _name(self) -> str:
+        return f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        bound = 1 / math.sqrt(self.in_features)  # of each expert what torch.nn.Linear has
+        shape = (self.num_groups, self.out_features, self.in_features)
+        return (Parameter("weight", shape, lambda w: torch.nn.init.uniform_(w, -bound, bound)),)
+
+    def with_recipe(self, recipe: Optional[Recipe]) -> BasicOperation:
+        if self.recipe is not None or recipe is None:
+            return self
+        return dataclasses.replace(self, recipe=recipe)  # type: ignore[type-var]
+
+    def _grouped_recipe(self) -> Optional[Float8CurrentScaling]:
+        """The recipe, if there are grouped GEMMs for it."""
+        recipe = self.recipe
+        return recipe if isinstance(recipe, Float8CurrentScaling) and recipe.backward == "quantized" else None
+
+    def config(self, requires_grad: RequiresGrad) -> Optional[GroupedLinearConfig]:
+        """How te.grouped_linear's helpers run it; None in high precision."""
+        recipe = self._grouped_recipe()
+        if recipe is None:
+            return None
+        return GroupedLinearConfig.for_weight(
+            recipe,
+            weight_transposed=False,
+            input_requires_grad=requires_grad.input,
+            weight_requires_grad=requires_grad.params[0],
+        )
+
+    def fuser_forward_compute(
+        self,
+        input: torch.Tensor,
+        params: Sequence[Params],
+        extra_inputs: Sequence[Params],
+        *,
+        requires_grad: Sequence[RequiresGrad],
+        **_: Any,
+    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+        ((weight,),), ((offs,),), (needs,) = params, extra_inputs, requires_grad
+        self._check(input, offs)
+        config = self.config(needs)
+        if config is None:
+            by_columns = weight.to(input.dtype).contiguous().transpose(1, 2)
+            return _grouped_mm(input, by_columns, offs), [()], [_unquantized(input, weight, offs, needs)]
+        output, saved = grouped_linear_forward(GroupedLinearFwdArgs(input, weight, offs, config))
+        return output, [()], [[offs, *saved] if saved else []]
+
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+        ctxs[0].save_for_backward(*tensors_to_save[0])
+
+    def fuser_forward_fake(
+        self,
+        input: TensorProto,
+        params: Sequence[tuple[TensorProto, ...]],
+        extra_inputs: Sequence[tuple[TensorProto, ...]],
+        *,
+        requires_grad: Sequence[RequiresGrad],
+        **_: Any,
+    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+        ((weight,),), ((offs,),), (needs,) = params, extra_inputs, requires_grad
+        self._check(input, offs)
+        config = self.config(needs)
+        if config is None:
+            output = TensorProto((input.shape[0], self.out_features), input.dtype, device=input.device)
+            return output, [()], [_unquantized(input, weight, offs, needs)]
+        output, protos = grouped_linear_forward_fake(input, weight, config)
+        saved = [buffer for proto in protos for buffer in buffer_protos(proto)]
+        return output, [()], [[offs, *saved] if saved else []]
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
+    ) -> tuple[Optional[torch.Tensor], _Grads, _Grads]:
+        (ctx,) = ctxs
+        if not ctx.saved_tensors:
+            return None, [(None,)], [(None,)]
+        offs, *saved = ctx.saved_tensors
+        assert offs is not None
+        needs, config = ctx.requires_grad, self.config(ctx.requires_grad)
+        count = len(saved) // (needs.input + needs.params[0]) * needs.params[0]
+        of_x: Any = tuple(saved[:count])
+        of_weight: Any = tuple(saved[count:])
+        dtype = ctx.params[0].dtype
+        if config is None:
+            dx, dweight = _unquantized_backward(of_x, of_weight, grad_output, offs, dtype)
+        else:
+            args = GroupedLinearBwdArgs(of_x, of_weight, offs, ctx.input.dtype, dtype, config)
+            dx, dweight = grouped_linear_backward(args, grad_output)
+        return dx, [(dweight,)], [(None,)]
+
+    def _check(self, x: Any, offs: Any) -> None:
+        """TeError, saying what is wrong, for tensors or protos that it cannot take."""
+        if len(x.shape) != 2 or x.shape[1] != self.in_features:
+            raise TeError(f"{self._name()}: expected x [M, {self.in_features}], got {list(x.shape)}")
+        if offs.dtype != torch.int32 or tuple(offs.shape) != (self.num_groups,):
+            raise TeError(
+                f"{self._name()}: expected the ends of the groups, int32 [{self.num_groups}], as extra input, got {offs.dtype} "
+                f"{list(offs.shape)}; sizes.cumsum(0, dtype=torch.int32) makes them of the groups' sizes"
+            )
+        if self._grouped_recipe() is None and any(
+            n * x.dtype.itemsize % 16 for n in (self.in_features, self.out_features)
+        ):
+            raise TeError(
+                f"{self._name()}: torch's grouped_mm needs rows of a multiple of 16 bytes; make in_features and out_features "
+                f"multiples of {16 // x.dtype.itemsize} for {x.dtype}"
+            )
+
+
+def _unquantized(x: Any, weight: Any, offs: Any, needs: RequiresGrad) -> list[Any]:
+    """What the products of backward read in high precision: the groups, x if wgrad is needed, the weight if dgrad is."""
+    operands = [x] * needs.params[0] + [weight] * needs.input
+    return [offs, *operands] if operands else []
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """x [M, K] @ weight [G, K, N] by groups of rows; torch leaves the rows behind the last group unwritten, here they are zero."""
+    y = torch.nn.functional.grouped_mm(x.contiguous(), weight, offs=offs)
+    rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
+    return torch.where((rows < offs[-1]).unsqueeze(1), y, 0)
+
+
+def _unquantized_backward(
+    x: tuple[torch.Tensor, ...],
+    weight: tuple[torch.Tensor, ...],
+    dy: torch.Tensor,
+    offs: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx, dweight) in dy's precision, of those operands that were saved; dtype: of the weight."""
+    dx = dweight = None
+    dy = dy.contiguous()
+    if weight:
+        dx = _grouped_mm(dy, weight[0].to(dy.dtype).contiguous(), offs)
+    if x:
+        dweight = torch.nn.functional.grouped_mm(dy.t(), x[0].contiguous(), offs=offs).to(dtype)
+    return dx, dweight

@@ -1,0 +1,121 @@
+"""Joint: the MLPs of a mixture's experts, which compute the second linear's input again in backward instead of saving it.
+
+    before   GroupedLinear  h = x @ w1[g]^T                         saves x by columns, w1 by columns
+             ScaledSwiGLU   a = swiglu(h) * scales                  saves h and scales
+             GroupedLinear  y = a @ w2[g]^T                         saves a by columns, w2 by columns
+    after    GroupedMLP     the same forward, a quantized by rows alone; saved is all but a
+
+    backward                a = swiglu(h) * scales, quantized by columns; then that of the three
+
+Backward of the activation reads h anyway: of what h and a take together, a gated activation's a is a third in bf16 and a fifth in FP8,
+saved for one pass over h. The results are those of the basic operations bit for bit. The activation is any of one input, gated or not, or one times a scale for each row; the recipe
+any, high precision included. Both linears have groups of their own among the extra inputs and may be given different ones. a is
+saved where nothing before it needs a gradient, since h is not kept there.
+
+Under the compiler it is one node until lowering: of its parts, a partitioner would compute a's columns in forward, as nothing of them
+depends on dy, and save them. Fusions of graphs do not see inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from te_dynamo.operations.basic.activation import Activation
+from te_dynamo.operations.basic.gated import Gated
+from te_dynamo.operations.basic.grouped_linear import GroupedLinear
+from te_dynamo.operations.basic.scaled import Scaled
+from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
+from te_dynamo.operations.windows import sliding_window
+from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.recipe import Recipe
+from te_dynamo.tensor_proto import TensorProto
+
+__all__ = ["GroupedMLP", "fuse_grouped_mlp"]
+
+
+class GroupedMLP(FusedOperation):
+    """y[m, N] = f(x[m, K] @ w1[g]^T) @ w2[g]^T for the rows m of group g, f an activation, by the scales of its rows or not."""
+
+    # One node of the graph: a partitioner that sees the parts computes in forward all that needs no dy, and saves it.
+    opaque = True
+
+    def fuser_forward_compute(
+        self,
+        input: torch.Tensor,
+        params: Sequence[Params],
+        extra_inputs: Sequence[Params],
+        *,
+        requires_grad: Sequence[RequiresGrad],
+        **keywords: Any,
+    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+        saved: list[Saved] = []
+        needs = _needs_in_forward(requires_grad)
+        for i, op in enumerate(self.ops):
+            one = slice(i, i + 1)
+            input, _, to_save = op.fuser_forward_compute(
+                input, params[one], extra_inputs[one], requires_grad=needs[one], **keywords
+            )
+            saved += to_save if needs[i].any() else [[]]
+        return input, [() for _ in self.ops], saved
+
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
+            ctx.save_for_backward(*tensors)
+
+    def fuser_forward_fake(
+        self, input: TensorProto, params: Any, extra_inputs: Any, *, requires_grad: Any, **keywords: Any
+    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+        needs = _needs_in_forward(requires_grad)
+        output, extra_outputs, saved = super().fuser_forward_fake(
+            input, params, extra_inputs, requires_grad=needs, **keywords
+        )
+        return output, extra_outputs, [kept if of.any() else [] for kept, of in zip(saved, needs, strict=True)]
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
+    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        first, activation, second = ctxs
+        if _recomputes([ctx.requires_grad for ctx in ctxs]):
+            offs, *weight = second.saved_tensors
+            second = second.with_saved([offs, *self._second_input(activation, second.requires_grad), *weight])
+        return backward_chain(self.ops, [first, activation, second], grad_output, grad_extra_outputs)
+
+    def _second_input(self, ctx: OperationContext, requires_grad: RequiresGrad) -> list[torch.Tensor]:
+        """What the second linear's own forward saves of its input. ctx: the activation's."""
+        _, activation, linear = self.ops
+        assert isinstance(linear, GroupedLinear)
+        h, *scales = ctx.saved_tensors
+        assert h is not None
+        a, _, _ = activation.fuser_forward_compute(
+            h,
+            [()],
+            [tuple(s for s in scales if s is not None)],
+            requires_grad=(ctx.requires_grad,),
+            training=ctx.training,
+        )
+        config = linear.config(requires_grad)
+        if config is None:
+            return [a]
+        quantizer = config.input_quantizer.with_usage(rowwise=False, columnwise=True)
+        return [*quantizer.operand(quantize_tensor(a.contiguous(), quantizer), columnwise=True)]
+
+
+def _recomputes(requires_grad: Sequence[RequiresGrad]) -> bool:
+    """Whether the second linear's input is computed again: where wgrad reads it, and the activation's input is kept anyway."""
+    return requires_grad[2].input and requires_grad[2].params[0]
+
+
+def _needs_in_forward(requires_grad: Sequence[RequiresGrad]) -> tuple[RequiresGrad, ...]:
+    """What the forward of each operation is told: of the second linear's, that no wgrad will read the input that it has."""
+    first, activation, second = requires_grad
+    return first, activation, RequiresGrad(True, (False,), (False,)) if _recomputes(requires_grad) else second
+
+
+def fuse_grouped_mlp(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+    """GroupedLinear, activation, GroupedLinear -> GroupedMLP, which does not save the second linear's input."""
+    return sliding_window(ops, (GroupedLinear, (Activation, Gated, Scaled), GroupedLinear), GroupedMLP)
