@@ -58,10 +58,9 @@ def _merge_usages(graph: Graph) -> int:
         if len({node.args[1] for node in nodes}) < 2:
             continue
         union = call_like(graph, quantize, (source, both, *random), nodes[0])
-        shape = tuple(source.meta["val"].shape)
-        position = {name: i for i, name in enumerate(both._describe_buffers(shape))}
+        position = {name: i for i, name in enumerate(both.buffer_names())}
         for node in nodes:
-            names = list(_quantizer(node)._describe_buffers(shape))
+            names = _quantizer(node).buffer_names()
             replace_items(node, union, {i: position[name] for i, name in enumerate(names)})
             graph.erase_node(node)
         merged += len(nodes) - 1

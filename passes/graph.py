@@ -108,7 +108,6 @@ def sorted_topologically(graph: Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
-    graph.lint()
 
 
 def getitem_after(node: Node, index: int) -> Node:

@@ -33,22 +33,20 @@ _ONE_RESULT_QUANTIZED = (
 )
 """Operations whose last results are the buffers of their one quantizer."""
 
-_SHAPE = (1, 1, 1)  # of any tensor: neither names nor order of its buffers depend on it
-
 
 def drop_unread_usages(graph: Graph) -> int:
     """Narrows in place; returns how many operations make less than before."""
     narrowed = 0
     for node in calls(graph, *_ONE_RESULT_QUANTIZED):
         position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
-        names = list(quantizer._describe_buffers(_SHAPE))
+        names = quantizer.buffer_names()
         before = len(node.meta["val"]) - len(names)
         narrower = _narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
         if narrower == quantizer:
             continue
         args = (*node.args[:position], narrower, *node.args[position + 1 :])
         replacement = call_like(graph, node.target, args, node)
-        kept = list(narrower._describe_buffers(_SHAPE))
+        kept = narrower.buffer_names()
         index_map = {i: i for i in range(before)}
         index_map |= {before + i: before + kept.index(name) for i, name in enumerate(names) if name in kept}
         replace_items(node, replacement, index_map)
@@ -66,6 +64,6 @@ def _narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
             narrower = quantizer.with_usage(**usage)
         except QuantizationError:  # its only usage
             continue
-        if narrower != quantizer and read <= set(narrower._describe_buffers(_SHAPE)):
+        if narrower != quantizer and read <= set(narrower.buffer_names()):
             return narrower
     return quantizer

@@ -64,7 +64,7 @@ class QuantizedTensor(torch.Tensor):
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Name -> buffer, in the same order. Not inside a compiled function: `buffers` is."""
-        return {name: getattr(self, f"_{name}") for name in self.quantizer._describe_buffers((1, 1, 1))}
+        return {name: getattr(self, f"_{name}") for name in self.quantizer.buffer_names()}
 
     def to_storage(self) -> QuantizedTensorStorage:
         """The storage over the same buffers."""

@@ -157,7 +157,7 @@ def _quantize_behind(buffer: Any, name: str) -> Node | None:
 
 
 def _names(quantized: Node) -> list[str]:
-    return list(quantized.args[1]._describe_buffers((1, 1)))  # type: ignore[union-attr]
+    return quantized.args[1].buffer_names()  # type: ignore[union-attr]
 
 
 def _readers_by_name(quantized: Node) -> dict[str, set[Node]]:

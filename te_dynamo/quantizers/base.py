@@ -147,6 +147,10 @@ class Quantizer(metaclass=OpaqueMeta):
             raise QuantizationError(f"{self.describe()} cannot read {tensor.quantizer.describe()}")
         return tensor.dequantize()
 
+    def buffer_names(self) -> list[str]:
+        """The buffers of a tensor of any shape, in the order of `te.quantize`: neither names nor order depend on the shape."""
+        return list(self._describe_buffers((1, 1, 1)))
+
     def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, ...]:
         """What a GEMM reads: data, then its scales, contracting the last dimension, or the leading ones (columnwise).
 
@@ -155,7 +159,7 @@ class Quantizer(metaclass=OpaqueMeta):
         if not (self.columnwise if columnwise else self.rowwise):
             wanted = "columnwise" if columnwise else "rowwise"
             raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
-        names = list(self._describe_buffers((1, 1, 1)))  # of any shape: names and order do not depend on it
+        names = self.buffer_names()
         return tuple(buffers[names.index(name)] for name in self._operand_names(columnwise))
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
