@@ -303,7 +303,7 @@ def quantize_nvfp4(
 ) -> list[torch.Tensor]:
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
 
-    x with 4-byte elements takes a launch for each usage. tile: rows and columns multiples of 128, for 2-byte elements.
+    x with 4-byte elements takes a launch for each usage. tile: rows and columns divisors or multiples of 128, for 2-byte elements.
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()

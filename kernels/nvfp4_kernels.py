@@ -136,9 +136,10 @@ def quantize_nvfp4_kernel(
     first, second = 0, 0
     if STOCHASTIC:
         first, second = tl.load(random), tl.load(random + 1)
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
+    tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        row, column = tile_from_the_end(index, tiles, wide, BLOCK_M, BLOCK_K)
         if PACKED:
             square = (0, 0)
             if COLUMNWISE or TWO_D:
