@@ -205,13 +205,28 @@ def store_words(
 
 
 @triton.jit
-def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, WHOLE: tl.constexpr):
-    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K."""
+def store_scales(
+    scale_inv,
+    scale,
+    row,
+    block,
+    M,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    RUN: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K.
+
+    RUN: as many neighbours may be moved to one thread first, to be stored together; WHOLE: all lie inside.
+    """
     blocks = tl.cdiv(K, 16)
     padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
     rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
     corner = row.to(tl.int64) * padded_blocks + block
-    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
+    neighbours = tl.max_contiguous(tl.arange(0, BLOCK_B), RUN)
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + neighbours[None, :])
     if WHOLE:
         tl.store(scale_inv + offsets, scale)
     else:

@@ -14,6 +14,8 @@ the code is in its bits from 22 on and below them the distance from there, to wh
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 __all__ = [
     "RANDOM_STEP",
     "amax_of_column_words",
@@ -55,35 +57,64 @@ def nearest(value: str, nibble: int, word: str, scale: str, quadruple: bool) -> 
     ]
 
 
-def stochastic(value: str, nibble: int, word: str, multiplier: str, seed: str, element: int) -> list[str]:
-    """Adds the code of 6 sat(|value| * multiplier), rounded by the random bits of that element of the block."""
+def stochastic(value: str, target: str, multiplier: str, seed: str, element: int) -> list[str]:
+    """target = the code of 6 sat(|value| * multiplier), rounded by the random bits of that element of the block, from bit 22
+    on: there are others below."""
     return [
-        f"abs.f32 v, {value}; mul.rn.sat.f32 v, v, {multiplier}; mul.rn.f32 v, v, {_SIXTH_STEPS}; mov.b32 b, v;",
-        f"mul.lo.u32 r, {seed}, {pow(RANDOM_STEP, element, 2**32)}; shr.u32 r, r, 10;",
-        f"add.u32 b, b, r; shr.u32 b, b, 22; mad.lo.u32 {word}, b, {16**nibble}, {word};",
+        f"abs.f32 v, {value}; mul.rn.sat.f32 v, v, {multiplier}; mul.rn.f32 v, v, {_SIXTH_STEPS}; mov.b32 {target}, v;",
+        f"mul.lo.u32 r, {seed}, {pow(RANDOM_STEP, element, 2**32)}; shr.u32 r, r, 10; add.u32 {target}, {target}, r;",
     ]
 
 
-def codes(
-    values: list[str], word: str, signs: str, multiplier: str, seed: str | None, first: int, quadruple: bool = False
-) -> list[str]:
-    """word = the codes of eight values, those from `first` on of a block, under the sign bits in `signs`.
-
-    seed: None rounds to the nearest.
-    """
-    lines = [f"mov.b32 {word}, {signs};"]
-    if seed is None:
-        surplus = sum(_NEAREST_ZERO << 4 * nibble for nibble in range(8)) % 2**32
-        lines = [f"sub.u32 {word}, {signs}, {surplus};"]
+def nearest_word(values: list[str], word: str, signs: str, scale: str, quadruple: bool = False) -> list[str]:
+    """word = the codes of eight values under the sign bits in `signs`."""
+    surplus = sum(_NEAREST_ZERO << 4 * nibble for nibble in range(8)) % 2**32
+    lines = [f"sub.u32 {word}, {signs}, {surplus};"]
     for nibble, value in enumerate(values):
-        if seed is None:
-            lines += nearest(value, nibble, word, multiplier, quadruple)
-        else:
-            lines += stochastic(value, nibble, word, multiplier, seed, first + nibble)
+        lines += nearest(value, nibble, word, scale, quadruple)
     return lines
 
 
-CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "r")
+def stochastic_word(values: list[str], word: str, signs: str, multiplier: str, seed: str, first: int) -> list[str]:
+    """The same, rounded stochastically as the elements from `first` on of a block."""
+    lines = [f"mov.b32 {word}, {signs};"]
+    for nibble, value in enumerate(values):
+        lines += stochastic(value, "b", multiplier, seed, first + nibble)
+        lines += [f"shr.u32 b, b, 22; mad.lo.u32 {word}, b, {16**nibble}, {word};"]
+    return lines
+
+
+class Eight(NamedTuple):
+    """What becomes a word: registers of eight values, of their signs, of what they are multiplied by and of their block's
+    hash, and which of its elements comes first."""
+
+    values: list[str]
+    word: str
+    signs: str
+    multiplier: str
+    seed: str
+    first: int
+
+
+def stochastic_words(low: Eight, high: Eight) -> list[str]:
+    """Two words at once: codes are moved to their places in pairs, in the halves of a register."""
+    lines = []
+    for nibble in range(8):
+        for eight, target in ((low, "b"), (high, "n")):
+            lines += stochastic(eight.values[nibble], target, eight.multiplier, eight.seed, eight.first + nibble)
+        lines += [f"prmt.b32 q{nibble % 4}, b, n, 0x7632;"]  # codes from bits 6 and 22 on
+        if nibble % 2:  # two codes from there, then four from bits 0 and 16 on
+            even, odd = f"q{nibble % 4 - 1}", f"q{nibble % 4}"
+            lines += [f"shl.b32 {odd}, {odd}, 4; lop3.b32 {even}, {odd}, {even}, 0x3C003C00, 0xE4;"]
+        if nibble % 4 == 3:
+            target = f"four{nibble // 4}"
+            lines += [f"shr.u32 q0, q0, 6; shl.b32 q2, q2, 2; lop3.b32 {target}, q0, q2, 0x00FF00FF, 0xE4;"]
+    for eight, selector in ((low, "0x5410"), (high, "0x7632")):
+        lines += [f"prmt.b32 {eight.word}, four0, four1, {selector}; or.b32 {eight.word}, {eight.word}, {eight.signs};"]
+    return lines
+
+
+CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "n", "r", "q0", "q1", "q2", "q3", "four0", "four1")
 
 
 def signs_of_values(values: list[str], signs: str, kept: str) -> list[str]:
@@ -99,7 +130,10 @@ def word_of_values(stochastically: bool, first: int) -> str:
     $10: the sign bits that are kept; stochastically, $11: the block's hash."""
     values = [f"${1 + index}" for index in range(8)]
     lines = [CODE_REGISTERS, declare("b32", "word", "signs"), *signs_of_values(values, "signs", "$10")]
-    lines += codes(values, "word", "signs", "$9", "$11" if stochastically else None, first)
+    if stochastically:
+        lines += stochastic_word(values, "word", "signs", "$9", "$11", first)
+    else:
+        lines += nearest_word(values, "word", "signs", "$9")
     return one_line([*lines, "mov.b32 $0, word;"])
 
 
@@ -131,14 +165,14 @@ def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str]) -> 
     ]
     for half, enc in zip(("h0", "h1"), encs, strict=False):
         lines += [
-            f"cvt.f32.f16 v, {half}; mul.rn.f32 v, v, {inverse}; mul.rn.f32 v, v, {lift}; neg.f32 n, v;",
-            "rcp.approx.ftz.f32 t, v; fma.rn.f32 v, n, t, 0f3F800000; fma.rn.f32 t, v, t, t;",
+            f"cvt.f32.f16 v, {half}; mul.rn.f32 v, v, {inverse}; mul.rn.f32 v, v, {lift}; neg.f32 negative, v;",
+            "rcp.approx.ftz.f32 t, v; fma.rn.f32 v, negative, t, 0f3F800000; fma.rn.f32 t, v, t, t;",
             f"mul.rn.f32 t, t, {lift}; min.f32 {enc}, t, {most};",
         ]
     return lines
 
 
-SCALE_REGISTERS = declare("b16", "c8", "h0", "h1") + declare("f32", "n")
+SCALE_REGISTERS = declare("b16", "c8", "h0", "h1") + declare("f32", "negative")
 
 
 def multiplier_of(enc: str, quadruple: bool) -> list[str]:
@@ -155,10 +189,10 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
     inputs = iter(f"${index}" for index in range(1 if scaled else 2, 32))
     words = [next(inputs) for _ in range(8)]
     tensor = [next(inputs) for _ in range(1 if scaled else 4)]
-    kept, seed = next(inputs), next(inputs) if stochastically else None
+    kept, seed = next(inputs), next(inputs) if stochastically else ""
     values = [f"x{index}" for index in range(16)]
     lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *values, "enc"), declare("b32", "most", "scale")]
-    lines += [declare("b32", "e", "o", "s", "word0", "word1")]
+    lines += [declare("b32", "e", "o", "s0", "s1", "word0", "word1")]
     if scaled:
         lines += [f"mov.f32 enc, {tensor[0]};"]
     else:
@@ -172,10 +206,14 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
         lines += [
             # Bytes with the signs of elements 0 2 1 3 and 4 6 5 7, then of the even and of the odd ones.
             f"prmt.b32 e, {a}, {b}, 0x7351; prmt.b32 o, {c}, {d}, 0x7351;",
-            "prmt.b32 s, e, o, 0x5410; prmt.b32 o, e, o, 0x7632; shr.u32 s, s, 4;",
-            f"lop3.b32 s, o, s, 0x80808080, 0xE4; and.b32 s, s, {kept};",
-            *codes(values[8 * half : 8 * half + 8], f"word{half}", "s", "enc", seed, 8 * half),
+            f"prmt.b32 s{half}, e, o, 0x5410; prmt.b32 o, e, o, 0x7632; shr.u32 s{half}, s{half}, 4;",
+            f"lop3.b32 s{half}, o, s{half}, 0x80808080, 0xE4; and.b32 s{half}, s{half}, {kept};",
         ]
+    if seed:
+        halves = [Eight(values[8 * i : 8 * i + 8], f"word{i}", f"s{i}", "enc", seed, 8 * i) for i in range(2)]
+        lines += stochastic_words(*halves)
+    else:
+        lines += nearest_word(values[:8], "word0", "s0", "enc") + nearest_word(values[8:], "word1", "s1", "enc")
     return one_line([*lines, "mov.b64 $0, {word0, word1};", *([] if scaled else ["mov.b32 $1, scale;"])])
 
 
@@ -190,16 +228,16 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     words = [next(inputs) for _ in range(16)]
     tensor = [next(inputs) for _ in range(1 if scaled else 4)]
     kept = next(inputs)
-    seeds = [next(inputs) if stochastically else None for _ in range(2)]
+    seeds = [next(inputs) if stochastically else "" for _ in range(2)]
     left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
     lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *left, *right, "enc0", "enc1")]
-    lines += [declare("b32", "most", "scale", "e", "o", "s", "s0", "s1", *(f"word{index}" for index in range(4)))]
+    lines += [declare("b32", "most", "scale", "e", "o", "s0", "s1", *(f"word{index}" for index in range(4)))]
     lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
     if hadamard:
-        turned = butterflies(left, "p"), butterflies(right, "q")
-        (left, more), (right, still_more) = turned
-        lines += [*more, *still_more, declare("f32", "amax0", "amax1")]
-        lines += [*largest_value(left, "amax0", "0f00000000"), *largest_value(right, "amax1", "0f00000000")]
+        lines += [declare("f32", "amax0", "amax1")]
+        left, more = butterflies(left, "p", "amax0")
+        right, still_more = butterflies(right, "q", "amax1")
+        lines += [*more, *still_more]
         lines += ["mul.rn.f32 amax0, amax0, 0f3E800000; mul.rn.f32 amax1, amax1, 0f3E800000;"]
         lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
     elif not scaled:
@@ -215,9 +253,15 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
             lines += signs_of_values(right[8 * half : 8 * half + 8], "s1", kept)
         else:
             lines += signs_of_two_columns(words[8 * half : 8 * half + 8], kept)
-        for side, (values, enc) in enumerate(((left, "enc0"), (right, "enc1"))):
-            part = values[8 * half : 8 * half + 8]
-            lines += codes(part, f"word{2 * side + half}", f"s{side}", enc, seeds[side], 8 * half, hadamard)
+        eights = [
+            Eight(values[8 * half : 8 * half + 8], f"word{2 * side + half}", f"s{side}", f"enc{side}", seed, 8 * half)
+            for side, (values, seed) in enumerate(zip((left, right), seeds, strict=True))
+        ]
+        if stochastically:
+            lines += stochastic_words(*eights)
+        else:
+            for eight in eights:
+                lines += nearest_word(*eight[:4], hadamard)
     lines += [f"mov.b32 ${index}, word{index};" for index in range(4)]
     return one_line([*lines, *([] if scaled else ["mov.b32 $4, scale;"])])
 
@@ -236,9 +280,9 @@ def signs_of_two_columns(words: list[str], kept: str) -> list[str]:
 # --- Hadamard transform -------------------------------------------------------------------------------------
 
 
-def butterflies(values: list[str], prefix: str) -> tuple[list[str], list[str]]:
+def butterflies(values: list[str], prefix: str, amax: str = "") -> tuple[list[str], list[str]]:
     """(registers, lines that declare and fill them) of diag(signs) H16 times 16 values, four times the transform, in the
-    order of additions of `hadamard_reference`."""
+    order of additions of `hadamard_reference`. amax: a register for their largest magnitude, NaN dropped."""
     lines = []
     for index, value in enumerate(values):
         if HADAMARD_NEGATIVE >> index & 1:
@@ -246,19 +290,15 @@ def butterflies(values: list[str], prefix: str) -> tuple[list[str], list[str]]:
     for stage in range(4):
         results = [f"{prefix}{stage}_{index}" for index in range(16)]
         lines += [declare("f32", *results)]
+        if stage == 3 and amax:  # max(|a + b|, |a - b|) = |a| + |b|, rounded too
+            lines += [f"mov.f32 {amax}, 0f00000000;"]
+            for a, b in zip(values[::2], values[1::2], strict=True):
+                lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 v, v, t; max.f32 {amax}, {amax}, v;"]
         for index in range(8):
             a, b = values[2 * index : 2 * index + 2]
             lines += [f"add.rn.f32 {results[index]}, {a}, {b}; sub.rn.f32 {results[8 + index]}, {a}, {b};"]
         values = results
     return values, lines
-
-
-def largest_value(values: list[str], target: str, start: str) -> list[str]:
-    """target = the largest magnitude of the values and of `start`, or NaN if one is that."""
-    lines = [f"mov.f32 {target}, {start};"]
-    for value in values:
-        lines += [f"abs.f32 v, {value}; max.NaN.f32 {target}, {target}, v;"]
-    return lines
 
 
 def amax_of_column_words(rowwise: bool) -> str:
@@ -278,5 +318,5 @@ def amax_of_column_words(rowwise: bool) -> str:
     lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
     for values, prefix in ((left, "p"), (right, "q")):
         turned, more = butterflies(values, prefix)
-        lines += [*more, *largest_value(turned, "most", "most")]
+        lines += [*more, *(f"abs.f32 v, {value}; max.NaN.f32 most, most, v;" for value in turned)]
     return one_line([*lines, "mov.f32 $0, most;", *(["mov.b32 $1, largest;"] if rowwise else [])])

@@ -217,7 +217,7 @@ def quantize_row_words(
         tl.store(places, codes)
     else:
         tl.store(places, codes, mask=(row + rows < M) & (column // 16 + blocks < row_blocks))
-    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, WHOLE)
+    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, 1, WHOLE)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def quantize_column_words(
     words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
     store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
     scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
-    store_scales(columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, WHOLE)
+    store_scales(columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, 16, WHOLE)
 
 
 @triton.jit

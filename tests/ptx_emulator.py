@@ -70,6 +70,7 @@ class PtxEmulator:
             "mul": lambda a, b: a * b,
             "mad": lambda a, b, c: a * b + c,
             "and": lambda a, b: a & b,
+            "or": lambda a, b: a | b,
             "shl": lambda a, b: a << b,
             "shr": lambda a, b: a >> b,
             "shf": lambda low, high, n: (high << n) | (low >> (np.uint64(32) - n)),
