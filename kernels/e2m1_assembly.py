@@ -181,7 +181,7 @@ def multiplier_of(enc: str, quadruple: bool) -> list[str]:
 
 
 def block_of_a_row(stochastically: bool, scaled: bool) -> str:
-    """$0 (64 bits) = the codes of a row's block of 16 bf16 values, and unless `scaled` $1 = its scale.
+    """$0 (64 bits) = the codes of a row's block of 16 bf16 values, and unless `scaled` $1 = its scale, in the lowest byte.
 
     Inputs, in this order: the block's eight words; `scaled`: what values are multiplied by, or else sixth, inverse, lift
     and most; the sign bits that are kept; stochastically the block's hash.
