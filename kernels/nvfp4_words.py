@@ -1,0 +1,273 @@
+"""A tile of a bf16 [M, K] tensor to NVFP4, read as 32-bit words of two neighbours, the left one in the low half.
+
+Rows and columns each read the tile in the order in which a thread has whole blocks: 16 neighbours of a row, or 16 rows of two
+columns. The second reading finds it in the cache, and costs an eighth of an instruction an element where an exchange between
+threads would cost several. What a thread does with a block is one piece of assembly (kernels/e2m1_assembly.py).
+
+Rows of x must be whole 16 bytes, so that words never cross them.
+"""
+
+# Tuples of tensors grow in unrolled loops, of which mypy sees one turn.
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_words import both_halves, larger_halves, magnitudes
+from te_dynamo.kernels.e2m1 import block_hash, store_scales, store_words
+from te_dynamo.kernels.e2m1_assembly import amax_of_column_words, block_of_a_row, blocks_of_two_columns
+from te_dynamo.kernels.fp8 import larger_or_nan
+
+__all__: list[str] = []
+
+ROW: tl.constexpr = tl.constexpr(block_of_a_row(False, False))
+ROW_SCALED: tl.constexpr = tl.constexpr(block_of_a_row(False, True))
+ROW_STOCHASTIC: tl.constexpr = tl.constexpr(block_of_a_row(True, False))
+ROW_STOCHASTIC_SCALED: tl.constexpr = tl.constexpr(block_of_a_row(True, True))
+COLUMN: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, False, False))
+COLUMN_SCALED: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, False, True))
+COLUMN_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, True, False))
+COLUMN_STOCHASTIC_SCALED: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, True, True))
+HADAMARD: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, False, False))
+HADAMARD_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, True, False))
+AMAX: tl.constexpr = tl.constexpr(amax_of_column_words(False))
+AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
+
+
+# --- load ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_row_blocks(
+    x, row, column, M, K, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside."""
+    B: tl.constexpr = BLOCK_K // 16
+    stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
+    rows = tl.arange(0, BLOCK_M)[:, None, None]
+    words = 8 * tl.arange(0, B)[None, :, None] + 4 * HALF + tl.arange(0, 4)[None, None, :]
+    corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
+    if WHOLE:
+        four = tl.load(corner + (rows * stride + words))
+    else:
+        mask = (row + rows < M) & (column // 2 + words < stride)
+        four = tl.load(corner + (rows * stride + words), mask=mask, other=0)
+    even, odd = tl.split(tl.reshape(four, (BLOCK_M, B, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return (w0, w1, w2, w3)
+
+
+@triton.jit
+def load_column_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside."""
+    stride = K // 8 * 4
+    rows, words = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K // 2)[None, :]
+    corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
+    tile = ()
+    for i in tl.static_range(16):
+        if WHOLE:
+            tile += (tl.load(corner + ((rows + i) * stride + words)),)
+        else:
+            mask = (row + rows + i < M) & (column // 2 + words < stride)
+            tile += (tl.load(corner + ((rows + i) * stride + words), mask=mask, other=0),)
+    return tile
+
+
+# --- amax ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def larger_transformed(w, most, words, ROWWISE: tl.constexpr):
+    """(`amax_of_column_words` of the sixteen tensors w and of most; if ROWWISE that of w and of words, otherwise words)."""
+    if ROWWISE:
+        most, words = tl.inline_asm_elementwise(
+            AMAXES,
+            "=f,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r",
+            w + (most, words),
+            dtype=(tl.float32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        most = tl.inline_asm_elementwise(
+            AMAX, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f", w + (most,), dtype=tl.float32, is_pure=True, pack=1
+        )
+    return most, words
+
+
+@triton.jit
+def square_amax(w, G: tl.constexpr, B: tl.constexpr):
+    """Amaxes [G, B] of blocks of 16x16 in the sixteen tensors w [G, 8 B]."""
+    most = magnitudes(w[0])
+    for i in tl.static_range(1, 16):
+        most = larger_halves(most, magnitudes(w[i]))
+    most = both_halves(tl.reduce(tl.reshape(most, (G, B, 8)), 2, larger_halves))
+    return (most & 0x7FFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amax_of_halves(words):
+    """fp32 of the larger magnitude of each word's halves, NaN prevailing."""
+    low, high = (words & 0x7FFF) << 16, words & 0x7FFF0000
+    return larger_or_nan(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+
+
+# --- codes --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_codes(w, tensor, number, first, second, STOCHASTIC: tl.constexpr):
+    """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.load_tensor_scale`."""
+    ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
+    REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (",r" if STOCHASTIC else "")
+    arguments = w + tensor
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, first, second),)
+    return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=(tl.int64, tl.int32), is_pure=True, pack=1)
+
+
+@triton.jit
+def scaled_row_codes(w, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr):
+    """`row_codes` of blocks whose values are multiplied by `multiplier`."""
+    ASM: tl.constexpr = ROW_STOCHASTIC_SCALED if STOCHASTIC else ROW_SCALED
+    REGISTERS: tl.constexpr = "=l,r,r,r,r,r,r,r,r,f,r" + (",r" if STOCHASTIC else "")
+    arguments = w + (multiplier, signs)
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, first, second),)
+    return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int64, is_pure=True, pack=1)
+
+
+@triton.jit
+def column_codes(w, tensor, number, step, first, second, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(words of the left columns' codes of rows 0 to 7 and of 8 to 15, those of the right ones', scales, the left ones'
+    lowest) of sixteen tensors. number: of the left columns' blocks; step: from there to the right ones'."""
+    TO_NEAREST: tl.constexpr = HADAMARD if TRANSFORMED else COLUMN
+    RANDOMLY: tl.constexpr = HADAMARD_STOCHASTIC if TRANSFORMED else COLUMN_STOCHASTIC
+    ASM: tl.constexpr = RANDOMLY if STOCHASTIC else TO_NEAREST
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (
+        ",r,r" if STOCHASTIC else ""
+    )
+    arguments = w + tensor
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, first, second), block_hash(number + step, first, second))
+    return tl.inline_asm_elementwise(
+        ASM,
+        REGISTERS,
+        arguments,
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def scaled_column_codes(w, multiplier, signs, number, step, first, second, STOCHASTIC: tl.constexpr):
+    """`column_codes`, without the scales, of blocks whose values are multiplied by `multiplier`."""
+    ASM: tl.constexpr = COLUMN_STOCHASTIC_SCALED if STOCHASTIC else COLUMN_SCALED
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r" + (",r,r" if STOCHASTIC else "")
+    arguments = w + (multiplier, signs)
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, first, second), block_hash(number + step, first, second))
+    return tl.inline_asm_elementwise(
+        ASM, REGISTERS, arguments, dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+# --- a tile -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def quantize_row_words(
+    x,
+    data,
+    scale_inv,
+    row,
+    column,
+    M,
+    K,
+    row_words,
+    tensor,
+    square,  # (scales, multipliers) [BLOCK_M / 16, BLOCK_K / 16] of blocks of 16x16, used if TWO_D
+    first,
+    second,
+    TWO_D: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of the tile's rows."""
+    B: tl.constexpr = BLOCK_K // 16
+    words = load_row_blocks(x, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+    words = words + load_row_blocks(x, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+    rows, blocks = tl.arange(0, BLOCK_M)[:, None], tl.max_contiguous(tl.arange(0, B), 1)[None, :]
+    row_blocks = row_words // 2
+    number = (row + rows) * row_blocks + (column // 16 + blocks)
+    if TWO_D:
+        scale = of_sixteen_rows(square[0], BLOCK_M, B)
+        codes = scaled_row_codes(
+            words, of_sixteen_rows(square[1], BLOCK_M, B), tensor[4], number, first, second, STOCHASTIC
+        )
+    else:
+        codes, scale = row_codes(words, tensor, number, first, second, STOCHASTIC)
+    corner = data.to(tl.pointer_type(tl.int64)) + (tl.cast(row, tl.int64) * row_blocks + column // 16)
+    places = corner + (rows * row_blocks + blocks)
+    if WHOLE:
+        tl.store(places, codes)
+    else:
+        tl.store(places, codes, mask=(row + rows < M) & (column // 16 + blocks < row_blocks))
+    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, 1, WHOLE)
+
+
+@triton.jit
+def of_sixteen_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
+    """[BLOCK_M, B] with every row of value [BLOCK_M / 16, B] sixteen times."""
+    return tl.reshape(tl.broadcast_to(value[:, None, :], (BLOCK_M // 16, 16, B)), (BLOCK_M, B))
+
+
+@triton.jit
+def quantize_column_words(
+    w,
+    columnwise_data,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    column_words,
+    tensor,
+    square,
+    first,
+    second,
+    TWO_D: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of the columns of a tile, w of `load_column_blocks`."""
+    G: tl.constexpr = BLOCK_M // 16
+    W: tl.constexpr = BLOCK_K // 2
+    column_blocks = column_words // 2
+    number = (column + 2 * tl.arange(0, W)[None, :]) * column_blocks + (row // 16 + tl.arange(0, G)[:, None])
+    if TWO_D:
+        l0, l1, r0, r1 = scaled_column_codes(
+            w, of_eight_words(square[1], G, W), tensor[4], number, column_blocks, first, second, STOCHASTIC
+        )
+        scale = of_eight_words(square[0], G, W)
+        scale = scale | (scale << 8)
+    else:
+        l0, l1, r0, r1, scale = column_codes(w, tensor, number, column_blocks, first, second, TRANSFORMED, STOCHASTIC)
+    words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, column, word of eight rows
+    words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
+    store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
+    scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
+    store_scales(columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, 16, WHOLE)
+
+
+@triton.jit
+def of_eight_words(value, G: tl.constexpr, W: tl.constexpr):
+    """[G, W] with every element of value [G, W / 8] eight times."""
+    return tl.reshape(tl.broadcast_to(value[:, :, None], (G, W // 8, 8)), (G, W))
