@@ -19,11 +19,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu, swiglu_kernels
+from te_dynamo.kernels.quantize_bias_grad import stripes
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
 OPTIONS = (E4M3, True, True, False, 0.0)
-POINTERS = {f"{name}partials" for name in ("", "bias_", "gate_", "up_")} | {"mean", "rstd"}
+POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "mean", "rstd"}
 POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
 SIZES = {"M", "K", "gate_stride", "up_stride"}
@@ -74,6 +75,8 @@ def amax_cases():
         for backward in (False, True):
             tile = quantize.amax_tile(4096)
             yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
+        *tile, parts = stripes(4096)
+        yield activation.activation_backward_sums_kernel, *tiled((*tile, 8), KIND=kind, PARTS=parts)
     yield swiglu_kernels.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
     yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
 
@@ -82,16 +85,15 @@ def cast_cases(rows: int, columnwise: bool = True):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
     one = quantize.cast_tile(rows, 4096, columnwise)
     of_activation = [
-        quantize.cast_tile(rows, 4096, columnwise, tile)
-        for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE, activation.BIAS_GRAD_TILE)
+        quantize.cast_tile(rows, 4096, columnwise, tile) for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE)
     ]
     forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE)
     backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE)
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
-        for backward, bias_grad in ((False, False), (True, False), (True, True)):
-            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "BIAS_GRAD": bias_grad}
-            yield activation.activation_write_kernel, *tiled(of_activation[backward + bias_grad], **flags, **partials)
+        for backward in (False, True):
+            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True}
+            yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
     yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
     for stacked in (False, True):
         yield (
@@ -203,7 +205,7 @@ LAUNCHERS = {
     "activation_backward_quantize": (
         lambda dy, x: activation.activation_backward_quantize(dy, x, "gelu", *OPTIONS, False, True),
         [(8, 128), (8, 128)],
-        [["partials"], ["bias_partials", "data", "transpose", "scale_inv"]],
+        [["partials", "sums"], ["data", "transpose", "scale_inv"]],
     ),
     "swiglu_quantize": (
         lambda both: swiglu.swiglu_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), *OPTIONS, False),
