@@ -316,7 +316,7 @@ def row_tile(columns: Size, packed: bool) -> Tile:
     """Without columnwise data: packed, as wide as fills whole sectors with a row's codes of blocks of 128."""
     if not packed:
         return tile_32(columns) if isinstance(columns, int) and columns % 16 else (64, 128, 4)
-    block_k = math.gcd(round_up(columns, 128), 1024)
+    block_k = math.gcd(round_up(columns, 128), 1024) if isinstance(columns, int) else 128
     return 8192 // block_k, block_k, 4
 
 
