@@ -24,7 +24,7 @@ from te_dynamo.kernels.fp8 import (
     amaxes_of_four,
     larger_or_nan,
     load_scale,
-    load_tile,
+    load_values,
     program_count,
     rounded,
     rows_and_columns,
@@ -34,6 +34,7 @@ from te_dynamo.kernels.fp8 import (
     tile_from_the_end,
     tile_origin,
     tile_total,
+    widened,
 )
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
@@ -151,9 +152,9 @@ def _result_tile(
     BLOCK_K: tl.constexpr,
 ):
     """Tile of the result in fp32; zero outside [M, K]."""
-    value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+    value = widened(load_values(x, row, column, K, M, K, BLOCK_M, BLOCK_K))
     if BACKWARD:
-        grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        grad = widened(load_values(dy, row, column, K, M, K, BLOCK_M, BLOCK_K))
         return activate_backward(grad, value, KIND)
     else:
         return activate(value, KIND)
@@ -202,7 +203,7 @@ def activation_backward_sums_kernel(
     for row in range(tl.where(part < PARTS, part * BLOCK_M, M), M, PARTS * BLOCK_M):
         result = _result_tile(dy, x, row, column, M, K, KIND, True, BLOCK_M, BLOCK_K)
         amaxes = larger_or_nan(amaxes, amaxes_of_four(result, BLOCK_M, BLOCK_K))
-        total += rounded(result, x.dtype.element_ty).to(tl.float32)
+        total += widened(rounded(result, x.dtype.element_ty))
     store_rounded_amax(partials, amaxes, x.dtype.element_ty)
     store_tile(sums, tl.sum(total, axis=0)[None, :], part, column, PARTS, K, 1, BLOCK_K)
 
