@@ -384,7 +384,7 @@ def _quantize(
     rows, columns = rows_and_columns(x)
     function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
     partials, *dbias = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function),)
-    large = BACKWARD_TILE if backward else FORWARD_TILE
+    large = write_tile(backward, x.element_size())
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, large)
     y = torch.empty_like(x) if keep_output else x
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
@@ -407,6 +407,11 @@ def _quantize(
             num_warps=warps,
         )
     return [*([y] if keep_output else []), *dbias, *buffers.as_list()]
+
+
+def write_tile(backward: bool, itemsize: int) -> Tile:
+    """The large tile of the second launch; 4-byte elements of backward's would not fit in registers."""
+    return BACKWARD_TILE if backward and itemsize == 2 else FORWARD_TILE
 
 
 def _amaxes(function: dict[str, Any]) -> torch.Tensor:

@@ -330,7 +330,7 @@ def store_repeated_codes(scale_inv, codes, first_i, first_j, SIZE, COUNT: tl.con
     places = scale_inv + scale_offsets(first_i + tl.arange(0, 128)[:, None], j, stride, SWIZZLED)
     missing = tl.minimum(tl.maximum(j + 4 - tl.cdiv(SIZE, 32), 0), 3)
     words = ((codes[:, None] >> (8 * t)) & 0xFF) * (0x01010101 >> (missing * 8))
-    tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words, mask=(j < stride) | (t < 0))
+    tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words, mask=j < stride)
 
 
 @triton.jit
