@@ -3,6 +3,7 @@
 from te_dynamo import ops, recipe, testing
 from te_dynamo.capture import capture
 from te_dynamo.explain import explain
+from te_dynamo.freeze import freeze, invalidate, unfreeze
 from te_dynamo.fusion_registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -51,6 +52,8 @@ __all__ = [
     "TensorProto",
     "capture",
     "explain",
+    "freeze",
+    "invalidate",
     "ops",
     "recipe",
     "register_backward_fusion",
@@ -58,5 +61,6 @@ __all__ = [
     "register_forward_fusion",
     "testing",
     "to_tensor_proto",
+    "unfreeze",
     "unregister_fusion",
 ]
