@@ -77,9 +77,7 @@ def weights_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[nn.P
     return [reader.weight for reader in _readers(gm.graph, example_inputs)]
 
 
-def use_workspaces(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool, report: Report
-) -> Supplied | None:
+def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool, report: Report) -> Supplied | None:
     """Rewrites in place; None where no weight is kept.
 
     by_step: the option weight_cache="step".

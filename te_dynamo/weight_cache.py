@@ -273,7 +273,9 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def make_buffers(workspace: Workspace, args: Sequence[Any], quantizer: Quantizer | None = None) -> dict[str, torch.Tensor]:
+def make_buffers(
+    workspace: Workspace, args: Sequence[Any], quantizer: Quantizer | None = None
+) -> dict[str, torch.Tensor]:
     """The buffers by name, quantized now; `quantizer` for other usages than the workspace's."""
     quantizer = quantizer or workspace.quantizer
     values = [values_of(args[p]).to(workspace.dtype).contiguous() for p in workspace.positions]
