@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo.errors import TeError
 from te_dynamo.frozen import FROZEN, frozen_name, is_dropped, restore
+from te_dynamo.ops import LinearConfig
 from te_dynamo.ops.fakes import quantized, quantized_stack
 from te_dynamo.ops.stacked import segments_stack
 from te_dynamo.passes.fusions.producer import has_fused_kernels
@@ -36,7 +38,8 @@ from te_dynamo.weight_cache import Workspace, entry_of
 __all__ = ["Supplied", "use_workspaces", "weights_read"]
 
 _te = torch.ops.te
-_WITH_WORKSPACE = {_te.linear.default: _te.linear_with_workspace.default}
+_READING: dict[Any, torch._ops.OpOverload] = {_te.linear.default: _te.linear_with_workspace.default}
+"""The operations that quantize a weight, and what they are with a workspace: both have x, weight, .., config."""
 _SWIGLU = _te.swiglu.default
 
 
@@ -58,13 +61,17 @@ class _Reader:
     weight: nn.Parameter
 
     @property
-    def config(self) -> Any:
-        return self.node.args[3]
+    def config(self) -> LinearConfig:
+        config = self.node.args[3]
+        assert isinstance(config, LinearConfig)
+        return config
 
     @property
     def operand(self) -> torch.Tensor:
         """What is quantized: the weight, or autocast's cast of it."""
-        return self.node.args[1].meta["example_value"]  # type: ignore[union-attr]
+        value = tensor_of(self.node.args[1])
+        assert value is not None
+        return value
 
     @property
     def kind(self) -> Any:
@@ -122,15 +129,20 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
 def _readers(graph: fx.Graph, example_inputs: Sequence[Any]) -> list[_Reader]:
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     found = []
-    for target in _WITH_WORKSPACE:
+    for target in _READING:
         for node in graph.find_nodes(op="call_function", target=target):
             weight: Any = node.args[1]
             if weight.op == "call_method" and weight.target == "to" and isinstance(weight.args[1], torch.dtype):
                 weight = weight.args[0]
             position = positions.get(weight)
-            if position is not None and type(example_inputs[position]) is nn.Parameter:
+            if position is not None and _is_plain_parameter(example_inputs[position]):
                 found.append(_Reader(node, position, example_inputs[position]))
     return found
+
+
+def _is_plain_parameter(value: Any) -> bool:
+    """Fake ones too: what DDP's buckets are compiled with."""
+    return isinstance(value, nn.Parameter) and type(value) in (nn.Parameter, FakeTensor)
 
 
 def _check_frozen(reader: _Reader) -> None:
@@ -176,15 +188,15 @@ def _stacks(graph: fx.Graph, readers: list[_Reader]) -> Iterable[list[_Reader]]:
     by_input: dict[Any, list[_Reader]] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     for reader in sorted(readers, key=lambda reader: order[reader.node]):
-        x, _, bias, config = reader.node.args
-        frozen = reader.weight in FROZEN
+        x, _, bias, _ = reader.node.args
+        config, frozen = reader.config, reader.weight in FROZEN
         if bias is None and has_fused_kernels(config.weight_quantizer):
             by_input.setdefault((x, config, reader.operand.dtype, frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)
         if pair is not None:
             stack = pair
-        elif frozen and not config.weight_quantizer.columnwise and 2 <= len(group):
+        elif frozen and not config.weight_quantizer.columnwise and len(group) >= 2:
             stack = group
         else:
             continue
@@ -284,7 +296,7 @@ def _rewrite(graph: fx.Graph, group: list[list[_Reader]], nodes: dict[str, fx.No
                 ]
                 reads_values = config.grad_output_quantizer is None and config.input_requires_grad
                 kept = weight if config.weight_requires_grad or reads_values else None
-                new = emit(graph, _WITH_WORKSPACE[node.target], (x, kept, *others, buffers), node)  # type: ignore[index]
+                new = emit(graph, _READING[node.target], (x, kept, *others, buffers), node)
                 for item in list(node.users):
                     item.replace_all_uses_with(emit_getitem(graph, new, item.args[1]))  # type: ignore[arg-type]
                     graph.erase_node(item)
@@ -309,7 +321,7 @@ def _record(group: list[list[_Reader]], workspace: Workspace, nodes: dict[str, f
     return WorkspaceRecord(
         weight=workspace.name,
         quantizer=workspace.quantizer.describe(),
-        nbytes=sum(tensor_of(node).nbytes for node in nodes.values()),
+        nbytes=sum(node.meta["example_value"].nbytes for node in nodes.values()),
         kept="for a step" if weight not in FROZEN else "in place of its values" if is_dropped(weight) else "frozen",
     )
 
@@ -319,7 +331,7 @@ def _give_back_dropped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
     from torch._dynamo.exc import RestartAnalysis
 
     for placeholder, weight in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        if type(weight) is not nn.Parameter or not placeholder.users or not is_dropped(weight):
+        if not _is_plain_parameter(weight) or not placeholder.users or not is_dropped(weight):
             continue
         source, name = FROZEN[weight].source, frozen_name(weight)
         if source is None:

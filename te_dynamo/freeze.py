@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dynamo.errors import TeError
@@ -84,7 +85,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter
 
 
 def _check(parameter: nn.Parameter, module: nn.Module, path: str) -> None:
-    if type(parameter) is not nn.Parameter or getattr(module, "_is_fsdp_managed_module", False):
+    if type(parameter) not in (nn.Parameter, FakeTensor) or getattr(module, "_is_fsdp_managed_module", False):
         raise TeError(
             f"te_dynamo.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
             "change without a trace; freeze the plain model"

@@ -175,12 +175,13 @@ class WeightSupply:
     def __call__(self, *args: Any) -> Any:
         first = args[self._first]
         bundle = self._bundles.get(id(first))
+        tensors: Any
         if bundle is None or not bundle.current(args):
             tensors = self._renew(args)
         else:
             if self._check:
                 self._compare(args, bundle)
-            tensors = bundle.tensors if not first.is_cuda else self._on_this_stream(args, bundle)
+            tensors = self._on_this_stream(args, bundle) if first.is_cuda else bundle.tensors
         return self._compiled(*self._kept(args), *tensors)
 
     def _renew(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:

@@ -159,7 +159,7 @@ def test_backward_keeps_nothing_and_still_runs_twice(with_workspace: bool) -> No
     held = [v for v in vars(context).values() if isinstance(v, LinearBwdArgs)]
     tensors = [v for args in held for f in dataclasses.fields(args) for v in [getattr(args, f.name)]]
     assert held and not any(isinstance(v, torch.Tensor) or (isinstance(v, tuple) and v) for v in tensors)
-    with pytest.raises(RuntimeError, match="second time|already been freed"):
+    with pytest.raises(RuntimeError, match=r"second time|already been freed"):
         torch.autograd.grad(loss, (x, w))
     saved = run()
     watched = weakref.ref(saved.grad_fn)

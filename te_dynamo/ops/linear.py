@@ -304,8 +304,8 @@ def _expansion(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    *others, workspace = inputs if len(inputs) == 5 else (*inputs, ())
-    fwd_args = LinearFwdArgs(*others, tuple(workspace))
+    x, weight, bias, config, workspace = inputs if len(inputs) == 5 else (*inputs, ())
+    fwd_args = LinearFwdArgs(x, weight, bias, config, tuple(workspace))
     ctx.bwd_args, ctx.workspace_size = LinearBwdArgs(), len(workspace)
     linear_setup_ctx(ctx.bwd_args, fwd_args, ctx.needs_input_grad)
     ctx.save_for_backward(*output[1:], *saved_aliases(fwd_args))
