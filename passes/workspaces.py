@@ -328,7 +328,7 @@ def _record(group: list[list[_Reader]], workspace: Workspace, nodes: dict[str, f
 
 def _give_back_dropped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Dropped weights that the graph still reads get their values again, and Dynamo traces anew."""
-    from torch._dynamo.exc import RestartAnalysis
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
     for placeholder, weight in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         if not _is_plain_parameter(weight) or not placeholder.users or not is_dropped(weight):
@@ -341,4 +341,5 @@ def _give_back_dropped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
                 f"reads them ({source_line(reader)}); freeze the model with drop_weights=False"
             )
         restore(weight, source)
-        raise RestartAnalysis(restart_reason=f"te_dynamo: {name} keeps its values")
+        # The one restart that a backend may ask for: Dynamo wraps all else that it raises.
+        raise TensorifyScalarRestartAnalysis(restart_reason=f"te_dynamo: {name} keeps its values")

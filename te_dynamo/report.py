@@ -35,7 +35,7 @@ class MatchRecord:
     groups: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class WorkspaceRecord:
     """One quantized weight that is kept between calls.
 

@@ -351,8 +351,8 @@ def _alike(linears: list[_Linear], total: _Sum | None) -> bool:
         return False
 
     def same(values: Iterator[Any]) -> bool:
-        first, *rest = values
-        return all(value == first for value in rest)
+        first = next(values, None)  # none where the weights learn nothing
+        return all(value == first for value in values)
 
     wgrads = [linear.wgrad for linear in linears]
     with_wgrad = [w for w in wgrads if w is not None]
