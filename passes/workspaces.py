@@ -38,7 +38,10 @@ from te_dynamo.weight_cache import Workspace, entry_of
 __all__ = ["Supplied", "use_workspaces", "weights_read"]
 
 _te = torch.ops.te
-_READING: dict[Any, torch._ops.OpOverload] = {_te.linear.default: _te.linear_with_workspace.default}
+_READING: dict[Any, torch._ops.OpOverload] = {
+    _te.linear.default: _te.linear_with_workspace.default,
+    _te.grouped_linear.default: _te.grouped_linear_with_workspace.default,
+}
 """The operations that quantize a weight, and what they are with a workspace: both have x, weight, .., config."""
 _SWIGLU = _te.swiglu.default
 
@@ -187,7 +190,8 @@ def _groups(graph: fx.Graph, readers: list[_Reader]) -> list[list[list[_Reader]]
 def _stacks(graph: fx.Graph, readers: list[_Reader]) -> Iterable[list[_Reader]]:
     by_input: dict[Any, list[_Reader]] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for reader in sorted(readers, key=lambda reader: order[reader.node]):
+    linears = (reader for reader in readers if reader.node.target is _te.linear.default)
+    for reader in sorted(linears, key=lambda reader: order[reader.node]):
         x, _, bias, _ = reader.node.args
         config, frozen = reader.config, reader.weight in FROZEN
         if bias is None and has_fused_kernels(config.weight_quantizer):

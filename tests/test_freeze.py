@@ -493,3 +493,33 @@ def test_what_cannot_be_frozen() -> None:
     managed._is_fsdp_managed_module = True
     with pytest.raises(TeError, match=r"'weight' is a Parameter of a distributed or wrapped module"):
         te_dynamo.freeze(managed)
+
+
+def test_a_mixtures_experts(quantized) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.randn(2, 64, 32))
+            self.two = nn.Parameter(torch.randn(2, 64, 32))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            h = F.grouped_mm(x, self.one.transpose(-2, -1), offs=ends)
+            return F.grouped_mm(h, self.two, offs=ends)
+
+    torch.manual_seed(0)
+    model, x, ends = Experts().bfloat16(), tokens(32)[0], torch.tensor([3, 8], dtype=torch.int32)
+    with torch.no_grad():
+        expected = te(model)(x, ends)
+        torch._dynamo.reset()
+        compiled = te(te_dynamo.freeze(model))
+        for _ in range(2):
+            assert_same(compiled(x, ends), expected)
+    assert quantized == [(2, 64, 32), (2, 64, 32)]
+    te_dynamo.unfreeze(model)
+    gradients = []
+    for options in ({}, {"weight_cache": "step"}):
+        torch._dynamo.reset()
+        leaf = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(te(model, **options)(leaf, ends).sum(), (leaf, *model.parameters())))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_same(ours, theirs)
