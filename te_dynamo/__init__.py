@@ -1,6 +1,6 @@
 """te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`."""
 
-from te_dynamo import ops, recipe, testing
+from te_dynamo import nn, ops, recipe, testing
 from te_dynamo.capture import capture
 from te_dynamo.explain import explain
 from te_dynamo.freeze import freeze, invalidate, unfreeze
@@ -54,6 +54,7 @@ __all__ = [
     "explain",
     "freeze",
     "invalidate",
+    "nn",
     "ops",
     "recipe",
     "register_backward_fusion",
