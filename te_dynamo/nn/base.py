@@ -32,6 +32,8 @@ class QuantizedModule(nn.Module):
         if not isinstance(recipe, (str, Recipe)):
             raise InvalidOptionError(f"te_dynamo.nn: a recipe is a name or a te_dynamo.recipe object, got {recipe!r}")
         self.recipe = by_name(recipe) if isinstance(recipe, str) else recipe
+        # Made here: while tracing, torch 2.11 calls no class method of a value.
+        self._configs = [[self._config(x, weight) for weight in (False, True)] for x in (False, True)]
         self._workspaces: dict[str, QuantizedTensorStorage] = {}
         self.register_load_state_dict_post_hook(_forget_workspaces)
 
@@ -49,16 +51,21 @@ class QuantizedModule(nn.Module):
         if f"{prefix}_extra_state" in unexpected:
             unexpected.remove(f"{prefix}_extra_state")
 
+    def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> LinearConfig:
+        """How the module's linears run."""
+        return LinearConfig.from_recipe(
+            self.recipe, input_requires_grad=input_requires_grad, weight_requires_grad=weight_requires_grad
+        )
+
+    def _config_for(self, x: Tensor, weight: Tensor) -> LinearConfig:
+        grad = torch.is_grad_enabled()
+        return self._configs[grad and x.requires_grad][grad and weight.requires_grad]
+
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, is_first_microbatch: bool | None
     ) -> Tensor:
         """x @ weight^T + bias, with the workspace of that name."""
-        grad = torch.is_grad_enabled()
-        config = LinearConfig.from_recipe(
-            self.recipe,
-            input_requires_grad=grad and x.requires_grad,
-            weight_requires_grad=grad and weight.requires_grad,
-        )
+        config = self._config_for(x, weight)
         if is_first_microbatch is None:
             return torch.ops.te.linear(x, weight, bias, config)[0]
         buffers = self._workspace(name, weight, config.weight_quantizer, is_first_microbatch)

@@ -34,14 +34,22 @@ class GroupedLinear(QuantizedModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(recipe)
-        if not isinstance(self.recipe, Float8CurrentScaling) or self.recipe.backward != "quantized":
-            raise InvalidOptionError(
-                f"te_dynamo.nn.GroupedLinear: {self.recipe.describe()} has no grouped GEMM; float8_current_scaling has"
-            )
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         for group in range(num_gemms):
             weight, _ = linear_parameters(out_features, in_features, False, device, params_dtype)
             self.register_parameter(f"weight{group}", weight)
+
+    def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
+        if not isinstance(self.recipe, Float8CurrentScaling) or self.recipe.backward != "quantized":
+            raise InvalidOptionError(
+                f"te_dynamo.nn.GroupedLinear: {self.recipe.describe()} has no grouped GEMM; float8_current_scaling has"
+            )
+        return GroupedLinearConfig.for_weight(
+            self.recipe,
+            weight_transposed=False,
+            input_requires_grad=input_requires_grad,
+            weight_requires_grad=weight_requires_grad,
+        )
 
     def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Tensor:
         """inp [M, in_features] -> [M, out_features]; m_splits: the rows of each group. is_first_microbatch: as in te_dynamo.nn.
@@ -52,15 +60,9 @@ class GroupedLinear(QuantizedModule):
             raise QuantizationError(
                 f"te_dynamo.nn.GroupedLinear: m_splits {list(m_splits)} are not the {inp.shape[0]} rows in {self.num_gemms} groups"
             )
-        assert isinstance(self.recipe, Float8CurrentScaling)
         weights: list[Tensor] = [getattr(self, f"weight{group}") for group in range(self.num_gemms)]
-        weight, grad = torch.stack(weights), torch.is_grad_enabled()
-        config = GroupedLinearConfig.for_weight(
-            self.recipe,
-            weight_transposed=False,
-            input_requires_grad=grad and inp.requires_grad,
-            weight_requires_grad=grad and weight.requires_grad,
-        )
+        weight = torch.stack(weights)
+        config = self._config_for(inp, weight)
         offs = torch.tensor(list(itertools.accumulate(m_splits)), dtype=torch.int32, device=inp.device)
         if is_first_microbatch is None:
             return torch.ops.te.grouped_linear(inp, weight, offs, config)[0]
