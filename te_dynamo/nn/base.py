@@ -59,7 +59,7 @@ class QuantizedModule(nn.Module):
 
     def _config_for(self, x: Tensor, weight: Tensor) -> LinearConfig:
         grad = torch.is_grad_enabled()
-        return self._configs[grad and x.requires_grad][grad and weight.requires_grad]
+        return self._configs[int(grad and x.requires_grad)][int(grad and weight.requires_grad)]
 
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, is_first_microbatch: bool | None
