@@ -55,6 +55,7 @@ def test_one_quantization_a_weight_a_step_and_the_same_bits(codegen: str, quanti
     assert sources and not any(isinstance(s, list) or s.meta["val"].shape in weights for s in sources)
 
 
+@pytest.mark.slow
 @BY_RECIPE
 def test_every_recipe_trains_with_the_bits_it_has_without(recipe, quantized) -> None:
     torch.manual_seed(0)
@@ -99,15 +100,15 @@ def test_a_forward_without_gradients_shares_what_training_made(quantized) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, STEP], ids=["default", "step"])
-@pytest.mark.parametrize("write", WRITES)
-def test_no_write_that_torch_shows_is_missed(write: str, options: dict[str, str]) -> None:
-    model, x, new = linear(), tokens(32, torch.float32), torch.randn(48, 32)
+def test_no_write_that_torch_shows_is_missed(options: dict[str, str]) -> None:
+    model, x = linear(), tokens(32, torch.float32)
     compiled = te(model, **options)
-    compiled(x).sum().backward()
-    WRITES[write](model, new)
-    for _ in range(2):
-        assert_same(compiled(x).detach(), product(x, model.weight))
-    torch.testing.assert_close(model.weight.detach(), new)
+    for name, write in WRITES.items():
+        compiled(x).sum().backward()
+        write(model, new := torch.randn(48, 32))
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x).detach(), product(x, model.weight), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(model.weight.detach(), new, msg=name)
 
 
 @pytest.mark.parametrize("write", HIDDEN_WRITES)
