@@ -14,7 +14,8 @@ from te_dynamo.recipe import Recipe
 __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
-_OWN = ("recipe", "rules", "codegen", "fusions")
+_WEIGHT_CACHES = (None, "step")
+_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Options:
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
     fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
               each those to leave out.
+    weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
+    weight_cache_check: compares what is kept with the weights before each call, for debugging.
     inductor: options passed on to Inductor, a mode's included.
     """
 
@@ -34,6 +37,8 @@ class Options:
     rules: tuple[tuple[str, Recipe | None], ...] = ()
     codegen: str = "inductor"
     fusions: bool | tuple[str, ...] = True
+    weight_cache: str | None = None
+    weight_cache_check: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -44,11 +49,19 @@ class Options:
         codegen = options.get("codegen", "inductor")
         if codegen not in _CODEGENS:
             raise InvalidOptionError.unknown("codegen", codegen, _CODEGENS)
+        weight_cache = options.get("weight_cache")
+        if weight_cache not in _WEIGHT_CACHES:
+            raise InvalidOptionError.unknown("weight_cache", weight_cache, _WEIGHT_CACHES)
+        check = options.get("weight_cache_check", False)
+        if not isinstance(check, bool):
+            raise InvalidOptionError(f"te_dynamo: option 'weight_cache_check' takes True or False, got {check!r}")
         return cls(
             recipe=_recipe(options.get("recipe", "float8_current_scaling")),
             rules=_rules(options.get("rules", ())),
             codegen=codegen,
             fusions=_fusions(options.get("fusions", True)),
+            weight_cache=weight_cache,
+            weight_cache_check=check,
             inductor=tuple(sorted(inductor.items())),
         )
 
