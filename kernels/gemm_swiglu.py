@@ -1,0 +1,234 @@
+"""The FP8 GEMM of gate and up in one kernel with the amax of silu(gate) * up, for large products on Hopper.
+
+    C = gemm_stacked along N of two segments of one width: gate | up, or up | gate
+    amax = max |silu(gate) * up| of C's values, the product rounded to C's dtype as kernels/swiglu.py rounds it
+
+The ring, the groups of warps and the sums are kernels/gemm_specialized.py's, so C has its bits. A tile of B is two pieces,
+the same columns of the one segment and of the other: the thread that holds an element of gate holds that of up as well.
+
+Computed for every element, silu would take as long as the pass over C that it saves: its two approximations a pair are the
+slowest instructions there are, and the groups wait for each other at both ends of the ring. But of all tiles of a group few
+raise its amax, n tiles in random order about ln(n) times, and a bound that costs two instructions a pair tells which may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_dynamo.kernels._gluon import gl, gluon, tma
+from te_dynamo.kernels.activation import activate
+from te_dynamo.kernels.fp8 import abs_bits
+from te_dynamo.kernels.gemm_ring import (
+    COPY_REGISTERS,
+    GROUP_REGISTERS,
+    GROUP_WARPS,
+    GROUPS,
+    fill,
+    make_result,
+    make_ring,
+    split_columns,
+    store,
+    tile_origin,
+)
+from te_dynamo.kernels.gemm_specialized import accumulate, scale_and_shift
+from te_dynamo.kernels.gemm_tiles import specialized_tile, stages_that_fit
+from te_dynamo.kernels.launch import launch, multiprocessor_count
+from te_dynamo.kernels.quantize import PARTIALS
+
+__all__ = ["gemm_swiglu_kernel", "gemm_swiglu_options", "gemm_swiglu_specialized"]
+
+
+def gemm_swiglu_specialized(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    fast: bool,
+    segments: Sequence[int],
+    gate: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(C bf16 [M, N], partial amaxes fp32 [PARTIALS]): the module docstring's, segment number `gate` the gate's. Checks nothing."""
+    m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    c = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
+    options = gemm_swiglu_options(fast, segments[0], gate)
+    programs = min(multiprocessor_count(a.device), PARTIALS // GROUPS.value)
+    launch(gemm_swiglu_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k, **options)
+    return c, partials
+
+
+def gemm_swiglu_options(fast: bool, width: int, gate: int) -> dict[str, Any]:
+    """The constant arguments and compile options of the kernel for segments of that width."""
+    tile = specialized_tile(fast)
+    return {
+        "FAST": fast,
+        "SEGMENT": width,
+        "GATE": gate,
+        "PARTIALS": PARTIALS,
+        "STAGES": stages_that_fit(tile, 2),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "num_warps": GROUP_WARPS.value,
+    }
+
+
+@gluon.jit
+def gemm_swiglu_kernel(
+    a,
+    a_scale_inv,
+    b,
+    b_scale_inv,
+    c,
+    partials,
+    M,
+    N,
+    K,
+    FAST: gl.constexpr,
+    SEGMENT: gl.constexpr,
+    GATE: gl.constexpr,
+    PARTIALS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """C [M, N], and partials [PARTIALS], each the amax of one group of warps."""
+    descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, BLOCK_K, PIECES=2)
+    PART_M: gl.constexpr = BLOCK_M // GROUPS if FAST else BLOCK_M // (2 * GROUPS)
+    result = make_result(c, M, N, PART_M, BLOCK_N // 2)
+    scales = (a_scale_inv, b_scale_inv)
+    what = (ring, scales, result, partials, (M, K))
+    gl.warp_specialize(
+        [
+            (_multiply, (gl.constexpr(0), what, FAST, SEGMENT, GATE, PARTIALS, GROUP_M)),
+            (_multiply, (gl.constexpr(1), what, FAST, SEGMENT, GATE, PARTIALS, GROUP_M)),
+            (_copy, (descs, ring, (M, K), SEGMENT, GROUP_M)),
+        ],
+        [GROUP_WARPS, 1],
+        [GROUP_REGISTERS, COPY_REGISTERS],
+    )
+
+
+@gluon.jit
+def _copy(descs, ring, size, SEGMENT: gl.constexpr, GROUP_M: gl.constexpr):
+    """Fills the ring with this program's tiles, the columns of both segments in each."""
+    M, K = size
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
+    WIDTH: gl.constexpr = ring[1].shape[1] // 2
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), SEGMENT // WIDTH
+    stage = 0
+    phase = 1
+    for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, WIDTH, GROUP_M)
+        stage, phase = fill(descs, ring, (), stage, phase, row, column, 0, K, SEGMENT)
+
+
+@gluon.jit
+def _multiply(
+    GROUP: gl.constexpr,
+    what,
+    FAST: gl.constexpr,
+    SEGMENT: gl.constexpr,
+    GATE: gl.constexpr,
+    PARTIALS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """This group's rows of every tile, stored, and the amax of all."""
+    ring, scales, result, partials, size = what
+    M, K = size
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
+    BLOCK_N: gl.constexpr = ring[1].shape[1]
+    BLOCK_K: gl.constexpr = ring[0].shape[2]
+    WIDTH: gl.constexpr = BLOCK_N // 2
+    PART_M: gl.constexpr = result[1].shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
+    tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), SEGMENT // WIDTH, gl.cdiv(K, BLOCK_K)
+    stage = 0
+    phase = 0
+    amax = 0  # its bits: see abs_bits
+    for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, WIDTH, GROUP_M)
+        one = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        two = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        one, two, stage, phase = accumulate(GROUP, ring, stage, phase, blocks, one, two, FAST)
+        row += GROUP * (BLOCK_M // GROUPS)
+        amax = _finish(GROUP, result, scales, one, row, column, amax, SEGMENT, GATE)
+        if not FAST:
+            amax = _finish(GROUP, result, scales, two, row + PART_M, column, amax, SEGMENT, GATE)
+    for place in range(gl.program_id(0) * GROUPS + GROUP, PARTIALS, gl.num_programs(0) * GROUPS):
+        gl.store(partials + place, amax.to(gl.float32, bitcast=True))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _finish(GROUP: gl.constexpr, result, scales, total, row, column, amax, SEGMENT: gl.constexpr, GATE: gl.constexpr):
+    """Scales and stores the two halves of a sum, each to its segment; returns the bits of the amax with theirs."""
+    c_desc, c_tiles = result
+    c_tile = c_tiles.index(GROUP)
+    left, right = split_columns(total)
+    left = scale_and_shift(left, gl.load(scales[0]) * gl.load(scales[1]), None, column, 0, False).to(c_desc.dtype)
+    store(c_tile, c_desc, left, row, column)
+    right = scale_and_shift(right, gl.load(scales[0]) * gl.load(scales[1] + 1), None, column, 0, False).to(c_desc.dtype)
+    store(c_tile, c_desc, right, row, SEGMENT + column)
+    gate, up = (left, right) if GATE == 0 else (right, left)
+    if _largest(abs_bits(_fold(_bound(gate, up)))) > amax:
+        product = activate(gate.to(gl.float32), "silu") * up.to(gl.float32)
+        largest = _largest(abs_bits(product)).to(gl.float32, bitcast=True)
+        # Rounding keeps order, so the largest is rounded alone.
+        amax = gl.maximum(amax, abs_bits(largest.to(c_desc.dtype)))
+    return amax
+
+
+@gluon.jit
+def _bound(gate, up):
+    """Of a size at least |silu(gate) * up| as it is computed and rounded to bf16, and infinite or NaN where that is.
+
+    silu(x) is at most x where x > 0 and above -0.2785 elsewhere, so max(x, 143/512) * |up| is a bound, and rounding keeps
+    order. silu(-inf) is NaN: the 143/512 has -x * 2^-120 added, nothing but for an infinity.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 tiny, constant, y;
+        mov.b32 tiny, 0x83808380;
+        mov.b32 constant, 0x3E8F3E8F;
+        fma.rn.bf16x2 y, $1, tiny, constant;
+        max.NaN.bf16x2 y, y, $1;
+        mul.rn.bf16x2 $0, y, $2;
+        }
+        """,
+        "=r,r,r",
+        [gate, up],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _fold(value):
+    """Maxima of the sizes of bf16 value [R, C] as [R, 8] of some sign, two an instruction; no register leaves its thread."""
+    if value.shape[1] > 8:
+        left, right = split_columns(value)
+        value = gl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [left, right],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+        return _fold(value)
+    else:
+        return value
+
+
+@gluon.jit
+def _largest(bits):
+    return gl.max(gl.max(bits, axis=1), axis=0)
