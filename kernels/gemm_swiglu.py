@@ -13,7 +13,6 @@ raise its amax, n tiles in random order about ln(n) times, and a bound that cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,12 +32,78 @@ from te_dynamo.kernels.gemm_ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm_specialized import accumulate, scale_and_shift
+from te_dynamo.kernels.gemm_specialized import accumulate, scale_and_shift, stacked_runs_specialized
+from te_dynamo.kernels.gemm_stacked import gemm_stacked, gemm_stacked_reference
 from te_dynamo.kernels.gemm_tiles import specialized_tile, stages_that_fit
-from te_dynamo.kernels.launch import launch, multiprocessor_count
+from te_dynamo.kernels.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.swiglu import swiglu_partial_amaxes, swiglu_reference
 
-__all__ = ["gemm_swiglu_kernel", "gemm_swiglu_options", "gemm_swiglu_specialized"]
+__all__ = [
+    "gemm_swiglu",
+    "gemm_swiglu_kernel",
+    "gemm_swiglu_options",
+    "gemm_swiglu_reference",
+    "gemm_swiglu_specialized",
+    "swiglu_runs_specialized",
+]
+
+
+def gemm_swiglu(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    fast_accum: bool,
+    gate: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(C bf16 [M, N], fp32 [PARTIALS] whose maximum is the amax): the module docstring's, on a CUDA device.
+
+    a [M, K], a_scale_inv fp32 [1]; b [N, K], two tensors of N / 2 rows one below the other, b_scale_inv fp32 [2]: as
+    `gemm_stacked` takes them, ValueError where it raises one. gate: which half of b is the gate's, 0 or 1, else ValueError.
+    Where the kernel is not the fastest, `gemm_stacked` and a pass over C, with the same bits.
+    """
+    width = _checked_width(b, gate)
+    if not is_recording() and swiglu_runs_specialized(a, b, fast_accum):
+        return gemm_swiglu_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate)
+    c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
+    return c, swiglu_partial_amaxes(*_gate_and_up(c, gate))
+
+
+def gemm_swiglu_reference(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    fast_accum: bool,
+    gate: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gemm_swiglu` in plain PyTorch on any device; all its partial amaxes are the amax."""
+    width = _checked_width(b, gate)
+    c = gemm_stacked_reference(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
+    partials = torch.zeros(PARTIALS, dtype=torch.float32, device=a.device)
+    if c.numel():
+        partials += swiglu_reference(*_gate_and_up(c, gate)).abs().amax()
+    return c, partials
+
+
+def swiglu_runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
+    """Whether `gemm_swiglu_specialized` runs it: on this device, and faster than a GEMM and a pass over its result."""
+    return stacked_runs_specialized(a, b, fast_accum, "N")
+
+
+def _checked_width(b: torch.Tensor, gate: int) -> int:
+    """The rows of half of b; ValueError for a b or a gate that is not meant."""
+    if gate not in (0, 1):
+        raise ValueError(f"te gemm_swiglu: gate must be the gate's half of b, 0 or 1, got {gate}")
+    if b.shape[0] % 2:
+        raise ValueError(f"te gemm_swiglu: expected b of two halves, got {b.shape[0]} rows")
+    return b.shape[0] // 2
+
+
+def _gate_and_up(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = c[:, : c.shape[1] // 2], c[:, c.shape[1] // 2 :]
+    return (left, right) if gate == 0 else (right, left)
 
 
 def gemm_swiglu_specialized(
@@ -47,14 +112,13 @@ def gemm_swiglu_specialized(
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     fast: bool,
-    segments: Sequence[int],
     gate: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(C bf16 [M, N], partial amaxes fp32 [PARTIALS]): the module docstring's, segment number `gate` the gate's. Checks nothing."""
+    """`gemm_swiglu` by the module's kernel; checks nothing."""
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-    options = gemm_swiglu_options(fast, segments[0], gate)
+    options = gemm_swiglu_options(fast, n // 2, gate)
     programs = min(multiprocessor_count(a.device), PARTIALS // GROUPS.value)
     launch(gemm_swiglu_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k, **options)
     return c, partials
