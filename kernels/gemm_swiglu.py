@@ -40,6 +40,7 @@ from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.kernels.swiglu import swiglu_partial_amaxes, swiglu_reference
 
 __all__ = [
+    "BOUND",
     "gemm_swiglu",
     "gemm_swiglu_kernel",
     "gemm_swiglu_options",
@@ -215,7 +216,7 @@ def _multiply(
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), SEGMENT // WIDTH, gl.cdiv(K, BLOCK_K)
     stage = 0
     phase = 0
-    amax = 0  # its bits: see abs_bits
+    amax = gl.to_tensor(0)  # its bits: see abs_bits
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, WIDTH, GROUP_M)
         one = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
@@ -249,6 +250,19 @@ def _finish(GROUP: gl.constexpr, result, scales, total, row, column, amax, SEGME
     return amax
 
 
+BOUND = """{
+.reg .b32 tiny, constant, y;
+mov.b32 tiny, 0x83808380;
+mov.b32 constant, 0x3E8F3E8F;
+fma.rn.bf16x2 y, $1, tiny, constant;
+max.NaN.bf16x2 y, y, $1;
+mul.rn.bf16x2 $0, y, $2;
+}"""
+"""What `_bound` computes of gate $1 and up $2, two elements a word."""
+
+_BOUND: gl.constexpr = gl.constexpr(BOUND)
+
+
 @gluon.jit
 def _bound(gate, up):
     """Of a size at least |silu(gate) * up| as it is computed and rounded to bf16, and infinite or NaN where that is.
@@ -256,23 +270,7 @@ def _bound(gate, up):
     silu(x) is at most x where x > 0 and above -0.2785 elsewhere, so max(x, 143/512) * |up| is a bound, and rounding keeps
     order. silu(-inf) is NaN: the 143/512 has -x * 2^-120 added, nothing but for an infinity.
     """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 tiny, constant, y;
-        mov.b32 tiny, 0x83808380;
-        mov.b32 constant, 0x3E8F3E8F;
-        fma.rn.bf16x2 y, $1, tiny, constant;
-        max.NaN.bf16x2 y, y, $1;
-        mul.rn.bf16x2 $0, y, $2;
-        }
-        """,
-        "=r,r,r",
-        [gate, up],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    return gl.inline_asm_elementwise(_BOUND, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit

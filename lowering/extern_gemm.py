@@ -131,5 +131,6 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
         results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=a.get_device()), **call)
         layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in V.graph.current_node.meta["val"]]
         return tuple(
-            ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)])) for i, layout in enumerate(layouts)
+            ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
+            for i, layout in enumerate(layouts)
         )

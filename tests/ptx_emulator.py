@@ -10,7 +10,7 @@ __all__ = ["PtxEmulator"]
 
 
 class PtxEmulator:
-    """Arguments are $1, $2, ...; registers hold uint32 patterns. Knows the instructions of kernels/e2m1.py."""
+    """Arguments are $1, $2, ...; registers hold uint32 patterns. Knows the instructions of kernels/e2m1.py and gemm_swiglu.py."""
 
     def __init__(self, arguments: list[np.ndarray]) -> None:
         self.registers = {f"${index + 1}": value.view(np.uint32) for index, value in enumerate(arguments)}
@@ -38,6 +38,9 @@ class PtxEmulator:
             return values[0]
         if (operation in ("fma", "min", "abs") and name.endswith("f32")) or name in ("add.rn.f32", "add.rz.f32"):
             return self.floating(name, *(value.view(np.float32) for value in values)).view(np.uint32)
+        if name.endswith("bf16x2"):
+            low, high = (self.brain(name, *(half(value) for value in values)) for half in (_low, _high))
+            return high | low >> np.uint32(16)
         wide = [value.astype(np.uint64) for value in values]
         result = {
             "add": lambda a, b: a + b,
@@ -66,3 +69,24 @@ class PtxEmulator:
         if ".rz" in name:
             rounded = np.where(rounded > exact, np.nextafter(rounded, np.float32(0)), rounded)
         return rounded
+
+    @staticmethod
+    def brain(name: str, *values: np.ndarray) -> np.ndarray:
+        """bf16 in the upper half of fp32, rounded once to nearest even from the exact result (but for denormals)."""
+        wide = [value.astype(np.float64) for value in values]
+        result = {
+            "fma.rn.bf16x2": lambda a, b, c: a * b + c,
+            "mul.rn.bf16x2": lambda a, b: a * b,
+            "max.NaN.bf16x2": np.maximum,
+        }[name](*wide)
+        bits = result.astype(np.float32).view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))).astype(np.uint32)
+        return np.where(np.isnan(result), np.uint32(0x7FC00000), rounded) & np.uint32(0xFFFF0000)
+
+
+def _high(word: np.ndarray) -> np.ndarray:
+    return (word & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _low(word: np.ndarray) -> np.ndarray:
+    return (word << np.uint32(16)).view(np.float32)

@@ -13,6 +13,8 @@ te.gemm_swiglu is what stood there before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -32,12 +34,13 @@ def fuse_gemm_swiglu(graph: Graph) -> int:
     for node in calls(graph, swiglu_quantize):
         if len(node.args) > 4:
             continue
-        (gate_of, gate), (up_of, up) = (_half(value) for value in node.args[:2])
-        if gate_of is None or gate_of is not up_of or {gate, up} != {0, 1}:
+        gate, up = (_half(value) for value in node.args[:2])
+        if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:
             continue
-        a, a_scale, b, b_scale, _, fast_accum, _, _ = gate_of.args
-        fused = call_like(graph, gemm_swiglu, (a, a_scale, b, b_scale, fast_accum, gate), gate_of)
-        read_item(fused, 0, [gate_of])
+        product = gate[0]
+        a, a_scale, b, b_scale, _, fast_accum, _, _ = product.args
+        fused = call_like(graph, gemm_swiglu, (a, a_scale, b, b_scale, fast_accum, gate[1]), product)
+        read_item(fused, 0, [product])
         amax = getitem_after(fused, 1)
         quantized = call_like(graph, swiglu_quantize, (*node.args, amax), node)
         replace_items(node, quantized, {i: i for i in range(len(node.meta["val"]))})
@@ -46,18 +49,19 @@ def fuse_gemm_swiglu(graph: Graph) -> int:
     return fired
 
 
-def _half(value: object) -> tuple[Node | None, int]:
-    """(the bf16 te.gemm_stacked of two equal segments along N of which a node is one half, which one)."""
+def _half(value: Any) -> tuple[Node, int] | None:
+    """(the bf16 te.gemm_stacked of two equal segments along N of which a node is one half, which one), if it is that."""
     while isinstance(value, Node) and value.target in RESHAPES:
         value = value.args[0]
-    if not (isinstance(value, Node) and value.target is _slice):
-        return None, 0
-    product, dim, first, end = (*value.args, *[None] * 4)[:4]
+    if not (isinstance(value, Node) and value.target is _slice and len(value.args) == 4):
+        return None
+    product: Any = value.args[0]
     if not (isinstance(product, Node) and product.target is gemm_stacked):
-        return None, 0
-    *_, out_dtype, _, along, segments = product.args
+        return None
+    args: Any = product.args
+    out_dtype, along, segments = args[4], args[6], args[7]
     if out_dtype != torch.bfloat16 or along != "N" or len(segments) != 2 or segments[0] != segments[1]:
-        return None, 0
-    if dim != 1 or (first, end) not in ((0, segments[0]), (segments[0], sum(segments))):
-        return None, 0
-    return product, int(first > 0)
+        return None
+    width = segments[0]
+    parts: list[Any] = [(1, 0, width), (1, width, 2 * width)]
+    return (product, parts.index(value.args[1:])) if value.args[1:] in parts else None
