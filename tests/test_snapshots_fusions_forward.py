@@ -145,7 +145,9 @@ def test_gemm_swiglu() -> None:
     """The gate is the second of the stack; backward reads it."""
     b = Builder(X, (128, 64), (128, 64))
     h = gate_and_up(b, 1)
-    assert_expected_inline(before_and_after(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_swiglu"), """\
+    assert_expected_inline(
+        before_and_after(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_swiglu"),
+        """\
 x0: bf16[32, 64] = input
 x1: bf16[128, 64] = input
 x2: bf16[128, 64] = input
@@ -170,7 +172,8 @@ view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
 slice_1: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
 view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
 swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(view_1, view, e4m3[row+column], keep_output=False, amax=gemm_swiglu[1])
-return swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2], view_1""")
+return swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2], view_1""",
+    )
 
 
 def test_a_product_of_which_the_gate_is_no_half_stays() -> None:
