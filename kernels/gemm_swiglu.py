@@ -68,7 +68,7 @@ def gemm_swiglu(
     if not is_recording() and swiglu_runs_specialized(a, b, fast_accum):
         return gemm_swiglu_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate)
     c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
-    return c, swiglu_partial_amaxes(*_gate_and_up(c, gate))
+    return c, swiglu_partial_amaxes(*_halves(c, gate))
 
 
 def gemm_swiglu_reference(
@@ -84,7 +84,7 @@ def gemm_swiglu_reference(
     c = gemm_stacked_reference(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
     partials = torch.zeros(PARTIALS, dtype=torch.float32, device=a.device)
     if c.numel():
-        partials += swiglu_reference(*_gate_and_up(c, gate)).abs().amax()
+        partials += swiglu_reference(*_halves(c, gate)).abs().amax()
     return c, partials
 
 
@@ -102,7 +102,7 @@ def _checked_width(b: torch.Tensor, gate: int) -> int:
     return b.shape[0] // 2
 
 
-def _gate_and_up(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
     left, right = c[:, : c.shape[1] // 2], c[:, c.shape[1] // 2 :]
     return (left, right) if gate == 0 else (right, left)
 
@@ -214,6 +214,8 @@ def _multiply(
     PART_M: gl.constexpr = result[1].shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), SEGMENT // WIDTH, gl.cdiv(K, BLOCK_K)
+    c_desc, c_tiles = result
+    c_tile = c_tiles.index(GROUP)
     stage = 0
     phase = 0
     amax = gl.to_tensor(0)  # its bits: see abs_bits
@@ -223,31 +225,66 @@ def _multiply(
         two = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
         one, two, stage, phase = accumulate(GROUP, ring, stage, phase, blocks, one, two, FAST)
         row += GROUP * (BLOCK_M // GROUPS)
-        amax = _finish(GROUP, result, scales, one, row, column, amax, SEGMENT, GATE)
-        if not FAST:
-            amax = _finish(GROUP, result, scales, two, row + PART_M, column, amax, SEGMENT, GATE)
+        # Bounds go before the last store, which waits for the one before it. Each half's scale is loaded for itself: so its
+        # arithmetic stays behind the store before it, and hides its wait.
+        left, right = split_columns(one)
+        left = _rounded(left, scales, 0, c_desc.dtype)
+        store(c_tile, c_desc, left, row, column)
+        right = _rounded(right, scales, 1, c_desc.dtype)
+        bound = _fold(_bound(left, right, GATE))
+        if FAST:
+            largest = _largest(abs_bits(bound))
+            store(c_tile, c_desc, right, row, SEGMENT + column)
+            if largest > amax:
+                amax = gl.maximum(amax, _rounded_amax(_magnitudes(left, right, GATE), c_desc.dtype))
+        else:
+            store(c_tile, c_desc, right, row, SEGMENT + column)
+            lower_left, lower_right = split_columns(two)
+            lower_left = _rounded(lower_left, scales, 0, c_desc.dtype)
+            store(c_tile, c_desc, lower_left, row + PART_M, column)
+            lower_right = _rounded(lower_right, scales, 1, c_desc.dtype)
+            largest = _largest(abs_bits(_larger(bound, _fold(_bound(lower_left, lower_right, GATE)))))
+            store(c_tile, c_desc, lower_right, row + PART_M, SEGMENT + column)
+            if largest > amax:
+                upper, lower = _magnitudes(left, right, GATE), _magnitudes(lower_left, lower_right, GATE)
+                amax = gl.maximum(amax, _rounded_amax(gl.maximum(upper, lower), c_desc.dtype))
     for place in range(gl.program_id(0) * GROUPS + GROUP, PARTIALS, gl.num_programs(0) * GROUPS):
         gl.store(partials + place, amax.to(gl.float32, bitcast=True))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _finish(GROUP: gl.constexpr, result, scales, total, row, column, amax, SEGMENT: gl.constexpr, GATE: gl.constexpr):
-    """Scales and stores the two halves of a sum, each to its segment; returns the bits of the amax with theirs."""
-    c_desc, c_tiles = result
-    c_tile = c_tiles.index(GROUP)
-    left, right = split_columns(total)
-    left = scale_and_shift(left, gl.load(scales[0]) * gl.load(scales[1]), None, column, 0, False).to(c_desc.dtype)
-    store(c_tile, c_desc, left, row, column)
-    right = scale_and_shift(right, gl.load(scales[0]) * gl.load(scales[1] + 1), None, column, 0, False).to(c_desc.dtype)
-    store(c_tile, c_desc, right, row, SEGMENT + column)
-    gate, up = (left, right) if GATE == 0 else (right, left)
-    if _largest(abs_bits(_fold(_bound(gate, up)))) > amax:
-        product = activate(gate.to(gl.float32), "silu") * up.to(gl.float32)
-        largest = _largest(abs_bits(product)).to(gl.float32, bitcast=True)
-        # Rounding keeps order, so the largest is rounded alone.
-        amax = gl.maximum(amax, abs_bits(largest.to(c_desc.dtype)))
-    return amax
+def _rounded(total, scales, SEGMENT: gl.constexpr, DTYPE: gl.constexpr):
+    """A sum times the scale of that segment, rounded."""
+    scale = gl.load(scales[0]) * gl.load(scales[1] + SEGMENT)
+    return scale_and_shift(total, scale, None, 0, 0, False).to(DTYPE)
+
+
+@gluon.jit
+def _gate_and_up(left, right, GATE: gl.constexpr):
+    if GATE == 0:
+        return left, right
+    else:
+        return right, left
+
+
+@gluon.jit
+def _magnitudes(left, right, GATE: gl.constexpr):
+    """Bits of |silu(gate) * up|, not rounded yet, by the arithmetic of kernels/swiglu.py."""
+    gate, up = _gate_and_up(left, right, GATE)
+    return abs_bits(activate(gate.to(gl.float32), "silu") * up.to(gl.float32))
+
+
+@gluon.jit
+def _rounded_amax(bits, DTYPE: gl.constexpr):
+    """Bits of the amax of values rounded to DTYPE, from those of the values: rounding keeps order, so the largest is rounded alone."""
+    return abs_bits(_largest(bits).to(gl.float32, bitcast=True).to(DTYPE))
+
+
+@gluon.jit
+def _largest(bits):
+    """The maximum of a tensor, reduced in one dimension: a warp then has one instruction for it."""
+    return gl.max(bits.reshape((bits.shape[0] * bits.shape[1],)), axis=0)
 
 
 BOUND = """{
@@ -264,33 +301,28 @@ _BOUND: gl.constexpr = gl.constexpr(BOUND)
 
 
 @gluon.jit
-def _bound(gate, up):
+def _bound(left, right, GATE: gl.constexpr):
     """Of a size at least |silu(gate) * up| as it is computed and rounded to bf16, and infinite or NaN where that is.
 
     silu(x) is at most x where x > 0 and above -0.2785 elsewhere, so max(x, 143/512) * |up| is a bound, and rounding keeps
     order. silu(-inf) is NaN: the 143/512 has -x * 2^-120 added, nothing but for an infinity.
     """
+    gate, up = _gate_and_up(left, right, GATE)
     return gl.inline_asm_elementwise(_BOUND, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def _fold(value):
-    """Maxima of the sizes of bf16 value [R, C] as [R, 8] of some sign, two an instruction; no register leaves its thread."""
+    """The larger sizes of bf16 value [R, C] as [R, 8] of some sign; no register leaves its thread."""
     if value.shape[1] > 8:
         left, right = split_columns(value)
-        value = gl.inline_asm_elementwise(
-            "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [left, right],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-        return _fold(value)
+        return _fold(_larger(left, right))
     else:
         return value
 
 
 @gluon.jit
-def _largest(bits):
-    return gl.max(gl.max(bits, axis=1), axis=0)
+def _larger(x, y):
+    """The larger size of two in bf16, of some sign, NaN if one is that; two elements an instruction."""
+    LARGER: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(LARGER, "=r,r,r", [x, y], dtype=gl.bfloat16, is_pure=True, pack=2)
