@@ -7,7 +7,7 @@ never for each other: one adds while the other multiplies, which one program who
 
 from __future__ import annotations
 
-from te_dynamo.kernels._gluon import async_load, async_store, gl, gluon, hopper, mbarrier, tma
+from te_dynamo.kernels._gluon import async_load, async_store, gl, gluon, hopper, mbarrier, reinterpret, tma
 
 __all__ = ["COPY_REGISTERS", "GROUPS", "GROUP_REGISTERS", "GROUP_WARPS"]
 
@@ -89,7 +89,7 @@ def fill(descs, ring, scales, stage, phase, row, column, first, last, distance=0
     BLOCK_K: gl.constexpr = a_tiles.shape[2]
     PIECE: gl.constexpr = b_desc.block_shape[0]
     PIECES: gl.constexpr = BLOCK_N // PIECE
-    b_pieces = b_tiles._reinterpret(b_tiles.dtype, [b_tiles.shape[0] * PIECES, PIECE, BLOCK_K], b_tiles.layout)
+    b_pieces = reinterpret(b_tiles, b_tiles.dtype, [b_tiles.shape[0] * PIECES, PIECE, BLOCK_K], b_tiles.layout)
     SCALES: gl.constexpr = len(scales)
     SCALES_BYTES: gl.constexpr = 4 * (SCALES > 0) * BLOCK_M + 4 * (SCALES > 1) * BLOCK_N
     for block in range(gl.cdiv(last - first, BLOCK_K)):
