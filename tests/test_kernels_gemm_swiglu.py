@@ -169,11 +169,15 @@ def test_inductors_code_calls_it_and_takes_both_results(monkeypatch: pytest.Monk
     monkeypatch.setattr(extern_kernels, "te_gemm_swiglu", called)
     given = stacked(48, 128, 64)
     torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(given[0], 0)
     compiled = torch.compile(lambda *tensors: te.gemm_swiglu(*tensors, False, 1))
     with torch._inductor.config.patch(force_disable_caches=True):
         results, (code,) = run_and_get_code(compiled, *given)
     assert "extern_kernels.te_gemm_swiglu(" in code and "fast=False, gate=1" in code and "torch.ops.te" not in code
     assert_same_bits(list(results), list(gemm_swiglu_reference(*given, False, 1)))
+    given = (given[0][:19], *given[1:])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_same_bits(list(compiled(*given)), list(gemm_swiglu_reference(*given, False, 1)))
 
 
 # ---- on a GPU
