@@ -43,8 +43,10 @@ from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, si
 from te_dynamo.kernels.stacking import NOT_STACKED, Stacking
 
 __all__ = [
+    "accumulate",
     "gemm_specialized_out",
     "runs_specialized",
+    "scale_and_shift",
     "specialized_options",
     "stacked_runs_specialized",
     "stacked_specialized_out",
@@ -234,9 +236,9 @@ def _multiply(
                     two *= ratio
                 scale = next_scale
                 count = gl.cdiv(last - first, BLOCK_K)
-                one, two, stage, phase = _sum(GROUP, ring, stage, phase, count, one, two, FAST)
+                one, two, stage, phase = accumulate(GROUP, ring, stage, phase, count, one, two, FAST)
         else:
-            one, two, stage, phase = _sum(GROUP, ring, stage, phase, blocks, one, two, FAST)
+            one, two, stage, phase = accumulate(GROUP, ring, stage, phase, blocks, one, two, FAST)
         if FAST:
             one, two = split_columns(one)
         row += GROUP * (BLOCK_M // GROUPS)
@@ -249,13 +251,13 @@ def _multiply(
         if STACKED == "N":
             scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(column, EDGE_1, EDGE_2))
             next_scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(next_column, EDGE_1, EDGE_2))
-        store(c_tile, c_desc, _scale_and_shift(one, scale, bias, column, N, HAS_BIAS), row, column)
-        store(c_tile, c_desc, _scale_and_shift(two, next_scale, bias, next_column, N, HAS_BIAS), next_row, next_column)
+        store(c_tile, c_desc, scale_and_shift(one, scale, bias, column, N, HAS_BIAS), row, column)
+        store(c_tile, c_desc, scale_and_shift(two, next_scale, bias, next_column, N, HAS_BIAS), next_row, next_column)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, one, two, FAST: gl.constexpr):
+def accumulate(GROUP: gl.constexpr, ring, stage, phase, blocks, one, two, FAST: gl.constexpr):
     """The two halves' sums, begun in `one` and `two`, over the next blocks of K; with FAST both are in `one`.
 
     What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
@@ -312,7 +314,7 @@ def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_
 
 
 @gluon.jit
-def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
+def scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
     """total * scale + bias with two roundings: mul.rn is never contracted with the addition."""
     value = gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1

@@ -12,7 +12,7 @@ __all__ = ["PtxEmulator"]
 
 class PtxEmulator:
     """Outputs are $0, $1, ..., then come the arguments. Registers hold uint32 patterns, of 64 bits uint64. Knows the instructions
-    of kernels/e2m1_assembly.py and block_words.py."""
+    of kernels/e2m1_assembly.py, block_words.py and gemm_swiglu.py."""
 
     def __init__(self, arguments: list[np.ndarray], outputs: int = 1) -> None:
         self.registers = {f"${outputs + index}": value.view(np.uint32) for index, value in enumerate(arguments)}
@@ -101,7 +101,30 @@ def floating(name: str, *values: np.ndarray) -> np.ndarray:
     return np.where(rounded > 0, np.fmin(rounded, 1), 0).astype(np.float32) if ".sat" in name else rounded
 
 
-def bf16_pairs(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def bf16_pairs(name: str, *words: np.ndarray) -> np.ndarray:
+    """Two bf16 a word."""
+    if ".xorsign" in name:
+        return larger_magnitudes(name, *words)
+    # As the upper half of fp32; rounded once to nearest even from the exact result (but for denormals).
+    halves = [(word << np.uint32(16), word & np.uint32(0xFFFF0000)) for word in words]
+    low, high = (
+        bf16(name, *(half.view(np.float32).astype(np.float64) for half in each)) for each in zip(*halves, strict=True)
+    )
+    return high | low >> np.uint32(16)
+
+
+def bf16(name: str, *values: np.ndarray) -> np.ndarray:
+    result = {
+        "fma.rn.bf16x2": lambda a, b, c: a * b + c,
+        "mul.rn.bf16x2": lambda a, b: a * b,
+        "max.NaN.bf16x2": np.maximum,
+    }[name](*values)
+    bits = result.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))).astype(np.uint32)
+    return np.where(np.isnan(result), np.uint32(0x7FC00000), rounded) & np.uint32(0xFFFF0000)
+
+
+def larger_magnitudes(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """max{.NaN}.xorsign.abs: the larger magnitude under the product of the signs."""
     assert name in ("max.xorsign.abs.bf16x2", "max.NaN.xorsign.abs.bf16x2")
     a, b = a.view(np.uint16), b.view(np.uint16)

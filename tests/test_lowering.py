@@ -203,6 +203,11 @@ CASES: dict[str, Case] = {
         lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), torch.bfloat16, True, "N", [128, 256]),
         "gemm_stacked_kernel -> c",
     ),
+    "gemm_swiglu": (
+        te.gemm_swiglu,
+        lambda: (f8(16, 64), f32(1), f8(256, 64), f32(2), True, 1),
+        "gemm_stacked_kernel -> c\nswiglu_amax_kernel -> partials",
+    ),
     "gemm_grouped": (
         te.gemm_grouped,
         lambda: (f8(19, 64), f32(1), f8(3, 32, 64), f32(3), offsets(), torch.bfloat16, True),
@@ -235,6 +240,11 @@ CASES: dict[str, Case] = {
         te.swiglu_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), BOTH, False),
         "swiglu_amax_kernel -> partials\nswiglu_write_kernel -> data, transpose, scale_inv",
+    ),
+    "swiglu_quantize with amax": (
+        te.swiglu_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), BOTH, False, f32(512)),
+        "swiglu_write_kernel -> data, transpose, scale_inv",
     ),
     "swiglu_backward": (
         te.swiglu_backward,
