@@ -44,12 +44,12 @@ def experts() -> tuple[models.Experts, torch.Tensor]:
 
 
 def step(model: nn.Module, x: torch.Tensor, *args: torch.Tensor) -> list[torch.Tensor]:
-    """Output and every gradient of one forward and backward."""
+    """Output and every gradient of one forward and backward; the gradient of the output is the same on every device."""
     model.zero_grad()
     x.grad = None
     y = model(x, *args)
     torch.manual_seed(1)
-    y.backward(torch.randn_like(y))
+    y.backward(torch.randn(y.shape).to(y))
     return [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
 
 
