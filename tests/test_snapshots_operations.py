@@ -318,7 +318,9 @@ return to_5, to_4, gemm_1, to""",
 
 
 def test_layer_norm_mlp() -> None:
-    assert_expected_inline(changes("layer_norm_mlp"), """\
+    assert_expected_inline(
+        changes("layer_norm_mlp"),
+        """\
 forward of RMSNorm, BasicLinear, GELU, BasicLinear:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
@@ -389,7 +391,8 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view_1, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-return to_4, to_3, gemm_4, gemm_2""")
+return to_4, to_3, gemm_4, gemm_2""",
+    )
 
 
 def test_grouped_mlp() -> None:
