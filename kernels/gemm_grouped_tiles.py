@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import functools
 
-from te_dynamo.kernels.gemm_tiles import Tile, estimated_us, stores_by_descriptor
+from te_dynamo.kernels.gemm_tiles import (
+    SPECIALIZED,
+    SPECIALIZED_MINIMUM_US,
+    Tile,
+    estimated_us,
+    stores_by_descriptor,
+)
 
-__all__ = ["GROUPED_TILES", "choose_columns_tile", "choose_rows_tile"]
+__all__ = ["GROUPED_TILES", "choose_columns_tile", "choose_rows_tile", "columns_specialized_is_faster"]
 
 GROUPED_TILES: tuple[Tile, ...] = (
     Tile(128, 256, 128, 8, 3, fast=True, tflops=1290),
@@ -44,6 +50,22 @@ def choose_columns_tile(
         return estimated_us(tile, groups * _round_up(n, tile.block_m), k, -(-m // groups), multiprocessors)
 
     return min(_candidates(k, fast_accum, out_bytes), key=time)
+
+
+@functools.lru_cache(maxsize=4096)
+def columns_specialized_is_faster(
+    n: int, k: int, m: int, groups: int, fast_accum: bool, multiprocessors: int = 132
+) -> bool:
+    """Whether to run that product by kernels/gemm_grouped_specialized.py, whatever C's dtype.
+
+    Its parts of C are whole in their group; a call costs the CPU more than a launch does.
+    """
+    rows = -(-m // groups)
+    us = estimated_us(SPECIALIZED, groups * _round_up(n, SPECIALIZED.block_m), k, rows, multiprocessors)
+    usual = choose_columns_tile(n, k, m, groups, fast_accum, multiprocessors)
+    usual_us = estimated_us(usual, groups * _round_up(n, usual.block_m), k, rows + usual.block_k, multiprocessors)
+    whole = n % (SPECIALIZED.block_m // 4) == 0 and stores_by_descriptor(k)
+    return whole and SPECIALIZED_MINIMUM_US <= us < usual_us
 
 
 def _candidates(width: int, fast_accum: bool, out_bytes: int) -> list[Tile]:

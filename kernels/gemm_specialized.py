@@ -42,7 +42,9 @@ from te_dynamo.kernels.stacking import NOT_STACKED, Stacking
 
 __all__ = [
     "gemm_specialized_out",
+    "multiply_blocks",
     "runs_specialized",
+    "scaled",
     "specialized_options",
     "stacked_runs_specialized",
     "stacked_specialized_out",
@@ -225,9 +227,9 @@ def _multiply(
                     lower *= ratio
                 scale = next_scale
                 count = gl.cdiv(last - first, BLOCK_K)
-                upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, count, upper, lower, FAST)
+                upper, lower, stage, phase = multiply_blocks(GROUP, ring, stage, phase, count, upper, lower, FAST)
         else:
-            upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks, upper, lower, FAST)
+            upper, lower, stage, phase = multiply_blocks(GROUP, ring, stage, phase, blocks, upper, lower, FAST)
         row += GROUP * 2 * PART_M
         if STACKED == "M":
             scale = gl.load(scales[0] + _segment_at(row, EDGE_1, EDGE_2)) * gl.load(scales[1])
@@ -239,7 +241,7 @@ def _multiply(
 
 
 @gluon.jit
-def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, upper, lower, FAST: gl.constexpr):
+def multiply_blocks(GROUP: gl.constexpr, ring, stage, phase, blocks, upper, lower, FAST: gl.constexpr):
     """The two halves' sums, begun in `upper` and `lower`, over the next blocks of K.
 
     What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
@@ -293,10 +295,16 @@ def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_
 
 @gluon.jit
 def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
-    """total * scale + bias with two roundings: mul.rn is never contracted with the addition."""
-    value = gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
-    )
+    """total * scale + bias with two roundings."""
+    value = scaled(total, scale)
     if HAS_BIAS:
         value = add_bias(value, bias, column, N)
     return value
+
+
+@gluon.jit
+def scaled(total, scale):
+    """total * scale: mul.rn is never contracted with an addition."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
+    )

@@ -17,6 +17,7 @@ from te_dynamo.kernels.stacking import SEGMENT_MULTIPLE, Stacking
 __all__ = [
     "SPECIALIZED",
     "SPECIALIZED_FAST",
+    "SPECIALIZED_MINIMUM_US",
     "TILES",
     "Tile",
     "choose_among",
@@ -133,7 +134,7 @@ SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
 SPECIALIZED_FAST = dataclasses.replace(SPECIALIZED, fast=True, halves=False, tflops=1340)
 """The same with fast accumulation, of operands stacked along K; its speed is an estimate."""
 
-_SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 
 
 def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
@@ -184,7 +185,7 @@ def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocess
 def is_worth_a_call(specialized: Tile, usual: Tile, m: int, n: int, k: int, multiprocessors: int) -> bool:
     """Whether a specialized kernel can run it, beats the usual one's tile, and takes longer than the CPU to call it."""
     us = estimated_us(specialized, m, n, k, multiprocessors)
-    return stores_by_descriptor(n) and _SPECIALIZED_MINIMUM_US <= us < estimated_us(usual, m, n, k, multiprocessors)
+    return stores_by_descriptor(n) and SPECIALIZED_MINIMUM_US <= us < estimated_us(usual, m, n, k, multiprocessors)
 
 
 def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
@@ -221,7 +222,7 @@ def stacked_is_specialized(
     assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
     if not (fast_accum and along == "K"):
         return specialized_is_faster(m, n, k, fast_accum, multiprocessors)
-    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= _SPECIALIZED_MINIMUM_US
+    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= SPECIALIZED_MINIMUM_US
     return large and stores_by_descriptor(n)
 
 

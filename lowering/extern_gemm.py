@@ -15,6 +15,7 @@ import torch
 
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
+from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, columns_specialized_out
 from te_dynamo.kernels.gemm_specialized import (
     gemm_specialized_out,
     runs_specialized,
@@ -23,6 +24,7 @@ from te_dynamo.kernels.gemm_specialized import (
 )
 from te_dynamo.ops.gemm import gemm
 from te_dynamo.ops.gemm_block import gemm_block
+from te_dynamo.ops.gemm_grouped import gemm_grouped_columns
 from te_dynamo.ops.stacked import gemm_stacked
 
 __all__ = ["is_extern", "register"]
@@ -30,13 +32,14 @@ __all__ = ["is_extern", "register"]
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:
-    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias,] out_dtype, *flags).
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs,] out_dtype, *flags).
 
     name:     of the function in Inductor's code.
-    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias?, **keywords, out=...).
-    runs:     of (a, b, *flags): whether it is the fastest there.
+    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, **keywords, out=...).
+    runs:     of (a, b, [offs,] *flags): whether it is the fastest there.
     keywords: of (*flags): what it is told of them.
     tensors:  how many arguments come before out_dtype.
+    grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
     """
 
     name: str
@@ -44,6 +47,7 @@ class _Extern:
     runs: Callable[..., bool]
     keywords: Callable[..., dict[str, Any]]
     tensors: int = 5
+    grouped: bool = False
 
 
 _EXTERNS = {
@@ -61,6 +65,13 @@ _EXTERNS = {
         lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
         tensors=4,
     ),
+    gemm_grouped_columns: _Extern(
+        "te_gemm_grouped_columns",
+        columns_specialized_out,
+        columns_run_specialized,
+        lambda fast_accum: {"fast": fast_accum},
+        grouped=True,
+    ),
 }
 
 
@@ -74,8 +85,9 @@ def is_extern(node: torch.fx.Node) -> bool:
     if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
     extern = _EXTERNS[node.target]
-    a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
-    return extern.runs(a, b, *node.args[extern.tensors + 1 :])
+    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []))]
+    values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
+    return extern.runs(*values, *node.args[extern.tensors + 1 :])
 
 
 @functools.cache
@@ -95,13 +107,14 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
 
     @register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
-        a, _, b = arguments[:3]
+        a = arguments[0]
         out_dtype, *flags = arguments[extern.tensors :]
         if not kernels_available(a.get_device()).ok:
             return opaque(*arguments)
         operands = [x for x in arguments[: extern.tensors] if x is not None]
+        sizes = [operands[i].get_size()[0] for i in ((4, 0, 2) if extern.grouped else (0, 2))]
         call = ir.ExternKernelOut(
-            layout=ir.FixedLayout(a.get_device(), out_dtype, [a.get_size()[0], b.get_size()[0]]),
+            layout=ir.FixedLayout(a.get_device(), out_dtype, sizes),
             inputs=[ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands],
             kwargs=extern.keywords(*flags),
             python_kernel_name=f"extern_kernels.{extern.name}",
