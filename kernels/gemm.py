@@ -50,7 +50,7 @@ def gemm(
     check_operands(a, b, bias, out_dtype)
     if not is_recording() and runs_specialized(a, b, fast_accum):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, out=c)
+        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, out=c)
         return c
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
     tile = choose_tile(m, n, k, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize)

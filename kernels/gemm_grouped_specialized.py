@@ -23,11 +23,12 @@ from te_dynamo.kernels.gemm_ring import (
     make_result,
     make_ring,
     next_slot,
+    split_columns,
     store,
     tile_origin,
 )
 from te_dynamo.kernels.gemm_specialized import multiply_blocks, scaled
-from te_dynamo.kernels.gemm_tiles import SPECIALIZED, stages_that_fit
+from te_dynamo.kernels.gemm_tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, size_hint
 
 __all__ = ["columns_run_specialized", "columns_specialized_options", "columns_specialized_out"]
@@ -65,13 +66,14 @@ def columns_specialized_out(
 
 def columns_specialized_options(out_bytes: int, fast: bool) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
+    tile = specialized_tile(fast)
     return {
         "FAST": fast,
-        "STAGES": stages_that_fit(SPECIALIZED, out_bytes),
-        "BLOCK_M": SPECIALIZED.block_m,
-        "BLOCK_N": SPECIALIZED.block_n,
-        "BLOCK_K": SPECIALIZED.block_k,
-        "GROUP_M": SPECIALIZED.group_m,
+        "STAGES": stages_that_fit(tile, out_bytes),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
         "num_warps": GROUP_WARPS.value,
     }
 
@@ -101,7 +103,9 @@ def gemm_grouped_columns_specialized_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(loaded.index(stage), count=1)
     descs, ring = make_ring(a, b, N, K, M, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)
-    result = make_result(c, G * N, K, BLOCK_M // (2 * GROUPS), BLOCK_N)
+    PART_M: gl.constexpr = BLOCK_M // GROUPS if FAST else BLOCK_M // (2 * GROUPS)
+    PART_N: gl.constexpr = BLOCK_N // 2 if FAST else BLOCK_N
+    result = make_result(c, G * N, K, PART_M, PART_N)
     size = (M, N, K, G)
     gl.warp_specialize(
         [
@@ -208,13 +212,14 @@ def _low_bytes(count):
 def _multiply(
     GROUP: gl.constexpr, ring, a_scale_inv, b_scale_inv, offs, result, size, FAST: gl.constexpr, GROUP_M: gl.constexpr
 ):
-    """This group of warps' rows of every tile: multiplied from the ring, scaled, stored."""
+    """This group of warps' rows of every tile: multiplied from the ring, scaled, stored in two parts as in gemm_specialized.py."""
     c_desc, c_tiles = result
     M, N, K, G = size
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
-    PART_M: gl.constexpr = BLOCK_M // (2 * GROUPS)
+    PART_M: gl.constexpr = c_tiles.shape[1]
+    PART_N: gl.constexpr = c_tiles.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
     tiles_m, tiles_n = gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N)
     scale = gl.load(a_scale_inv) * gl.load(b_scale_inv)
@@ -224,14 +229,18 @@ def _multiply(
     for index in range(gl.program_id(0), G * tiles_m * tiles_n, gl.num_programs(0)):
         group = index // (tiles_m * tiles_n)
         _, _, _, blocks = _group_blocks(offs, group, M, BLOCK_K)
-        upper = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-        lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-        upper, lower, stage, phase = multiply_blocks(GROUP, ring, stage, phase, blocks, upper, lower, FAST)
+        one = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        two = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        one, two, stage, phase = multiply_blocks(GROUP, ring, stage, phase, blocks, one, two, FAST)
+        if FAST:
+            one, two = split_columns(one)
         row, column = tile_origin(index % (tiles_m * tiles_n), tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        row += GROUP * 2 * PART_M
+        row += GROUP * (BLOCK_M // GROUPS)
+        next_row = row if FAST else row + PART_M
+        next_column = column + PART_N if FAST else column
         # N is a multiple of PART_M: a part is all inside its group's rows of C, or none of it.
         if row < N:
-            store(c_tile, c_desc, scaled(upper, scale), group * N + row, column)
-        if row + PART_M < N:
-            store(c_tile, c_desc, scaled(lower, scale), group * N + row + PART_M, column)
+            store(c_tile, c_desc, scaled(one, scale), group * N + row, column)
+        if next_row < N:
+            store(c_tile, c_desc, scaled(two, scale), group * N + next_row, next_column)
     tma.store_wait(0)

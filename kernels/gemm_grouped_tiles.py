@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 
 from te_dynamo.kernels.gemm_tiles import (
-    SPECIALIZED,
     SPECIALIZED_MINIMUM_US,
     Tile,
     estimated_us,
+    specialized_tile,
     stores_by_descriptor,
 )
 
@@ -61,10 +61,11 @@ def columns_specialized_is_faster(
     Its parts of C are whole in their group; a call costs the CPU more than a launch does.
     """
     rows = -(-m // groups)
-    us = estimated_us(SPECIALIZED, groups * _round_up(n, SPECIALIZED.block_m), k, rows, multiprocessors)
+    own = specialized_tile(fast_accum)
+    us = estimated_us(own, groups * _round_up(n, own.block_m), k, rows, multiprocessors)
     usual = choose_columns_tile(n, k, m, groups, fast_accum, multiprocessors)
     usual_us = estimated_us(usual, groups * _round_up(n, usual.block_m), k, rows + usual.block_k, multiprocessors)
-    whole = n % (SPECIALIZED.block_m // 4) == 0 and stores_by_descriptor(k)
+    whole = n % (own.block_m // (2 if fast_accum else 4)) == 0 and stores_by_descriptor(k)
     return whole and SPECIALIZED_MINIMUM_US <= us < usual_us
 
 

@@ -120,17 +120,24 @@ def add_bias(total, bias, column, N):
 
 
 @gluon.jit
+def split_columns(value):
+    """The left and the right half of a product; no register moves."""
+    ROWS: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, COLUMNS, 32])
+    left, right = value.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
 def store(c_tile, c_desc, value, row, column):
     """Rounds to C's dtype and stores through shared memory; the last store must have read it first."""
     value = value.to(c_desc.dtype)
     if c_tile.shape[1] < value.shape[1]:
-        # Its left and its right half, one after the other: a buffer for half of it suffices.
-        ROWS: gl.constexpr = value.shape[0]
-        COLUMNS: gl.constexpr = value.shape[1] // 2
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, COLUMNS, 32])
-        left, right = value.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)).split()
-        _store(c_tile, c_desc, gl.convert_layout(left, layout, assert_trivial=True), row, column)
-        _store(c_tile, c_desc, gl.convert_layout(right, layout, assert_trivial=True), row, column + COLUMNS)
+        # One after the other: a buffer for half of it suffices.
+        left, right = split_columns(value)
+        _store(c_tile, c_desc, left, row, column)
+        _store(c_tile, c_desc, right, row, column + left.shape[1])
     else:
         _store(c_tile, c_desc, value, row, column)
 

@@ -51,7 +51,7 @@ class _Extern:
 
 
 _EXTERNS = {
-    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {}),
+    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {"fast": fast_accum}),
     gemm_block: _Extern(
         "te_gemm_block",
         gemm_block_specialized_out,
