@@ -82,7 +82,7 @@ def _expression(size: Any) -> Any:
 
 
 def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
-    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.functional_tensor import dispatch_functionalize
 
     launches = _launches(node)
 
@@ -93,17 +93,29 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
     values = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node)]
-    # As launches that write their buffers, which nothing else knows yet: made functional, Inductor would trace every one of them
-    # again to undo that. No pass between this and code generation drops what has no reader.
-    trace = make_fx(implementation, select_decomp_table(), tracing_mode="real")
     try:
         with _fake_mode_of(values):
-            traced = trace(*values)
+            # Launches that write their buffers, which nothing else knows yet, stay what they are: made functional, Inductor would
+            # trace every one of them again to undo that. No pass between this and code generation drops what has no reader.
+            traced = _traced(implementation, values)
+            if any(_writes(n) for n in traced.graph.nodes):
+                traced = _traced(dispatch_functionalize(implementation), values)
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{where(node)}: {error}") from error
     if any(n.op == "get_attr" for n in traced.graph.nodes):
         raise LoweringError(f"{node.target} was traced with a tensor constant{where(node)}")
     return traced
+
+
+def _traced(function: Callable[..., Any], values: list[Any]) -> GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return make_fx(function, select_decomp_table(), tracing_mode="real")(*values)
+
+
+def _writes(node: Node) -> bool:
+    """Whether an aten operation writes in place, as an operation's class may have it: `output.add_(extra)`."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _launches(node: Node) -> Callable[..., Any]:
