@@ -47,6 +47,7 @@ __all__ = [
     "gemm_specialized_out",
     "runs_specialized",
     "scale_and_shift",
+    "scaled",
     "specialized_options",
     "stacked_runs_specialized",
     "stacked_specialized_out",
@@ -315,10 +316,16 @@ def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_
 
 @gluon.jit
 def scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
-    """total * scale + bias with two roundings: mul.rn is never contracted with the addition."""
-    value = gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
-    )
+    """total * scale + bias with two roundings."""
+    value = scaled(total, scale)
     if HAS_BIAS:
         value = add_bias(value, bias, column, N)
     return value
+
+
+@gluon.jit
+def scaled(total, scale):
+    """total * scale: mul.rn is never contracted with an addition."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
+    )

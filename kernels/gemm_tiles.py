@@ -17,6 +17,7 @@ from te_dynamo.kernels.stacking import SEGMENT_MULTIPLE, Stacking
 __all__ = [
     "SPECIALIZED",
     "SPECIALIZED_FAST",
+    "SPECIALIZED_MINIMUM_US",
     "TILES",
     "Tile",
     "choose_among",
@@ -134,7 +135,7 @@ SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
 SPECIALIZED_FAST = Tile(128, 256, 128, 12, 4, fast=True, tflops=1385, group_m=16)
 """The same with fast accumulation; 2% above the fastest of TILES at five shapes of a training step."""
 
-_SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 
 
 def specialized_tile(fast_accum: bool) -> Tile:
@@ -189,7 +190,7 @@ def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocess
 def is_worth_a_call(specialized: Tile, usual: Tile, m: int, n: int, k: int, multiprocessors: int) -> bool:
     """Whether a specialized kernel can run it, beats the usual one's tile, and takes longer than the CPU to call it."""
     us = estimated_us(specialized, m, n, k, multiprocessors)
-    return stores_by_descriptor(n) and _SPECIALIZED_MINIMUM_US <= us < estimated_us(usual, m, n, k, multiprocessors)
+    return stores_by_descriptor(n) and SPECIALIZED_MINIMUM_US <= us < estimated_us(usual, m, n, k, multiprocessors)
 
 
 def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
@@ -228,7 +229,7 @@ def stacked_is_specialized(
     assert SPECIALIZED_FAST.block_n // 2 == SPECIALIZED_FAST.block_k == SEGMENT_MULTIPLE == SPECIALIZED_FAST.block_m
     if not (fast_accum and along == "K"):
         return specialized_is_faster(m, n, k, fast_accum, multiprocessors)
-    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= _SPECIALIZED_MINIMUM_US
+    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= SPECIALIZED_MINIMUM_US
     return large and stores_by_descriptor(n)
 
 

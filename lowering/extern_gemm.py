@@ -16,6 +16,7 @@ import torch
 
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
+from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, columns_specialized_out
 from te_dynamo.kernels.gemm_specialized import (
     gemm_specialized_out,
     runs_specialized,
@@ -25,6 +26,7 @@ from te_dynamo.kernels.gemm_specialized import (
 from te_dynamo.kernels.gemm_swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
 from te_dynamo.ops.gemm import gemm
 from te_dynamo.ops.gemm_block import gemm_block
+from te_dynamo.ops.gemm_grouped import gemm_grouped_columns
 from te_dynamo.ops.gemm_swiglu import gemm_swiglu
 from te_dynamo.ops.stacked import gemm_stacked
 
@@ -33,13 +35,14 @@ __all__ = ["is_extern", "register"]
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:
-    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias,] [out_dtype,] *flags).
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs,] [out_dtype,] *flags).
 
     name:     of the function in Inductor's code.
-    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias?, **keywords, out=...).
-    runs:     of (a, b, *flags): whether it is the fastest there.
+    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, **keywords, out=...).
+    runs:     of (a, b, [offs,] *flags): whether it is the fastest there.
     keywords: of (*flags): what it is told of them.
     tensors:  how many arguments come first.
+    grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
     planned:  whether the result is one tensor of out_dtype, written to `out`. Else there is neither: the function returns
               the operation's several results.
     """
@@ -49,6 +52,7 @@ class _Extern:
     runs: Callable[..., bool]
     keywords: Callable[..., dict[str, Any]]
     tensors: int = 5
+    grouped: bool = False
     planned: bool = True
 
     def flags(self, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -79,6 +83,13 @@ _EXTERNS = {
         tensors=4,
         planned=False,
     ),
+    gemm_grouped_columns: _Extern(
+        "te_gemm_grouped_columns",
+        columns_specialized_out,
+        columns_run_specialized,
+        lambda fast_accum: {"fast": fast_accum},
+        grouped=True,
+    ),
 }
 
 
@@ -92,8 +103,9 @@ def is_extern(node: torch.fx.Node) -> bool:
     if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
     extern = _EXTERNS[node.target]
-    a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
-    return extern.runs(a, b, *extern.flags(node.args))
+    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []))]
+    values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
+    return extern.runs(*values, *extern.flags(node.args))
 
 
 @functools.cache
@@ -114,7 +126,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
 
     @register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
-        a, _, b = arguments[:3]
+        a = arguments[0]
         if not kernels_available(a.get_device()).ok:
             return opaque(*arguments)
         operands = [x for x in arguments[: extern.tensors] if x is not None]
@@ -125,7 +137,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             "op_overload": operation,
         }
         if extern.planned:
-            size = [a.get_size()[0], b.get_size()[0]]
+            size = [operands[i].get_size()[0] for i in ((4, 0, 2) if extern.grouped else (0, 2))]
             layout = ir.FixedLayout(a.get_device(), arguments[extern.tensors], size)
             return ir.TensorBox.create(ir.ExternKernelOut(layout=layout, **call))
         results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=a.get_device()), **call)

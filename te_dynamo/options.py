@@ -66,10 +66,12 @@ class Options:
         )
 
     def recipe_for(self, module_path: str) -> tuple[Recipe | None, str]:
-        """(recipe, why) of the linear at `module_path`; why is the reason when the recipe is None, else ""."""
+        """(recipe, why) of the linear at `module_path`; why is the rule that chose it, or the reason when the recipe is None."""
         for pattern, chosen in self.rules:
             if re.search(pattern, module_path):
-                return chosen, "" if chosen is not None else f"rule {pattern!r} leaves it in the model's precision"
+                return chosen, f"rule {pattern!r} " + (
+                    "leaves it in the model's precision" if chosen is None else "chooses it"
+                )
         return self.recipe, "" if self.recipe is not None else "recipe is None"
 
 
