@@ -31,6 +31,7 @@ from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
+from te_dynamo.passes.late_columns import make_columns_late
 from te_dynamo.passes.match import match
 from te_dynamo.passes.operations import fuse_operations
 from te_dynamo.passes.usage import drop_unread_usages
@@ -85,6 +86,8 @@ class _Compilation:
             self._simplify(graph)
         self._fuse(graph, phase)
         drop_unread_usages(graph)
+        if phase == "backward" and self.options.low_memory:
+            make_columns_late(graph)
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:

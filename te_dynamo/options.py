@@ -14,7 +14,7 @@ from te_dynamo.recipe import Recipe
 __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
-_OWN = ("recipe", "rules", "codegen", "fusions")
+_OWN = ("recipe", "rules", "codegen", "fusions", "low_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Options:
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
     fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
               each those to leave out.
+    low_memory: orders backward by what is alive, and makes columnwise copies late: less memory at a step's peak, for a little
+              more time.
     inductor: options passed on to Inductor, a mode's included.
     """
 
@@ -34,6 +36,7 @@ class Options:
     rules: tuple[tuple[str, Recipe | None], ...] = ()
     codegen: str = "inductor"
     fusions: bool | tuple[str, ...] = True
+    low_memory: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -49,6 +52,7 @@ class Options:
             rules=_rules(options.get("rules", ())),
             codegen=codegen,
             fusions=_fusions(options.get("fusions", True)),
+            low_memory=_low_memory(options.get("low_memory", False)),
             inductor=tuple(sorted(inductor.items())),
         )
 
@@ -107,6 +111,12 @@ def _fusions(value: Any) -> bool | tuple[str, ...]:
             f"te_dynamo: option 'fusions' takes names to run or, each with a '-', names to leave out, not both: {value!r}"
         )
     return tuple(value)
+
+
+def _low_memory(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"te_dynamo: option 'low_memory' takes True or False, got {value!r}")
+    return value
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""swiglu's gradients quantized into the memory of dy: the rowwise half of `swiglu_backward_quantize`, without a buffer of its own.
+
+    data [M, 2K] = [q(dgate), q(dup)]      one byte an element, in the 2 K bytes that a row of bf16 or fp16 dy [M, K] has
+
+One program holds a whole row: it has read all of it before it writes the first code. The transposed copy is made of the codes
+later (kernels/transpose.py), when gate and up are gone; with both copies written at once, this is where a training step's
+memory is at its peak.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.fp8 import load_scale, rounded, rows_and_columns, saturating_cast
+from te_dynamo.kernels.launch import launch
+from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.swiglu import partial_amaxes_of_gradients, sizes_of
+from te_dynamo.kernels.swiglu_kernels import gradients
+
+__all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
+
+MOST_COLUMNS = 32768
+"""Of dy: a row of more does not fit into a program's registers."""
+
+COLUMNS_MULTIPLE = 128
+"""Of dy's columns: quarters of a row, and dup's codes behind dgate's, then begin at whole vectors."""
+
+
+@triton.jit
+def _load(x, place, exists, QUARTER: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Elements of a quarter of a row, zero behind its end."""
+    columns = tl.arange(0, BLOCK_K)
+    return tl.load(x + place + columns, mask=(columns < QUARTER) & exists, other=0.0)
+
+
+@triton.jit
+def _write_quarter(
+    grad,
+    gate,
+    up,
+    gate_place,
+    up_place,
+    exists,
+    codes,
+    scales,
+    J: tl.constexpr,
+    QUARTER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Codes of dgate and dup for quarter J of a row, of which `grad` is dy."""
+    first: tl.constexpr = J * QUARTER
+    g = _load(gate, gate_place + first, exists, QUARTER, BLOCK_K).to(tl.float32)
+    u = _load(up, up_place + first, exists, QUARTER, BLOCK_K).to(tl.float32)
+    dgate, dup = gradients(grad.to(tl.float32), g, u)
+    dgate, dup = rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
+    DTYPE: tl.constexpr = codes.dtype.element_ty
+    columns = tl.arange(0, BLOCK_K)
+    inside = (columns < QUARTER) & exists
+    tl.store(codes + first + columns, saturating_cast(dgate, scales[0], DTYPE), mask=inside)
+    tl.store(codes + 4 * QUARTER + first + columns, saturating_cast(dup, scales[1], DTYPE), mask=inside)
+
+
+@triton.jit
+def swiglu_backward_rows_kernel(
+    dy,
+    gate,
+    up,
+    gate_partials,
+    up_partials,
+    scale_inv,
+    gate_stride,
+    up_stride,
+    M,
+    E5M2: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    QUARTER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Row number program_id of dy [M, 4 QUARTER] becomes the codes of dgate and, behind them, of dup."""
+    DTYPE: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+    row = tl.program_id(0).to(tl.int64)
+    exists = row < M
+    dy += row * (4 * QUARTER)
+    d0 = _load(dy, 0 * QUARTER, exists, QUARTER, BLOCK_K)
+    d1 = _load(dy, 1 * QUARTER, exists, QUARTER, BLOCK_K)
+    d2 = _load(dy, 2 * QUARTER, exists, QUARTER, BLOCK_K)
+    d3 = _load(dy, 3 * QUARTER, exists, QUARTER, BLOCK_K)
+    g_scale = load_scale(gate_partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    u_scale = load_scale(up_partials, scale_inv + 1, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    scales = (g_scale, u_scale)
+    codes = dy.to(tl.pointer_type(DTYPE), bitcast=True)
+    tl.debug_barrier()  # every thread has its part of the row
+    _write_quarter(d0, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 0, QUARTER, BLOCK_K)
+    _write_quarter(d1, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 1, QUARTER, BLOCK_K)
+    _write_quarter(d2, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 2, QUARTER, BLOCK_K)
+    _write_quarter(d3, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 3, QUARTER, BLOCK_K)
+
+
+def swiglu_backward_quantize_in_place(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+    eps: float,
+) -> list[torch.Tensor]:
+    """[data, scale_inv] of `quantize_stacked([dgate, dup], by_columns=True)`, rowwise only; data [M, 2K] lies in dy's memory.
+
+    dy: contiguous, of two bytes an element, its columns a multiple of COLUMNS_MULTIPLE and at most MOST_COLUMNS; it is
+    overwritten. gate, up: as `swiglu` takes them. Raises ValueError for another dy.
+    """
+    rows, columns = rows_and_columns(dy)
+    if (
+        dy.element_size() != 2
+        or columns % COLUMNS_MULTIPLE
+        or not 0 < columns <= MOST_COLUMNS
+        or not dy.is_contiguous()
+    ):
+        raise ValueError(
+            f"te swiglu_backward_quantize_in_place: expected a contiguous dy of two bytes an element whose columns are a multiple "
+            f"of {COLUMNS_MULTIPLE} up to {MOST_COLUMNS}, got {dy.dtype} {tuple(dy.shape)} with strides {dy.stride()}"
+        )
+    partials = partial_amaxes_of_gradients(dy, gate, up)
+    scale_inv = torch.empty(2, dtype=torch.float32, device=dy.device)
+    sizes = sizes_of(gate, up)
+    block_k = triton.next_power_of_2(columns // 4)
+    dy = dy.reshape(rows, columns)
+    launch(
+        swiglu_backward_rows_kernel,
+        (rows + 1,),  # the first also writes the scales, which a tensor without rows has too
+        dy=dy,
+        gate=gate,
+        up=up,
+        **partials,
+        scale_inv=scale_inv,
+        gate_stride=sizes["gate_stride"],
+        up_stride=sizes["up_stride"],
+        M=rows,
+        E5M2=fp8_dtype == torch.float8_e5m2,
+        FMAX=torch.finfo(fp8_dtype).max,
+        EPS=float(eps),
+        POWER_OF_TWO=power_of_two,
+        PARTIALS=PARTIALS,
+        QUARTER=columns // 4,
+        BLOCK_K=block_k,
+        num_warps=min(max(block_k // 512, 1), 16),
+    )
+    return [dy.view(fp8_dtype), scale_inv]
