@@ -18,7 +18,7 @@ from te_dynamo.kernels.fp8 import (
     zero_padded,
 )
 from te_dynamo.kernels.launch import launch
-from te_dynamo.kernels.quantize import CAST_TILE, cast_tile
+from te_dynamo.kernels.quantize import CAST_TILE, Tile, cast_tile
 from te_dynamo.kernels.quarters import load_codes, store_codes
 
 __all__ = ["transpose", "transpose_reference"]
@@ -44,12 +44,12 @@ def transpose_kernel(data, transpose, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.c
         store_codes((c0, c1, c2, c3), (row, column, K, M, K), data, transpose, False, BLOCK_M, BLOCK_K)
 
 
-def transpose(data: torch.Tensor) -> torch.Tensor:
+def transpose(data: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
     """data of any rank >= 1 and one byte an element, read as [M, K], transposed: [K, M rounded up to 16]."""
     data = data.contiguous()
     rows, columns = rows_and_columns(data)
     result = torch.empty((columns, round_up(rows, 16)), dtype=data.dtype, device=data.device)
-    block_m, block_k, warps = cast_tile(rows, columns, True, CAST_TILE)
+    block_m, block_k, warps = tile or cast_tile(rows, columns, True, CAST_TILE)
     launch(
         transpose_kernel,
         (program_count(rows, columns, block_m, block_k, data.device),),
