@@ -52,13 +52,14 @@ def _write_quarter(
     first: tl.constexpr = J * QUARTER
     g = _load(gate, gate_place + first, exists, QUARTER, BLOCK_K).to(tl.float32)
     u = _load(up, up_place + first, exists, QUARTER, BLOCK_K).to(tl.float32)
+    g_scale, u_scale = scales
     dgate, dup = gradients(grad.to(tl.float32), g, u)
     dgate, dup = rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
     DTYPE: tl.constexpr = codes.dtype.element_ty
     columns = tl.arange(0, BLOCK_K)
     inside = (columns < QUARTER) & exists
-    tl.store(codes + first + columns, saturating_cast(dgate, scales[0], DTYPE), mask=inside)
-    tl.store(codes + 4 * QUARTER + first + columns, saturating_cast(dup, scales[1], DTYPE), mask=inside)
+    tl.store(codes + first + columns, saturating_cast(dgate, g_scale, DTYPE), mask=inside)
+    tl.store(codes + 4 * QUARTER + first + columns, saturating_cast(dup, u_scale, DTYPE), mask=inside)
 
 
 @triton.jit
