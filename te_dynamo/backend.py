@@ -34,6 +34,7 @@ from te_dynamo.passes.fuser import check_choice, fuse
 from te_dynamo.passes.late_columns import make_columns_late
 from te_dynamo.passes.match import match
 from te_dynamo.passes.operations import fuse_operations
+from te_dynamo.passes.recompute import save_products_only
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
 from te_dynamo.report import Report
@@ -76,6 +77,7 @@ class _Compilation:
         record(stage, graph, self.index)
 
     def joint(self, graph: Graph) -> None:
+        save_products_only(graph)
         self._simplify(graph)
         self._fuse(graph, "joint")
         if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
