@@ -81,10 +81,10 @@ def swiglu_backward_rows_kernel(
     QUARTER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Row number program_id of dy [M, 4 QUARTER] becomes the codes of dgate and, behind them, of dup."""
+    """A row of dy [M, 4 QUARTER] becomes the codes of dgate and, behind them, of dup: the last row first, as it is in the cache."""
     DTYPE: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-    row = tl.program_id(0).to(tl.int64)
-    exists = row < M
+    row = (M - 1 - tl.program_id(0)).to(tl.int64)
+    exists = row >= 0
     dy += row * (4 * QUARTER)
     d0 = _load(dy, 0 * QUARTER, exists, QUARTER, BLOCK_K)
     d1 = _load(dy, 1 * QUARTER, exists, QUARTER, BLOCK_K)

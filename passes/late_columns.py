@@ -34,7 +34,7 @@ __all__ = ["make_columns_late"]
 
 
 def make_columns_late(graph: Graph) -> int:
-    """Rewrites a backward graph in place; returns how many copies are made later and how many products change places."""
+    """Rewrites a graph that holds backward in place; returns how many copies are made later and how many products change places."""
     return _transpose_late(graph) + _products_that_free_first(graph)
 
 

@@ -88,7 +88,7 @@ class _Compilation:
             self._simplify(graph)
         self._fuse(graph, phase)
         drop_unread_usages(graph)
-        if phase == "backward" and self.options.low_memory:
+        if self.options.low_memory:
             make_columns_late(graph)
         self.record(phase, graph)
 
