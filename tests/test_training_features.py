@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +49,18 @@ def fp8_linears_below_autocast() -> Iterator[None]:
 
     with fp8_linears(), Cast():
         yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_of_every_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = SwiGLU().to(dtype), tokens(dtype=dtype)
+    actual = gradients(te(model), model, x)
+    assert all(gradient.dtype == dtype for gradient in actual)
+    with fp8_linears():
+        expected = gradients(model, model, x)
+    assert_close(actual, expected, SAME if dtype == torch.float32 else 0.1)  # 16 bits round values over e5m2's edges
+    assert_close(actual, gradients(model, model, x), 0.15)
 
 
 def test_two_recipes_in_one_process_do_not_mix() -> None:
@@ -131,6 +145,27 @@ def test_a_tied_embedding_gets_both_gradients() -> None:
         assert_close(actual, gradients(model, model, ids), SAME)
 
 
+def test_heads_that_share_a_weight_get_the_sum() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = SwiGLU()
+            self.now, self.later = (nn.Linear(32, 64, bias=False) for _ in range(2))
+            self.later.weight = self.now.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            return self.now(h) + 2 * self.later(h.roll(1, -2))
+
+    torch.manual_seed(0)
+    model, x = Heads(), tokens(dtype=torch.float32)
+    with te_dynamo.capture() as graphs:
+        actual = gradients(te(model), model, x)
+    with fp8_linears():
+        assert_close(actual, gradients(model, model, x), SAME)
+    assert graphs["forward"].count("te.quantize(now_weight") + graphs["forward"].count("te.quantize(now.weight") == 1
+
+
 @pytest.mark.parametrize("codegen", CODEGENS)
 def test_backward_twice_with_retain_graph(codegen: str) -> None:
     model = block()
@@ -160,6 +195,20 @@ def test_sequence_lengths_compile_once(how: str, codegen: str) -> None:
             assert_close(actual, gradients(model, model, x), SAME)
     # automatic: the first length, then one for all others
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if how == "automatic" else 1)
+
+
+def test_batch_sizes_and_lengths_compile_once() -> None:
+    """Both dimensions change; one row is torch's own exception, which is its own graph."""
+    torch.manual_seed(0)
+    model = SwiGLU()
+    compiled = te(model, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for batch, rows in ((2, 9), (3, 9), (3, 16), (7, 5)):
+        x = torch.randn(batch, rows, 32)
+        actual = gradients(compiled, model, x)
+        with fp8_linears():
+            assert_close(actual, gradients(model, model, x), SAME)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)
@@ -235,6 +284,21 @@ def test_state_dict_and_deepcopy() -> None:
     assert not torch.equal(twin(x), y) and torch.equal(compiled(x), y)
     twin.load_state_dict(state)
     assert torch.equal(twin(x), y)
+
+
+def test_pickled_and_saved() -> None:
+    """What is loaded compiles again, and computes the same."""
+    model, x = SwiGLU().bfloat16(), tokens()
+    compiled = te(model)
+    y = compiled(x)
+    file = io.BytesIO()
+    torch.save(compiled, file)
+    file.seek(0)
+    for twin in (pickle.loads(pickle.dumps(compiled)), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(x), y) and twin._orig_mod is not model
+        with torch.no_grad():
+            twin._orig_mod.down.weight.zero_()
+        assert not twin(x).any() and torch.equal(compiled(x), y)
 
 
 @pytest.mark.slow
