@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.fp8 import load_scale, rounded, rows_and_columns, saturating_cast
-from te_dynamo.kernels.launch import launch
+from te_dynamo.kernels.fp8 import Size, load_scale, rounded, rows_and_columns, saturating_cast
+from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.kernels.swiglu import partial_amaxes_of_gradients, sizes_of
 from te_dynamo.kernels.swiglu_kernels import gradients
@@ -28,36 +28,24 @@ COLUMNS_MULTIPLE = 128
 
 
 @triton.jit
-def _load(x, place, exists, QUARTER: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Elements of a quarter of a row, zero behind its end."""
+def _load(x, QUARTER: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A quarter of a row, from x on; zero behind its end."""
     columns = tl.arange(0, BLOCK_K)
-    return tl.load(x + place + columns, mask=(columns < QUARTER) & exists, other=0.0)
+    return tl.load(x + columns, mask=columns < QUARTER, other=0.0)
 
 
 @triton.jit
-def _write_quarter(
-    grad,
-    gate,
-    up,
-    gate_place,
-    up_place,
-    exists,
-    codes,
-    scales,
-    J: tl.constexpr,
-    QUARTER: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def _write_quarter(grad, gate, up, codes, scales, J: tl.constexpr, QUARTER: tl.constexpr, BLOCK_K: tl.constexpr):
     """Codes of dgate and dup for quarter J of a row, of which `grad` is dy."""
     first: tl.constexpr = J * QUARTER
-    g = _load(gate, gate_place + first, exists, QUARTER, BLOCK_K).to(tl.float32)
-    u = _load(up, up_place + first, exists, QUARTER, BLOCK_K).to(tl.float32)
     g_scale, u_scale = scales
+    g = _load(gate + first, QUARTER, BLOCK_K).to(tl.float32)
+    u = _load(up + first, QUARTER, BLOCK_K).to(tl.float32)
     dgate, dup = gradients(grad.to(tl.float32), g, u)
     dgate, dup = rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
     DTYPE: tl.constexpr = codes.dtype.element_ty
     columns = tl.arange(0, BLOCK_K)
-    inside = (columns < QUARTER) & exists
+    inside = columns < QUARTER
     tl.store(codes + first + columns, saturating_cast(dgate, g_scale, DTYPE), mask=inside)
     tl.store(codes + 4 * QUARTER + first + columns, saturating_cast(dup, u_scale, DTYPE), mask=inside)
 
@@ -81,24 +69,24 @@ def swiglu_backward_rows_kernel(
     QUARTER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A row of dy [M, 4 QUARTER] becomes the codes of dgate and, behind them, of dup: the last row first, as it is in the cache."""
+    """Rows of dy [M, 4 QUARTER] become the codes of dgate and, behind them, of dup: the last first, which are in the cache."""
     DTYPE: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-    row = (M - 1 - tl.program_id(0)).to(tl.int64)
-    exists = row >= 0
-    dy += row * (4 * QUARTER)
-    d0 = _load(dy, 0 * QUARTER, exists, QUARTER, BLOCK_K)
-    d1 = _load(dy, 1 * QUARTER, exists, QUARTER, BLOCK_K)
-    d2 = _load(dy, 2 * QUARTER, exists, QUARTER, BLOCK_K)
-    d3 = _load(dy, 3 * QUARTER, exists, QUARTER, BLOCK_K)
     g_scale = load_scale(gate_partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     u_scale = load_scale(up_partials, scale_inv + 1, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     scales = (g_scale, u_scale)
-    codes = dy.to(tl.pointer_type(DTYPE), bitcast=True)
-    tl.debug_barrier()  # every thread has its part of the row
-    _write_quarter(d0, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 0, QUARTER, BLOCK_K)
-    _write_quarter(d1, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 1, QUARTER, BLOCK_K)
-    _write_quarter(d2, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 2, QUARTER, BLOCK_K)
-    _write_quarter(d3, gate, up, row * gate_stride, row * up_stride, exists, codes, scales, 3, QUARTER, BLOCK_K)
+    for index in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=1):
+        row = (M - 1 - index).to(tl.int64)
+        grad, g, u = dy + row * (4 * QUARTER), gate + row * gate_stride, up + row * up_stride
+        d0 = _load(grad + 0 * QUARTER, QUARTER, BLOCK_K)
+        d1 = _load(grad + 1 * QUARTER, QUARTER, BLOCK_K)
+        d2 = _load(grad + 2 * QUARTER, QUARTER, BLOCK_K)
+        d3 = _load(grad + 3 * QUARTER, QUARTER, BLOCK_K)
+        codes = grad.to(tl.pointer_type(DTYPE), bitcast=True)
+        tl.debug_barrier()  # every thread has its part of the row
+        _write_quarter(d0, g, u, codes, scales, 0, QUARTER, BLOCK_K)
+        _write_quarter(d1, g, u, codes, scales, 1, QUARTER, BLOCK_K)
+        _write_quarter(d2, g, u, codes, scales, 2, QUARTER, BLOCK_K)
+        _write_quarter(d3, g, u, codes, scales, 3, QUARTER, BLOCK_K)
 
 
 def swiglu_backward_quantize_in_place(
@@ -132,7 +120,7 @@ def swiglu_backward_quantize_in_place(
     dy = dy.reshape(rows, columns)
     launch(
         swiglu_backward_rows_kernel,
-        (rows + 1,),  # the first also writes the scales, which a tensor without rows has too
+        (row_programs(rows, warps, dy.device),),
         dy=dy,
         gate=gate,
         up=up,
@@ -154,7 +142,12 @@ def swiglu_backward_quantize_in_place(
 
 
 def row_block(columns: int) -> tuple[int, int]:
-    """(BLOCK_K, warps) for rows of that many columns: a quarter in 16 elements a thread, so that three programs of 14336 columns
-    are resident on a multiprocessor of the H200."""
+    """(BLOCK_K, warps) for rows of that many columns: a quarter in 16 elements a thread."""
     block_k = triton.next_power_of_2(columns // 4)
     return block_k, min(max(block_k // 512, 1), 16)
+
+
+def row_programs(rows: Size, warps: int, device: torch.device) -> int:
+    """Programs of a launch: as many as are resident, 24 warps a multiprocessor; one at least, which writes the scales."""
+    most = max(24 // warps, 1) * multiprocessor_count(device)
+    return min(max(rows, 1), most) if isinstance(rows, int) else most
