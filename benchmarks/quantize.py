@@ -26,6 +26,8 @@ from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
 from te_dynamo.kernels.quantize import Tile, quantize
 from te_dynamo.kernels.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.kernels.swiglu import swiglu_backward_quantize, swiglu_quantize
+from te_dynamo.kernels.swiglu_in_place import swiglu_backward_quantize_in_place
+from te_dynamo.kernels.transpose import transpose
 
 SHAPES = ((8192, 4096), (8192, 14336), (14336, 4096))
 BOTH = (torch.float8_e4m3fn, True, True, False, 0.0)
@@ -35,7 +37,7 @@ GRADIENT = (torch.float8_e5m2, True, True, False, 0.0)
 
 Tiles = Callable[[], Iterator[tuple[int, ...]]]
 
-Case = tuple[str, Callable[[Any], object], int, float, Tiles]
+Case = tuple[str, Callable[[Any], object], float, float, Tiles]
 """(name, function of a tile, reads of a bf16 tensor, bytes written for each of its elements, the tiles that --sweep tries)"""
 
 
@@ -63,6 +65,13 @@ def current_cases(rows: int, columns: int) -> Iterator[Case]:
         lambda tile: swiglu_backward_quantize(dy, gate, x, *GRADIENT, False, tile=tile),
         6, 4, column_tiles,
     )  # fmt: skip
+    yield (
+        "swiglu_backward_quantize_in_place",
+        lambda tile: swiglu_backward_quantize_in_place(dy, gate, x, torch.float8_e5m2, False, 0.0),
+        6, 2, lambda: iter(()),
+    )  # fmt: skip
+    codes = x.to(torch.float8_e5m2)
+    yield "transpose", lambda tile: transpose(codes, tile), 0.5, 1, column_tiles
     yield (
         "gelu_tanh_backward_quantize",
         lambda tile: activation_backward_quantize(dy, x, "gelu_tanh", *GRADIENT, False, True, tile=tile),

@@ -52,13 +52,13 @@ def torchao(recipe: str) -> Callable[[nn.Module], Callable]:
     return compile_
 
 
-def te(**recipe_fields: bool) -> Callable[[nn.Module], Callable]:
+def te(low_memory: bool = False, **recipe_fields: bool) -> Callable[[nn.Module], Callable]:
     """This package, current scaling, with these fields of the recipe set."""
 
     def compile_(module: nn.Module) -> Callable:
         from te_dynamo.recipe import Float8CurrentScaling
 
-        options = {"recipe": Float8CurrentScaling(**recipe_fields)}
+        options = {"recipe": Float8CurrentScaling(**recipe_fields), "low_memory": low_memory}
         return torch.compile(module, backend="te", options=options)
 
     return compile_
@@ -70,6 +70,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
+    "te low memory": te(low_memory=True),
     "te fast backward": te(dgrad_fast_accum=True, wgrad_fast_accum=True),
 }
 

@@ -200,7 +200,7 @@ def quantize_nvfp4_kernel(
                     rows = row + i + 16 * tl.arange(0, G)[:, None]
                     number = rows * (row_words // 2) + (column // 16 + tl.arange(0, B)[None, :])
                     multiplier = multiplier_of(enc, STOCHASTIC)
-                    words += (pack_row(values[i], multiplier, by_rows[4], number, first, second, STOCHASTIC, G, B),)
+                    words += (pack_row(values[i], multiplier, by_rows[4], number, first, second, STOCHASTIC, G, B),)  # type: ignore[index]
                     scales += (scale.to(tl.uint8, bitcast=True),)
                 store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
                 store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, 16, False)
@@ -215,7 +215,7 @@ def quantize_nvfp4_kernel(
                     row // 16 + tl.arange(0, G)[:, None]
                 )
                 multiplier = multiplier_of(enc, STOCHASTIC)
-                low, high = pack_columns(turned, multiplier, by_columns[4], number, second, first, STOCHASTIC)
+                low, high = pack_columns(turned, multiplier, by_columns[4], number, second, first, STOCHASTIC)  # type: ignore[index]
                 words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
                 store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
                 scale = tl.trans(scale.to(tl.uint8, bitcast=True))

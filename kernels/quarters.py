@@ -36,6 +36,13 @@ def load_quarter(x, row, column, row_stride, M, K, J: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
+def load_codes(codes, row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Quarter J of the tile of int8 codes [M, K], zero outside."""
+    offsets = quarter_offsets(row, column, K, J, BLOCK_M, BLOCK_K)
+    return tl.load(codes + offsets, mask=quarter_mask(row, column, M, K, J, BLOCK_M, BLOCK_K), other=0)
+
+
+@triton.jit
 def store_quarter(
     y, value, row, column, row_stride, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):

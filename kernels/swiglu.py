@@ -32,6 +32,8 @@ from te_dynamo.kernels.swiglu_kernels import (
 )
 
 __all__ = [
+    "partial_amaxes_of_gradients",
+    "sizes_of",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_quantize",
@@ -123,7 +125,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate and up have rank >= 2 and a contiguous last dimension; their other dimensions must collapse to one
     row stride (ValueError otherwise).
     """
-    sizes = _sizes(gate, up)
+    sizes = sizes_of(gate, up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
@@ -163,7 +165,7 @@ def swiglu_quantize(
     amax (fp32, a power of two of partial ones), where the caller knows it, saves a launch and a read of both. `tile`
     overrides the cast's.
     """
-    sizes = _sizes(gate, up)
+    sizes = sizes_of(gate, up)
     rows, columns = sizes["M"], sizes["K"]
     partials = swiglu_partial_amaxes(gate, up) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
@@ -192,7 +194,7 @@ def swiglu_quantize(
 
 def swiglu_partial_amaxes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """fp32 [PARTIALS], whose maximum is the amax of `swiglu(gate, up)`."""
-    sizes = _sizes(gate, up)
+    sizes = sizes_of(gate, up)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
     block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
@@ -211,7 +213,7 @@ def swiglu_partial_amaxes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(dgate, dup), contiguous, in gate's shape and dtype."""
-    dy, sizes = dy.contiguous(), _sizes(gate, up)
+    dy, sizes = dy.contiguous(), sizes_of(gate, up)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     block_m, block_k, warps = amax_tile(sizes["K"])
     unused = {f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")}
@@ -254,24 +256,9 @@ def swiglu_backward_quantize(
 
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
     """
-    dy, sizes = dy.contiguous(), _sizes(gate, up)
+    dy, sizes = dy.contiguous(), sizes_of(gate, up)
     rows, columns = sizes["M"], sizes["K"]
-    partials = {
-        f"{grad}_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device) for grad in ("gate", "up")
-    }
-    block_m, block_k, warps = amax_tile(columns)
-    launch(
-        swiglu_backward_amax_kernel,
-        (PARTIALS,),
-        dy=dy,
-        gate=gate,
-        up=up,
-        **partials,
-        **sizes,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
+    partials = partial_amaxes_of_gradients(dy, gate, up)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
     gate_buffers, *rest = (
@@ -309,7 +296,29 @@ def swiglu_backward_quantize(
     return [*grads, *gate_buffers.as_list(), *(buffer for buffers in rest for buffer in buffers.as_list())]
 
 
-def _sizes(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:
+def partial_amaxes_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> dict[str, torch.Tensor]:
+    """gate_partials and up_partials, fp32 [PARTIALS], whose maxima are the amaxes of dgate and dup; dy is contiguous."""
+    sizes = sizes_of(gate, up)
+    partials = {
+        f"{grad}_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device) for grad in ("gate", "up")
+    }
+    block_m, block_k, warps = amax_tile(sizes["K"])
+    launch(
+        swiglu_backward_amax_kernel,
+        (PARTIALS,),
+        dy=dy,
+        gate=gate,
+        up=up,
+        **partials,
+        **sizes,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return partials
+
+
+def sizes_of(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:
     """M, K and the row strides as kernel arguments."""
     rows, columns = rows_and_columns(gate)
     return {

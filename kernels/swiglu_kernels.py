@@ -21,7 +21,13 @@ from te_dynamo.kernels.fp8 import (
 )
 from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
-__all__ = ["swiglu_amax_kernel", "swiglu_backward_amax_kernel", "swiglu_backward_write_kernel", "swiglu_write_kernel"]
+__all__ = [
+    "gradients",
+    "swiglu_amax_kernel",
+    "swiglu_backward_amax_kernel",
+    "swiglu_backward_write_kernel",
+    "swiglu_write_kernel",
+]
 
 
 # --- kernels: forward ---------------------------------------------------------------------------------------
@@ -96,11 +102,11 @@ def _backward_tiles(
     grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    return _backward(grad, g, u)
+    return gradients(grad, g, u)
 
 
 @triton.jit
-def _backward(dy, gate, up):
+def gradients(dy, gate, up):
     """(dgate, dup) in fp32."""
     return activate_backward(dy * up, gate, "silu"), dy * activate(gate, "silu")
 
@@ -119,7 +125,7 @@ def _backward_quarter(
     grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
     g = load_quarter(gate, row, column, gate_stride, M, K, J, BLOCK_M, BLOCK_K)
     u = load_quarter(up, row, column, up_stride, M, K, J, BLOCK_M, BLOCK_K)
-    g, u = _backward(grad, g, u)
+    g, u = gradients(grad, g, u)
     g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
     if KEEP_OUTPUT:
         store_quarter(dgate, g, row, column, K, M, K, J, BLOCK_M, BLOCK_K)

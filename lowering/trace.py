@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
+from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.ops import KERNELS
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
@@ -61,7 +62,7 @@ def _key(node: Node, leaves: list[Any], spec: Any) -> Any:
     tensors = tuple(
         (inputs.index(leaf), _described(leaf.meta["val"])) if isinstance(leaf, Node) else None for leaf in leaves
     )
-    key = (node.target, _known_amaxes(node), spec, constants, tensors)
+    key = (node.target, _known_amaxes(node), launches_in_place(node) is not None, spec, constants, tensors)
     try:
         hash(key)
     except TypeError:
@@ -98,8 +99,9 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
             # Launches that write their buffers, which nothing else knows yet, stay what they are: made functional, Inductor would
             # trace every one of them again to undo that. No pass between this and code generation drops what has no reader.
             traced = _traced(implementation, values)
-            if any(_writes(n) for n in traced.graph.nodes):
+            if launches_in_place(node) is not None or any(_writes(n) for n in traced.graph.nodes):
                 traced = _traced(dispatch_functionalize(implementation), values)
+                traced.graph.eliminate_dead_code()  # views of a tensor before it was written
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{where(node)}: {error}") from error
     if any(n.op == "get_attr" for n in traced.graph.nodes):
@@ -122,6 +124,8 @@ def _launches(node: Node) -> Callable[..., Any]:
     """What is traced in place of `node`: a function of the operation's own arguments."""
     known = _known_amaxes(node)
     if not any(known):
+        if (in_place := launches_in_place(node)) is not None:
+            return in_place
         assert isinstance(node.target, torch._ops.OpOverload)
         return KERNELS[node.target]
     if node.target is quantize_stacked:

@@ -26,7 +26,7 @@ _MOST_ROUNDS = 1000
 _KINDS = {
     "joint": ("joint",),
     "forward": ("forward",),
-    "inference": ("forward",),
+    "inference": ("forward", "backward"),  # a function that calls backward itself is one graph without gradient
     "backward": ("forward", "backward"),  # a checkpointed forward is recomputed inside the backward graph
 }
 

@@ -32,8 +32,10 @@ from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
+from te_dynamo.passes.late_columns import make_columns_late
 from te_dynamo.passes.match import match
 from te_dynamo.passes.operations import fuse_operations
+from te_dynamo.passes.recompute import save_products_only
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
 from te_dynamo.passes.workspaces import use_workspaces, weights_read
@@ -78,6 +80,7 @@ class _Compilation:
         record(stage, graph, self.index)
 
     def joint(self, graph: Graph) -> None:
+        save_products_only(graph)
         self._simplify(graph)
         self._fuse(graph, "joint")
         if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
@@ -88,6 +91,8 @@ class _Compilation:
             self._simplify(graph)
         self._fuse(graph, phase)
         drop_unread_usages(graph)
+        if self.options.low_memory:
+            make_columns_late(graph)
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
 _WEIGHT_CACHES = (None, "step")
-_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check")
+_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Options:
               each those to leave out.
     weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
     weight_cache_check: compares what is kept with the weights before each call, for debugging.
+    low_memory: orders backward by what is alive, and makes columnwise copies late: less memory at a step's peak, for a little
+              more time.
     inductor: options passed on to Inductor, a mode's included.
     """
 
@@ -39,6 +41,7 @@ class Options:
     fusions: bool | tuple[str, ...] = True
     weight_cache: str | None = None
     weight_cache_check: bool = False
+    low_memory: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -52,16 +55,14 @@ class Options:
         weight_cache = options.get("weight_cache")
         if weight_cache not in _WEIGHT_CACHES:
             raise InvalidOptionError.unknown("weight_cache", weight_cache, _WEIGHT_CACHES)
-        check = options.get("weight_cache_check", False)
-        if not isinstance(check, bool):
-            raise InvalidOptionError(f"te_dynamo: option 'weight_cache_check' takes True or False, got {check!r}")
         return cls(
             recipe=_recipe(options.get("recipe", "float8_current_scaling")),
             rules=_rules(options.get("rules", ())),
             codegen=codegen,
             fusions=_fusions(options.get("fusions", True)),
             weight_cache=weight_cache,
-            weight_cache_check=check,
+            weight_cache_check=_flag("weight_cache_check", options),
+            low_memory=_flag("low_memory", options),
             inductor=tuple(sorted(inductor.items())),
         )
 
@@ -122,6 +123,13 @@ def _fusions(value: Any) -> bool | tuple[str, ...]:
             f"te_dynamo: option 'fusions' takes names to run or, each with a '-', names to leave out, not both: {value!r}"
         )
     return tuple(value)
+
+
+def _flag(name: str, options: Mapping[str, Any]) -> bool:
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
+    return value
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

@@ -53,6 +53,17 @@ def test_a_failing_or_wrong_provider_is_a_row_with_its_error(train_blocks: Modul
     assert {line.count("|") for line in table} == {9}
 
 
+def test_memory_reports_each_provider_beside_bf16(train_blocks: ModuleType, tiny, monkeypatch) -> None:
+    memory = pytest.importorskip("memory")
+    for provider in memory.PROVIDERS:
+        monkeypatch.setitem(train_blocks.PROVIDERS, provider, lambda m: m)
+    rows, held = memory.measure(tiny, rounds=1, device="cpu", kernels=False)
+    assert [row.provider for row in rows] == list(memory.PROVIDERS) and held == []
+    rows[0].peak_gib, rows[1].peak_gib, rows[2].peak_gib = 2.0, 3.0, 1.0
+    table = [line for line in memory.markdown({"device": "CPU"}, rows, 1).splitlines() if line.startswith("| tiny")]
+    assert [line.split("|")[4].strip() for line in table] == ["1.000", "1.500", "0.500"]
+
+
 def test_the_reference_failing_ends_the_run(train_blocks: ModuleType, tiny) -> None:
     with pytest.raises(RuntimeError, match="no such kernel"):
         train_blocks.PROVIDERS["bf16"] = train_blocks.PROVIDERS["broken"]

@@ -25,6 +25,30 @@ PROGRAM = textwrap.dedent(
         def forward(self, x):
             return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
+    work = {"lowered": 0, "analysed": 0, "front_end": 0}
+
+    def count(owner, name, what):
+        original = getattr(owner, name)
+        def counted(*args, **kwargs):
+            work[what] += 1
+            return original(*args, **kwargs)
+        setattr(owner, name, counted)
+
+    import te_dynamo.backend
+    count(te_dynamo.backend, "lower", "lowered")
+    from torch._higher_order_ops import triton_kernel_wrap
+    from te_dynamo._compat import mutation_analysis_name
+    count(triton_kernel_wrap, mutation_analysis_name(), "analysed")
+    try:
+        from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+    except ImportError:
+        pass
+    else:
+        for source in {ASTSource, GluonASTSource}:
+            if "make_ir" in vars(source):
+                count(source, "make_ir", "front_end")
+
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = torch.compile(MLP().to(device, torch.bfloat16), backend="te", options=options)
@@ -34,7 +58,7 @@ PROGRAM = textwrap.dedent(
         "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
         "aot_hit": counters["aot_autograd"]["autograd_cache_hit"],
         "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
-        "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"],
+        "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"], **work,
     }))
     """
 )
@@ -44,6 +68,7 @@ def compile_in_new_process(folder: Path, setup: str = "", **options: object) -> 
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # whatever compiles does so here, where it is counted
     }
     command = [sys.executable, "-c", PROGRAM, setup, json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -55,9 +80,11 @@ def compile_in_new_process(folder: Path, setup: str = "", **options: object) -> 
 def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
     cold = compile_in_new_process(tmp_path)
     assert (cold["aot_hit"], cold["aot_miss"], cold["aot_bypass"], cold["fx_bypass"]) == (0, 1, 0, 0)
+    assert cold["lowered"] == 2
 
     warm = compile_in_new_process(tmp_path)
     assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
+    assert warm["lowered"] == 0, "no pass of ours runs"
 
     recipe = "import te_dynamo.recipe as r; options['recipe'] = r.Float8CurrentScaling(power_of_two_scales=True)"
     changed_recipe = compile_in_new_process(tmp_path, setup=recipe)
@@ -80,9 +107,12 @@ def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_second_process_hits_on_a_gpu(tmp_path: Path) -> None:
-    assert compile_in_new_process(tmp_path)["aot_miss"] == 1
+    """And compiles nothing: no kernel passes Triton's front end, to be launched or to be asked what it writes."""
+    cold = compile_in_new_process(tmp_path)
+    assert cold["aot_miss"] == 1 and cold["lowered"] == 2 and cold["analysed"] > 0 and cold["front_end"] > 0
     warm = compile_in_new_process(tmp_path)
     assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
+    assert (warm["lowered"], warm["analysed"], warm["front_end"]) == (0, 0, 0)
 
 
 def test_key_covers_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

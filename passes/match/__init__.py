@@ -6,6 +6,7 @@ so a match here does not depend on how a torch release decomposes anything, and 
 forward, backward and what is saved.
 
     bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
+    checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
     linear.py       F.linear: always tried, always recorded
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     cost.py         whether the experts' GEMMs repay their quantization

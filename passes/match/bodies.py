@@ -16,6 +16,7 @@ from torch import fx
 
 from te_dynamo.options import Options
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
+from te_dynamo.passes.match.checkpoint import ask_for_what_was_replaced
 from te_dynamo.passes.match.experts import match_expert_loop
 from te_dynamo.passes.match.grouped import match_grouped
 from te_dynamo.passes.match.linear import RecipeFor, match_linear
@@ -93,6 +94,7 @@ class Matcher:
             return recipes[0]
 
         if id(body) not in self._bodies:
+            ask_for_what_was_replaced(body)
             self._bodies[id(body)] = self.match(body, recipe_for_all, outside)
         for call, path in zip(calls, paths, strict=True):
             for record in self._bodies[id(body)]:

@@ -12,6 +12,7 @@ from te_dynamo.ops import (
     quantize_bias_grad,
     stacked,
     swiglu,
+    transpose,
 )
 from te_dynamo.ops.define import KERNELS, is_te
 from te_dynamo.ops.grouped_linear import GroupedLinearConfig
@@ -37,5 +38,6 @@ __all__ = [
     "quantize_bias_grad",
     "stacked",
     "swiglu",
+    "transpose",
 ]
 __all__ += operations.__all__

@@ -1,0 +1,152 @@
+"""Peak memory of a training step, bf16 Inductor beside this package: torch.cuda.max_memory_allocated over forward + backward.
+
+    python benchmarks/memory.py                       # the SwiGLU MLP and the Llama-8B block
+    python benchmarks/memory.py --blocks llama70b
+    python benchmarks/memory.py --kernels             # also where in the step, from torch's record of allocations
+
+A step is train_blocks.py's: gradients set to None, forward, backward. The peak counts the module's weights and gradients, the
+input, the output and all that the step allocates, not the other providers' nor cuBLAS's workspaces, which bf16 alone needs.
+Step times are medians of rounds over all providers in turn. Writes memory-<device>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import pathlib
+from typing import Any
+
+import environment
+import torch
+import train_blocks
+from models import BLOCKS, Block
+from train_blocks import Candidate, Inputs, Row, Step
+
+PROVIDERS = ("bf16", "te", "te low memory")
+BYTES_WORTH_NAMING = 8 * 2**20
+
+
+@dataclasses.dataclass
+class Held:
+    """What was alive at the peak of one step: (bytes, where it was allocated), the largest first."""
+
+    provider: str
+    pieces: list[tuple[int, str]]
+
+
+def warm_cublas(device: str) -> None:
+    """cuBLAS's workspaces, of this thread and of autograd's, exist before anything is measured."""
+    weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    torch.mm(weight, weight).sum().backward()
+
+
+def measure(block: Block, rounds: int, device: str, kernels: bool) -> tuple[list[Row], list[Held]]:
+    """A row for each provider, bf16 first, and with `kernels` what each held at its peak."""
+    torch.manual_seed(0)
+    base = block.make().to(device, torch.bfloat16)
+    inputs = Inputs.make(block, device)
+    candidates: list[Candidate] = []
+    reference, held = None, []
+    for provider in PROVIDERS:
+        candidate, reference = train_blocks.prepare(block, provider, base, inputs, reference)
+        candidates.append(candidate)
+        if kernels:
+            held.append(Held(provider, at_the_peak(candidate.step)))
+    for _ in range(rounds):
+        for candidate in candidates:
+            candidate.samples.append(train_blocks.time_step(candidate.step, device))
+    train_blocks.summarize(candidates)
+    return [candidate.row for candidate in candidates], held
+
+
+def at_the_peak(step: Step) -> list[tuple[int, str]]:
+    """The allocations of a step that were alive when most was, by torch's record of them."""
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=1 << 18)
+    step()
+    torch.cuda.synchronize()
+    (trace, *_) = (t for t in torch.cuda.memory._snapshot()["device_traces"] if t)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    alive: dict[int, tuple[int, str]] = {}
+    now = most = 0
+    peak: list[tuple[int, str]] = []
+    for event in trace:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = (event["size"], _place(event))
+            now += event["size"]
+            if now > most:
+                most, peak = now, list(alive.values())
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            now -= alive.pop(event["addr"])[0]
+    return sorted((piece for piece in peak if piece[0] >= BYTES_WORTH_NAMING), reverse=True)
+
+
+def _place(event: dict[str, Any]) -> str:
+    frames = [frame for frame in event.get("frames", ()) if "/torch/" not in frame["filename"]]
+    return (
+        f"{pathlib.Path(frames[0]['filename']).name}:{frames[0]['line']} {frames[0]['name']}" if frames else "autograd"
+    )
+
+
+def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
+    """The report: a table of all blocks."""
+    lines = [f"# Peak memory of a training step, {facts['device']}", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"), ""]
+    lines += [
+        f"bf16 modules, {rounds} rounds; made by `benchmarks/memory.py`. Peaks count weights, gradients, input and output.",
+        "",
+        "| block | provider | peak MiB | x bf16 | step ms | x bf16 |",
+        "| --- " * 6 + "|",
+    ]
+    bf16 = {row.block: row for row in rows if row.provider == "bf16"}
+    for row in rows:
+        peak, reference = row.peak_gib or 0.0, bf16[row.block].peak_gib or 1.0
+        lines.append(
+            f"| {row.block} | {row.provider} | {peak * 1024:.0f} | {peak / reference:.3f} | {row.step_ms:.3f} | "
+            f"{row.ratio_to_bf16:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", default="swiglu,llama8b", help=f"of: {','.join(BLOCKS)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--kernels", action="store_true", help="print what is alive at each provider's peak")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=pathlib.Path, default=train_blocks.RESULTS, help="folder of the result file")
+    args = parser.parse_args()
+    args.blocks = args.blocks.split(",")
+    if unknown := set(args.blocks) - set(BLOCKS):
+        parser.error(f"unknown blocks: {', '.join(sorted(unknown))}; known: {', '.join(BLOCKS)}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    train_blocks.cold_caches()
+    torch._dynamo.config.recompile_limit = 64
+    facts = environment.collect(args.device)
+    warm_cublas(args.device)
+    rows: list[Row] = []
+    for name in args.blocks:
+        print(BLOCKS[name].name, flush=True)
+        measured, held = measure(BLOCKS[name], args.rounds, args.device, args.kernels)
+        rows += measured
+        for row in measured:
+            print(f"  {row.provider:16s} {(row.peak_gib or 0) * 1024:8.0f} MiB {row.step_ms:8.3f} ms", flush=True)
+        for of_provider in held:
+            print(f"  alive at the peak of {of_provider.provider}:")
+            for size, place in of_provider.pieces:
+                print(f"    {size / 2**20:8.1f} MiB  {place}")
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"memory-{environment.device_slug(facts)}.md"
+    path.write_text(markdown(facts, rows, args.rounds))
+    print(f"Wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
