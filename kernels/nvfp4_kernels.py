@@ -128,7 +128,7 @@ def quantize_nvfp4_kernel(
     """
     G: tl.constexpr = BLOCK_M // 16
     B: tl.constexpr = BLOCK_K // 16
-    by_rows = by_columns = (0, 0, 0, 0, 0)
+    by_rows, by_columns = (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
     if ROWWISE:
         by_rows = load_tensor_scale(partials, amax, PARTIALS)
     if COLUMNWISE:
