@@ -35,9 +35,7 @@ from te_dynamo.kernels.nvfp4_words import (
     amax_of_halves,
     larger_transformed,
     load_column_blocks,
-    quantize_column_words,
-    quantize_row_words,
-    square_amax,
+    quantize_words,
 )
 
 __all__ = ["dequantize_nvfp4_kernel", "hadamard_amax_kernel", "nvfp4_epilogue_kernel", "quantize_nvfp4_kernel"]
@@ -77,7 +75,7 @@ def hadamard_amax_kernel(
         most, words = tl.zeros((G, BLOCK_K // 2), tl.float32), tl.zeros((G, BLOCK_K // 2), tl.int32)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
             row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-            w = load_column_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K, WHOLE)
+            w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
             most, words = larger_transformed(w, most, words, ROWWISE)
         bits, columnwise_bits = abs_bits(amax_of_halves(words)), abs_bits(most * 0.25)
     else:
@@ -126,9 +124,7 @@ def quantize_nvfp4_kernel(
 
     PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles.
     """
-    G: tl.constexpr = BLOCK_M // 16
-    B: tl.constexpr = BLOCK_K // 16
-    by_rows, by_columns = 0, 0
+    by_rows, by_columns = (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
     if ROWWISE:
         by_rows = load_tensor_scale(partials, amax, PARTIALS)
     if COLUMNWISE:
@@ -141,85 +137,103 @@ def quantize_nvfp4_kernel(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, wide, BLOCK_M, BLOCK_K)
         if PACKED:
-            square = (0, 0)
-            if COLUMNWISE or TWO_D:
-                w = load_column_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K, WHOLE)
-            if TWO_D:
-                scale, enc = block_scale(square_amax(w, G, B), by_rows if ROWWISE else by_columns)
-                square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier_of(enc, STOCHASTIC))
-            if COLUMNWISE:
-                quantize_column_words(
-                    w,
-                    columnwise_data,
-                    columnwise_scale_inv,
-                    row,
-                    column,
-                    M,
-                    K,
-                    column_words,
-                    by_columns,
-                    square,
-                    second,
-                    first,
-                    TWO_D,
-                    HADAMARD,
-                    STOCHASTIC,
-                    BLOCK_M,
-                    BLOCK_K,
-                    WHOLE,
-                )
-            if ROWWISE:
-                quantize_row_words(
-                    x,
-                    data,
-                    scale_inv,
-                    row,
-                    column,
-                    M,
-                    K,
-                    row_words,
-                    by_rows,
-                    square,
-                    first,
-                    second,
-                    TWO_D,
-                    STOCHASTIC,
-                    BLOCK_M,
-                    BLOCK_K,
-                    WHOLE,
-                )
+            quantize_words(
+                x,
+                data,
+                scale_inv,
+                columnwise_data,
+                columnwise_scale_inv,
+                (row, column, M, K, row_words, column_words),
+                by_rows,
+                by_columns,
+                (first, second),
+                ROWWISE,
+                COLUMNWISE,
+                TWO_D,
+                HADAMARD,
+                STOCHASTIC,
+                BLOCK_M,
+                BLOCK_K,
+                WHOLE,
+            )
         else:
-            values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-            if TWO_D:
-                shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
-            if ROWWISE:
-                words, scales = (), ()
-                for i in tl.static_range(16):
-                    block_amax = shared if TWO_D else tl.max(tl.abs(tl.reshape(values[i], (G, B, 16))), axis=2)
-                    scale, enc = block_scale(block_amax, by_rows)
-                    rows = row + i + 16 * tl.arange(0, G)[:, None]
-                    number = rows * (row_words // 2) + (column // 16 + tl.arange(0, B)[None, :])
-                    multiplier = multiplier_of(enc, STOCHASTIC)
-                    words += (pack_row(values[i], multiplier, by_rows[4], number, first, second, STOCHASTIC, G, B),)  # type: ignore[index]
-                    scales += (scale.to(tl.uint8, bitcast=True),)
-                store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
-                store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, 16, False)
-            if COLUMNWISE:
-                turned = hadamard(values) if HADAMARD else values
-                if TWO_D:
-                    block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
-                else:
-                    block_amax = magnitude(turned)
-                scale, enc = block_scale(block_amax, by_columns)
-                number = (column + tl.arange(0, BLOCK_K)[None, :]) * (column_words // 2) + (
-                    row // 16 + tl.arange(0, G)[:, None]
-                )
-                multiplier = multiplier_of(enc, STOCHASTIC)
-                low, high = pack_columns(turned, multiplier, by_columns[4], number, second, first, STOCHASTIC)  # type: ignore[index]
-                words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
-                store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
-                scale = tl.trans(scale.to(tl.uint8, bitcast=True))
-                store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, 16, False)
+            quantize_elements(
+                x,
+                data,
+                scale_inv,
+                columnwise_data,
+                columnwise_scale_inv,
+                (row, column, M, K, row_words, column_words),
+                by_rows,
+                by_columns,
+                (first, second),
+                ROWWISE,
+                COLUMNWISE,
+                TWO_D,
+                HADAMARD,
+                STOCHASTIC,
+                BLOCK_M,
+                BLOCK_K,
+            )
+
+
+@triton.jit
+def quantize_elements(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    place,
+    by_rows,
+    by_columns,
+    key,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of x of any dtype. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
+    `load_tensor_scale`; key: the two words of `random`."""
+    G: tl.constexpr = BLOCK_M // 16
+    B: tl.constexpr = BLOCK_K // 16
+    row, column, M, K, row_words, column_words = place
+    values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+    if TWO_D:
+        shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
+    if ROWWISE:
+        words, scales = (), ()
+        for i in tl.static_range(16):
+            block_amax = shared if TWO_D else tl.max(tl.abs(tl.reshape(values[i], (G, B, 16))), axis=2)
+            scale, enc = block_scale(block_amax, by_rows)
+            rows = row + i + 16 * tl.arange(0, G)[:, None]
+            number = rows * (row_words // 2) + (column // 16 + tl.arange(0, B)[None, :])
+            words += (
+                pack_row(
+                    values[i], multiplier_of(enc, STOCHASTIC), by_rows[4], number, key[0], key[1], STOCHASTIC, G, B
+                ),
+            )
+            scales += (scale.to(tl.uint8, bitcast=True),)
+        store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
+        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, 16, False)
+    if COLUMNWISE:
+        turned = hadamard(values) if HADAMARD else values
+        if TWO_D:
+            block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
+        else:
+            block_amax = magnitude(turned)
+        scale, enc = block_scale(block_amax, by_columns)
+        columns = column + tl.arange(0, BLOCK_K)[None, :]
+        number = columns * (column_words // 2) + (row // 16 + tl.arange(0, G)[:, None])
+        multiplier = multiplier_of(enc, STOCHASTIC)
+        low, high = pack_columns(turned, multiplier, by_columns[4], number, key[1], key[0], STOCHASTIC)
+        words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
+        store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
+        scale = tl.trans(scale.to(tl.uint8, bitcast=True))
+        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, 16, False)
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------

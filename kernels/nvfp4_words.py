@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_words import both_halves, larger_halves, magnitudes
-from te_dynamo.kernels.e2m1 import block_hash, store_scales, store_words
+from te_dynamo.kernels.e2m1 import block_hash, block_scale, multiplier_of, store_scales, store_words
 from te_dynamo.kernels.e2m1_assembly import amax_of_column_words, block_of_a_row, blocks_of_two_columns
 from te_dynamo.kernels.fp8 import larger_or_nan
 
@@ -38,11 +38,10 @@ AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
 
 
 @triton.jit
-def load_row_blocks(
-    x, row, column, M, K, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr
-):
+def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
     """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside."""
     B: tl.constexpr = BLOCK_K // 16
+    row, column, M, K, _, _ = place
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
     rows = tl.arange(0, BLOCK_M)[:, None, None]
     words = 8 * tl.arange(0, B)[None, :, None] + 4 * HALF + tl.arange(0, 4)[None, None, :]
@@ -59,8 +58,9 @@ def load_row_blocks(
 
 
 @triton.jit
-def load_column_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+def load_column_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
     """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside."""
+    row, column, M, K = place[0], place[1], place[2], place[3]
     stride = K // 8 * 4
     rows, words = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K // 2)[None, :]
     corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
@@ -117,29 +117,29 @@ def amax_of_halves(words):
 
 
 @triton.jit
-def row_codes(w, tensor, number, first, second, STOCHASTIC: tl.constexpr):
+def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
     """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.load_tensor_scale`."""
     ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
     REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (",r" if STOCHASTIC else "")
     arguments = w + tensor
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, first, second),)
+        arguments = arguments + (block_hash(number, key[0], key[1]),)
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=(tl.int64, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit
-def scaled_row_codes(w, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr):
+def scaled_row_codes(w, multiplier, signs, number, key, STOCHASTIC: tl.constexpr):
     """`row_codes` of blocks whose values are multiplied by `multiplier`."""
     ASM: tl.constexpr = ROW_STOCHASTIC_SCALED if STOCHASTIC else ROW_SCALED
     REGISTERS: tl.constexpr = "=l,r,r,r,r,r,r,r,r,f,r" + (",r" if STOCHASTIC else "")
     arguments = w + (multiplier, signs)
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, first, second),)
+        arguments = arguments + (block_hash(number, key[0], key[1]),)
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int64, is_pure=True, pack=1)
 
 
 @triton.jit
-def column_codes(w, tensor, number, step, first, second, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr):
+def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr):
     """(words of the left columns' codes of rows 0 to 7 and of 8 to 15, those of the right ones', scales, the left ones'
     lowest) of sixteen tensors. number: of the left columns' blocks; step: from there to the right ones'."""
     TO_NEAREST: tl.constexpr = HADAMARD if TRANSFORMED else COLUMN
@@ -150,7 +150,7 @@ def column_codes(w, tensor, number, step, first, second, TRANSFORMED: tl.constex
     )
     arguments = w + tensor
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, first, second), block_hash(number + step, first, second))
+        arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
     return tl.inline_asm_elementwise(
         ASM,
         REGISTERS,
@@ -162,13 +162,13 @@ def column_codes(w, tensor, number, step, first, second, TRANSFORMED: tl.constex
 
 
 @triton.jit
-def scaled_column_codes(w, multiplier, signs, number, step, first, second, STOCHASTIC: tl.constexpr):
+def scaled_column_codes(w, multiplier, signs, number, step, key, STOCHASTIC: tl.constexpr):
     """`column_codes`, without the scales, of blocks whose values are multiplied by `multiplier`."""
     ASM: tl.constexpr = COLUMN_STOCHASTIC_SCALED if STOCHASTIC else COLUMN_SCALED
     REGISTERS: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r" + (",r,r" if STOCHASTIC else "")
     arguments = w + (multiplier, signs)
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, first, second), block_hash(number + step, first, second))
+        arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
     return tl.inline_asm_elementwise(
         ASM, REGISTERS, arguments, dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
@@ -178,45 +178,90 @@ def scaled_column_codes(w, multiplier, signs, number, step, first, second, STOCH
 
 
 @triton.jit
-def quantize_row_words(
+def quantize_words(
     x,
     data,
     scale_inv,
-    row,
-    column,
-    M,
-    K,
-    row_words,
+    columnwise_data,
+    columnwise_scale_inv,
+    place,
+    by_rows,
+    by_columns,
+    key,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of one tile, WHOLE or not. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
+    `e2m1.load_tensor_scale`; key: the two words of `random`."""
+    square = (0, 0)  # scales and multipliers [BLOCK_M / 16, BLOCK_K / 16] of blocks of 16x16
+    if COLUMNWISE or TWO_D:
+        w = load_column_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
+    if TWO_D:
+        amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
+        scale, enc = block_scale(amax, by_rows if ROWWISE else by_columns)
+        square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier_of(enc, STOCHASTIC))
+    if COLUMNWISE:
+        quantize_columns(
+            w,
+            columnwise_data,
+            columnwise_scale_inv,
+            place,
+            by_columns,
+            square,
+            (key[1], key[0]),
+            TWO_D,
+            TRANSFORMED,
+            STOCHASTIC,
+            BLOCK_M,
+            BLOCK_K,
+            WHOLE,
+        )
+    if ROWWISE:
+        quantize_rows(x, data, scale_inv, place, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, WHOLE)
+
+
+@triton.jit
+def quantize_rows(
+    x,
+    data,
+    scale_inv,
+    place,
     tensor,
-    square,  # (scales, multipliers) [BLOCK_M / 16, BLOCK_K / 16] of blocks of 16x16, used if TWO_D
-    first,
-    second,
+    square,
+    key,
     TWO_D: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Codes and scales of the tile's rows."""
+    """Codes and scales of the tile's rows; square is used if TWO_D."""
     B: tl.constexpr = BLOCK_K // 16
-    words = load_row_blocks(x, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
-    words = words + load_row_blocks(x, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+    row, column, M, K, row_words, _ = place
+    words = load_row_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_row_blocks(
+        x, place, 1, BLOCK_M, BLOCK_K, WHOLE
+    )
     rows, blocks = tl.arange(0, BLOCK_M)[:, None], tl.max_contiguous(tl.arange(0, B), 1)[None, :]
     row_blocks = row_words // 2
     number = (row + rows) * row_blocks + (column // 16 + blocks)
     if TWO_D:
-        scale = of_sixteen_rows(square[0], BLOCK_M, B)
-        codes = scaled_row_codes(
-            words, of_sixteen_rows(square[1], BLOCK_M, B), tensor[4], number, first, second, STOCHASTIC
-        )
+        scale, multiplier = of_sixteen_rows(square[0], BLOCK_M, B), of_sixteen_rows(square[1], BLOCK_M, B)
+        codes = scaled_row_codes(words, multiplier, tensor[4], number, key, STOCHASTIC)
     else:
-        codes, scale = row_codes(words, tensor, number, first, second, STOCHASTIC)
+        codes, scale = row_codes(words, tensor, number, key, STOCHASTIC)
     corner = data.to(tl.pointer_type(tl.int64)) + (tl.cast(row, tl.int64) * row_blocks + column // 16)
     places = corner + (rows * row_blocks + blocks)
     if WHOLE:
         tl.store(places, codes)
     else:
         tl.store(places, codes, mask=(row + rows < M) & (column // 16 + blocks < row_blocks))
+    # A byte from each thread: collecting them would take two barriers.
     store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, 1, WHOLE)
 
 
@@ -227,19 +272,14 @@ def of_sixteen_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def quantize_column_words(
+def quantize_columns(
     w,
     columnwise_data,
     columnwise_scale_inv,
-    row,
-    column,
-    M,
-    K,
-    column_words,
+    place,
     tensor,
     square,
-    first,
-    second,
+    key,
     TWO_D: tl.constexpr,
     TRANSFORMED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -247,20 +287,20 @@ def quantize_column_words(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Codes and scales of the columns of a tile, w of `load_column_blocks`."""
+    """Codes and scales of the columns of a tile, w of `load_column_blocks`; square is used if TWO_D."""
     G: tl.constexpr = BLOCK_M // 16
     W: tl.constexpr = BLOCK_K // 2
-    column_blocks = column_words // 2
-    number = (column + 2 * tl.arange(0, W)[None, :]) * column_blocks + (row // 16 + tl.arange(0, G)[:, None])
+    row, column, M, K, _, column_words = place
+    step = column_words // 2  # blocks of a column
+    number = (column + 2 * tl.arange(0, W)[None, :]) * step + (row // 16 + tl.arange(0, G)[:, None])
     if TWO_D:
-        l0, l1, r0, r1 = scaled_column_codes(
-            w, of_eight_words(square[1], G, W), tensor[4], number, column_blocks, first, second, STOCHASTIC
-        )
+        multiplier = of_eight_words(square[1], G, W)
+        l0, l1, r0, r1 = scaled_column_codes(w, multiplier, tensor[4], number, step, key, STOCHASTIC)
         scale = of_eight_words(square[0], G, W)
         scale = scale | (scale << 8)
     else:
-        l0, l1, r0, r1, scale = column_codes(w, tensor, number, column_blocks, first, second, TRANSFORMED, STOCHASTIC)
-    words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, column, word of eight rows
+        l0, l1, r0, r1, scale = column_codes(w, tensor, number, step, key, TRANSFORMED, STOCHASTIC)
+    words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, word of eight rows, column
     words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
     store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
     scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))

@@ -133,14 +133,14 @@ def main() -> None:
     nvfp4.PARTIALS = 4  # type: ignore[assignment]
     for shape, kinds, dtypes in (
         ((40, 136), KINDS, (torch.bfloat16,)),
-        ((128, 128), ("normal", "zero_row"), (torch.bfloat16,)),
+        ((128, 128), ("normal",), (torch.bfloat16,)),
         ((303, 304), ("normal",), (torch.bfloat16,)),
-        ((35, 50), ("normal", "nan", "zero_row"), DTYPES),
+        ((35, 50), ("nan", "zero_row"), DTYPES),
         ((1, 32), ("normal",), DTYPES),
     ):
         for kind, dtype, options in itertools.product(kinds, dtypes, OPTIONS):
             x = make(kind, shape, dtype)
-            for usages in (ROW, COLUMN, BOTH):
+            for usages in (ROW, COLUMN, BOTH) if kind == "zero_row" else (BOTH,):
                 assert_same_bits(kernel(x, usages, options), reference(x, usages, options))
 
 
