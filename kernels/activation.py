@@ -410,8 +410,9 @@ def _quantize(
 
 
 def write_tile(backward: bool, itemsize: int) -> Tile:
-    """The large tile of the second launch; 4-byte elements of backward's would not fit in registers."""
-    return BACKWARD_TILE if backward and itemsize == 2 else FORWARD_TILE
+    """The large tile of the second launch; of backward with 4-byte elements half of it fits in registers."""
+    rows, columns, warps = BACKWARD_TILE
+    return (rows * 2 // itemsize, columns, warps) if backward else FORWARD_TILE
 
 
 def _amaxes(function: dict[str, Any]) -> torch.Tensor:

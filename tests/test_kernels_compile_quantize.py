@@ -81,11 +81,12 @@ def amax_cases():
     yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
 
 
-def cast_cases(rows: int, columnwise: bool = True):
+def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
     one = quantize.cast_tile(rows, 4096, columnwise)
     of_activation = [
-        quantize.cast_tile(rows, 4096, columnwise, tile) for tile in (activation.FORWARD_TILE, activation.BACKWARD_TILE)
+        quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, itemsize))
+        for backward in (False, True)
     ]
     forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE)
     backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE)
@@ -140,8 +141,9 @@ def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
-    for kernel, constants, warps in cast_cases(rows, columnwise):
-        for by_rows, by_columns in fp8.cast_launches(True, columnwise, 4 if dtype == "fp32" else 2):
+    itemsize = 4 if dtype == "fp32" else 2
+    for kernel, constants, warps in cast_cases(rows, columnwise, itemsize):
+        for by_rows, by_columns in fp8.cast_launches(True, columnwise, itemsize):
             launched = {**constants, "ROWWISE": by_rows, "COLUMNWISE": by_columns}
             assert_no_spills(compile_kernel(kernel, launched, warps, dtype, "fp32"), tmp_path)
 
