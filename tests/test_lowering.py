@@ -225,6 +225,11 @@ CASES: dict[str, Case] = {
         "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\n"
         "gemm_grouped_kernel -> c",
     ),
+    "grouped_linear_with_workspace": (
+        te.grouped_linear_with_workspace,
+        lambda: (bf16(19, 64), None, offsets(), GROUPED_LINEAR, [f8(3, 32, 64), f8(3, 64, 32), f32(3)]),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_grouped_kernel -> c",
+    ),
     "quantize_bias_grad": (
         te.quantize_bias_grad,
         lambda: (bf16(19, 64), BOTH),
@@ -314,6 +319,21 @@ CASES: dict[str, Case] = {
         lambda: (bf16(2, 8, 64), bf16(32, 64), bf16(32), LINEAR),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_kernel -> c",
+    ),
+    "linear_with_workspace": (
+        te.linear_with_workspace,
+        lambda: (bf16(2, 8, 64), None, bf16(32), LINEAR, [f8(32, 64), f8(64, 32), f32(1)]),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_kernel -> c",
+    ),
+    "gemm of a few rows": (
+        te.gemm,
+        lambda: (f8(16, 4096), f32(1), f8(4096, 4096), f32(1), None, torch.bfloat16, True),
+        "gemm_decode_kernel -> c\ngemm_reduce_kernel -> c",
+    ),
+    "gemm_stacked of a few rows": (
+        te.gemm_stacked,
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), torch.bfloat16, True, "N", [14336, 14336]),
+        "gemm_decode_kernel -> c",
     ),
 }
 
