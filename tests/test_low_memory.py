@@ -12,6 +12,7 @@ from live_memory import peak_bytes
 from snapshot_models import Block, SwigluMLP, capture_training, compiled_run, kernels_everywhere, launches
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.options import Options
@@ -110,6 +111,26 @@ def test_peak_of_a_gated_mlp_is_below_bf16s() -> None:
     # At down's dgrad, which writes dact: gate, up; x, all three weights columnwise; dy rowwise; the weight gradient of down
     assert low == pytest.approx(3 * activation + hidden + 1.5 * weight + weight, rel=1e-3)
     assert low < bf16 < with_columns_early
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dynamic", "checkpoint"])
+def test_other_graphs_write_into_dy_too(how: str) -> None:
+    class Checkpointed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def inputs(device: str) -> tuple[Tensor]:
+        x = torch.empty(3, 16, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        if how == "dynamic":
+            torch._dynamo.mark_dynamic(x, 0)
+        return (x,)
+
+    model = Checkpointed if how == "checkpoint" else Block
+    with kernels_everywhere():
+        graphs = capture_on_fake_cuda(lambda: model().bfloat16(), inputs, options={"low_memory": True})
+        text = graph_text(graphs.graph("lower.backward"))
+    assert "swiglu_backward_rows_kernel -> dy, scale_inv" in launches(text).splitlines()
 
 
 def test_option_is_a_bool() -> None:

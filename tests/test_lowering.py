@@ -262,6 +262,7 @@ CASES: dict[str, Case] = {
         "swiglu_backward_amax_kernel -> gate_partials, up_partials\n"
         "swiglu_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
     ),
+    "transpose": (te.transpose, lambda: (f8(19, 64),), "transpose_kernel -> transpose"),
     "quantize_block": (
         te.quantize,
         lambda: (bf16(19, 64), Float8BlockQuantizer()),
