@@ -57,7 +57,8 @@ def final_graphs(model: str) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["gelu", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gelu", "block"])
 def test_the_final_graph_is_that_of_functional_launches(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = final_graphs(model)
     monkeypatch.setattr(trace, "_writes", lambda node: True)
