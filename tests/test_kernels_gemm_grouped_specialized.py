@@ -33,7 +33,11 @@ def test_it_is_taken_for_large_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mix", "out_dtype", "fast"), [("e5m2.e4m3", torch.bfloat16, False), ("e4m3.e4m3", torch.float32, True)]
+    ("mix", "out_dtype", "fast"),
+    [
+        ("e5m2.e4m3", torch.bfloat16, False),
+        pytest.param("e4m3.e4m3", torch.float32, True, marks=pytest.mark.slow),
+    ],
 )
 def test_machine_code(mix: str, out_dtype: torch.dtype, fast: bool) -> None:
     a, b = MIXES[mix]
