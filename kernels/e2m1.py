@@ -71,11 +71,11 @@ def block_scale(block_amax, tensor):
 
 @triton.jit
 def block_hash(number, first, second):
-    """The random word of the block with that number, of the key (first, second): `random_words` of kernels/nvfp4.py."""
+    """The random word of the block with that number, of the key (first, second): `random_bits` of kernels/nvfp4.py."""
     h = number.to(tl.uint32) * 0x9E3779B1 + first.to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15) ^ second.to(tl.uint32, bitcast=True)) * 0x846CA68B
-    return (h ^ (h >> 16)).to(tl.int32, bitcast=True)
+    return h.to(tl.int32, bitcast=True)
 
 
 @triton.jit
