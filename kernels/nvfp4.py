@@ -193,7 +193,6 @@ def random_bits(key: torch.Tensor, rows: int, blocks_wide: int) -> torch.Tensor:
     h = (h * 0x9E3779B1 + first) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
     h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & mask
-    h = h ^ (h >> 16)
     steps = torch.tensor([pow(RANDOM_STEP, i, 2**32) for i in range(BLOCK)], device=h.device)
     return (((h[:, :, None] * steps) & mask) >> 10).to(torch.int32).flatten(1)
 
@@ -317,7 +316,9 @@ def quantize_nvfp4(
         program_count(rows, columns, block_m, block_k, x.device),
         PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(x.device),
     )
-    words = {"PACKED": packs(x), "WHOLE": isinstance(rows, int) and rows % block_m == 0 and columns % block_k == 0}
+    whole = isinstance(rows, int) and isinstance(columns, int)
+    whole = whole and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
+    words = {"PACKED": packs(x), "WHOLE": whole}
     if columnwise and hadamard:
         launch(
             hadamard_amax_kernel,

@@ -218,7 +218,7 @@ def quantize_elements(
             )
             scales += (scale.to(tl.uint8, bitcast=True),)
         store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
-        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, 16, False)
+        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, False, False)
     if COLUMNWISE:
         turned = hadamard(values) if HADAMARD else values
         if TWO_D:
@@ -233,7 +233,7 @@ def quantize_elements(
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
         store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
         scale = tl.trans(scale.to(tl.uint8, bitcast=True))
-        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, 16, False)
+        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, False, False)
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,17 @@ def test_blocks_of_columns_stay_in_a_thread() -> None:
     plain, hadamard = (compile_case(quantize_case(form, "*bf16", (False, True))).ptx for form in ("plain", "hadamard"))
     assert [plain.count(what) for what in exchanges] == [hadamard.count(what) for what in exchanges]
     assert plain.count("shfl.sync") == 2
+
+
+def test_rows_of_words_stay_in_their_threads() -> None:
+    """Neighbouring threads have neighbouring blocks of a row, and what they make of them moves nowhere before it is stored."""
+    report = compile_case(quantize_case("plain", "*bf16", (True, False)))
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*)", report.ttgir))
+    used = re.findall(r"tt\.(?:load|store) .*tensor<\d+x\d+x!tt\.ptr<\w+>, (#blocked\d*)>", report.ttgir)
+    assert len(used) == 4  # two halves of words, codes and scales
+    for name in used:
+        assert "threadsPerWarp = [4, 8]" in layouts[name] and "order = [1, 0]" in layouts[name], layouts[name]
+    assert "convert_layout" not in report.ttgir
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
