@@ -145,7 +145,7 @@ def measure(
         except Exception as error:  # one provider's failure is a row, not the end of the run
             if provider == REFERENCE:
                 raise
-            failed[provider] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+            failed[provider] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         print(f"  {provider}: {failed.get(provider, 'ready')}", flush=True)
     rows = []
     for count in tokens:

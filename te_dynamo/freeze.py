@@ -68,8 +68,13 @@ def unfreeze(model: nn.Module) -> nn.Module:
 
 
 def invalidate(model: nn.Module) -> None:
-    """After a write to weights that torch does not show (`parameter.data.copy_`, a numpy view): all are quantized again."""
-    renew_weights(parameter for _, _, parameter, _ in _parameters(_unwrapped(model)))
+    """After a write to weights that torch does not show (`parameter.data.copy_`, a numpy view): all are quantized again.
+
+    What is kept of weights that are not frozen is freed meanwhile.
+    """
+    parameters = [parameter for _, _, parameter, _ in _parameters(_unwrapped(model))]
+    renew_weights(parameter for parameter in parameters if parameter in FROZEN)
+    forget_weights(parameter for parameter in parameters if parameter not in FROZEN)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

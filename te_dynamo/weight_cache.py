@@ -204,6 +204,8 @@ class WeightSupply:
             if first.is_cuda:
                 bundle.streams.add(torch.cuda.current_stream(first.device).cuda_stream)
                 bundle.ready = torch.cuda.current_stream(first.device).record_event()
+                for device in {tensor.device for tensor in tensors} - {first.device}:
+                    torch.cuda.synchronize(device)  # the event is of one device
             if id(first) not in self._bundles:
                 weakref.finalize(first, _forget_bundle, weakref.ref(self), id(first)).atexit = False
             self._bundles[id(first)] = bundle

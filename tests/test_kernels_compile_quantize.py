@@ -27,7 +27,7 @@ OPTIONS = (E4M3, True, True, False, 0.0)
 POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "mean", "rstd"}
 POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
-SIZES = {"M", "K", "gate_stride", "up_stride"}
+SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride"}
 
 
 # --- compilation --------------------------------------------------------------------------------------------
@@ -138,6 +138,13 @@ def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("block", [32, 8192])
+def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
+    kernel = compile_kernel(quantize.quantize_few_kernel, {**CAST, "BLOCK": block}, max(block // 1024, 1), dtype)
+    assert_no_spills(kernel, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
@@ -192,7 +199,7 @@ LAUNCHERS = {
     ),
     "quantize_rowwise": (
         lambda x: quantize.quantize(x, E4M3, True, False, False, 0.0),
-        [(8, 128)],
+        [(8, 16384)],
         [["partials"], ["data", "scale_inv"]],
     ),
     "rms_norm": (
