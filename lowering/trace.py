@@ -99,12 +99,19 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
     try:
         with _fake_mode_of(values):
             traced = trace(*values)
-        traced.graph.eliminate_dead_code()  # views of a tensor before it was written
+        _drop_dead_views(traced.graph)
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{where(node)}: {error}") from error
     if any(n.op == "get_attr" for n in traced.graph.nodes):
         raise LoweringError(f"{node.target} was traced with a tensor constant{where(node)}")
     return traced
+
+
+def _drop_dead_views(graph: Graph) -> None:
+    """Making a launch that writes its argument functional leaves views of what it had not written yet. Launches stay, read or not."""
+    for node in reversed(graph.nodes):
+        if not node.users and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+            graph.erase_node(node)
 
 
 def _launches(node: Node) -> Callable[..., Any]:
