@@ -101,7 +101,7 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
             traced = _traced(implementation, values)
             if launches_in_place(node) is not None or any(_writes(n) for n in traced.graph.nodes):
                 traced = _traced(dispatch_functionalize(implementation), values)
-                traced.graph.eliminate_dead_code()  # views of a tensor before it was written
+                _drop_dead_views(traced.graph)
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{where(node)}: {error}") from error
     if any(n.op == "get_attr" for n in traced.graph.nodes):
@@ -118,6 +118,13 @@ def _traced(function: Callable[..., Any], values: list[Any]) -> GraphModule:
 def _writes(node: Node) -> bool:
     """Whether an aten operation writes in place, as an operation's class may have it: `output.add_(extra)`."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _drop_dead_views(graph: Graph) -> None:
+    """Making a launch that writes its argument functional leaves views of what it had not written yet. Launches stay, read or not."""
+    for node in reversed(graph.nodes):
+        if not node.users and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+            graph.erase_node(node)
 
 
 def _launches(node: Node) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ def _is_kernel(node: Any) -> bool:
 
 
 def _is_launch(node: Any) -> bool:
-    return isinstance(node, Node) and str(node.target) == "triton_kernel_wrapper_functional"
+    return isinstance(node, Node) and str(node.target).startswith("triton_kernel_wrapper_")
 
 
 def _is_view(node: Node) -> bool:

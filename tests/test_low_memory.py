@@ -81,7 +81,10 @@ gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, swiglu_backward_quant
 
 
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model, shape", [(SwigluMLP, (32, 64)), (Block, (2, 16, 64)), (Gated, (32, 64))])
+@pytest.mark.parametrize(
+    "model, shape",
+    [(SwigluMLP, (32, 64)), pytest.param(Block, (2, 16, 64), marks=pytest.mark.slow), (Gated, (32, 64))],
+)
 def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], codegen: str) -> None:
     x = torch.randn(*shape, dtype=torch.bfloat16)
     expected, actual = (
@@ -91,6 +94,7 @@ def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], c
         assert torch.equal(actual[name], gradient), name
 
 
+@pytest.mark.slow
 def test_what_the_caller_owns_is_not_written() -> None:
     graph = lowered_backward(Gated, 32, 64, low_memory=True)
     lines = launches(graph_text(graph)).splitlines()

@@ -48,6 +48,7 @@ def recomputed(graphs: Any, linears: int = LINEARS) -> int:
     return graphs["backward"].count("te.gemm(") - 2 * linears
 
 
+@pytest.mark.slow
 def test_a_reentrant_checkpoint_inside_is_traced_as_the_other() -> None:
     model, x = block(), tokens().requires_grad_()
     expected = gradients(te(model), model, x)
@@ -78,7 +79,11 @@ def saved(graphs: Any) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("listed", [[aten.mm.default], [aten.linear.default, aten.mm.default]], ids=["mm", "linear"])
+@pytest.mark.parametrize(
+    "listed",
+    [[aten.mm.default], pytest.param([aten.linear.default, aten.mm.default], marks=pytest.mark.slow)],
+    ids=["mm", "linear"],
+)
 def test_a_policy_that_saves_products_saves_ours(listed: Collection[Any]) -> None:
     """The products, in bf16, and not their operands: those are quantized again."""
     model = block()
@@ -118,6 +123,7 @@ def test_a_policy_that_saves_biased_products_and_activations() -> None:
     assert recomputed(graphs, linears=2) == 0 and "te.activation(" not in graphs["backward"]
 
 
+@pytest.mark.slow
 def test_a_policy_sees_the_arguments_of_what_was_replaced() -> None:
     """As torchtitan's do: every second product is saved, and those by a weight of some shape never are."""
     passes: list[list[tuple[tuple[int, ...], ...]]] = []

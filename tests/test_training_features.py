@@ -51,7 +51,9 @@ def fp8_linears_below_autocast() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.bfloat16, torch.float32))]
+)
 def test_weights_of_every_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = SwiGLU().to(dtype), tokens(dtype=dtype)

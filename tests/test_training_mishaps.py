@@ -143,7 +143,9 @@ def test_an_exception_in_backward_leaves_nothing_behind() -> None:
     assert_right(compiled, model, x)
 
 
-@pytest.mark.parametrize("phase", ["forward_backward", "forward", "backward"])
+@pytest.mark.parametrize(
+    "phase", ["forward", *(pytest.param(p, marks=pytest.mark.slow) for p in ("forward_backward", "backward"))]
+)
 def test_an_exception_while_compiling_leaves_nothing_behind(phase: str) -> None:
     model, x = model_and_input()
     calls = 0
