@@ -101,6 +101,7 @@ def test_reduce_overhead(freeze: bool) -> None:
             torch.compiler.cudagraph_mark_step_begin()
             y = compiled(x).clone()
             if not freeze:
+                module.zero_grad()  # or .grad would be a graph's output that the next step overwrites
                 y.sum().backward()
             torch.testing.assert_close(y.detach(), expected(copy_of(module), x), rtol=0, atol=0)
             if step % 2:
@@ -115,8 +116,7 @@ def test_another_stream_waits_for_the_buffers() -> None:
     with torch.no_grad():
         right = compiled(x).clone()
         te_dynamo.invalidate(module)
-        for parameter in module.parameters():  # so that old bytes would be wrong ones
-            parameter.mul_(-1)
+        module.down.weight.mul_(-1)  # old bytes would give the old sign
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
         compiled(x)
@@ -124,7 +124,8 @@ def test_another_stream_waits_for_the_buffers() -> None:
         with torch.cuda.stream(other):
             result = compiled(x)
         torch.cuda.synchronize()
-    torch.testing.assert_close(result, -right, rtol=0.05, atol=0.05)
+    error = (result + right).float().norm() / right.float().norm()
+    assert error < 0.01, "nearly the negative: a tensor core may round the two differently"
 
 
 def test_a_write_on_another_stream() -> None:

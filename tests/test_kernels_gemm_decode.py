@@ -112,7 +112,9 @@ def test_bits_of_the_other_kernels(m: int, n: int, k: int, fast: bool) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     got = gemm(a, sa, b, sb, bias, torch.bfloat16, fast)
-    torch.testing.assert_close(got, gemm_reference(a, sa, b, sb, bias, torch.bfloat16, fast), rtol=0.02, atol=0.02)
+    reference = gemm_reference(a, sa, b, sb, bias, torch.bfloat16, fast).float()
+    error = (got.float() - reference).norm() / reference.norm()
+    assert error < (0.02 if fast else 0.003), "fast accumulation keeps fewer bits than the reference's fp32"
     assert torch.equal(gemm(a, sa, b, sb, bias, torch.bfloat16, fast), got)
 
 
