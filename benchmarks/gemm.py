@@ -33,7 +33,16 @@ from te_dynamo.kernels.gemm_block_tiles import (
     specialized_block_is_faster,
 )
 from te_dynamo.kernels.gemm_specialized import gemm_specialized_out
-from te_dynamo.kernels.gemm_tiles import SPECIALIZED, TILES, Tile, choose_tile, estimated_us, specialized_is_faster
+from te_dynamo.kernels.gemm_tiles import (
+    SPECIALIZED,
+    SPECIALIZED_FAST,
+    TILES,
+    Tile,
+    choose_tile,
+    estimated_us,
+    specialized_is_faster,
+    specialized_tile,
+)
 from te_dynamo.kernels.launch import multiprocessor_count
 
 SHAPES: list[tuple[str, int, int, int]] = [
@@ -74,7 +83,7 @@ class Problem:
 
     kinds = ("fast", "slow")
     tiles: tuple[Tile, ...] = TILES
-    specialized: Tile = SPECIALIZED
+    specialized: tuple[Tile, ...] = (SPECIALIZED, SPECIALIZED_FAST)
 
     def __init__(self, m: int, n: int, k: int) -> None:
         self.shape = (m, n, k)
@@ -93,7 +102,7 @@ class Problem:
     def chosen(self, kind: str) -> Tile:
         """The tile that the product takes."""
         if specialized_is_faster(*self.shape, kind == "fast", self.sms):
-            return self.specialized
+            return specialized_tile(kind == "fast")
         return choose_tile(*self.shape, kind == "fast", self.sms, 2)
 
     def result(self) -> torch.Tensor:
@@ -103,8 +112,9 @@ class Problem:
         """The kernel with that tile, None where it is not for that kind."""
         if tile.fast != (kind == "fast"):
             return None
-        if tile is self.specialized:
-            return lambda: written(self.result(), gemm_specialized_out, self.a, self.one, self.b, self.one)
+        if tile in self.specialized:
+            call = functools.partial(gemm_specialized_out, fast=tile.fast)
+            return lambda: written(self.result(), call, self.a, self.one, self.b, self.one)
         return lambda: gemm_with_tile(tile, self.a, self.one, self.b, self.one, None, torch.bfloat16)
 
     @staticmethod
@@ -125,7 +135,7 @@ class BlockProblem(Problem):
 
     kinds = ("1x128.128x128", "1x128.1x128", "e8m0.e8m0")
     tiles = BLOCK_TILES
-    specialized = SPECIALIZED_BLOCK
+    specialized = (SPECIALIZED_BLOCK,)
 
     def quantize(self) -> None:
         options = (torch.float8_e4m3fn, True, False)
@@ -139,12 +149,12 @@ class BlockProblem(Problem):
 
     def chosen(self, kind: str) -> Tile:
         if specialized_block_is_faster(*self.shape, self.sms):
-            return self.specialized
+            return SPECIALIZED_BLOCK
         return choose_block_tile(*self.shape, self.sms, 2)
 
     def tile(self, kind: str, tile: Tile) -> Provider | None:
         a, a_scale, b, b_scale, *two_d = self.operands[kind]
-        if tile is self.specialized:
+        if tile is SPECIALIZED_BLOCK:
             call = functools.partial(gemm_block_specialized_out, b_two_d=two_d[1])
             return lambda: written(self.result(), call, a, a_scale, b, b_scale)
         return lambda: gemm_block_with_tile(tile, a, a_scale, b, b_scale, None, torch.bfloat16, *two_d)
@@ -228,7 +238,7 @@ def worth_trying(problem: Problem, kind: str) -> list[Tile]:
     best = estimated_us(problem.chosen(kind), *problem.shape, problem.sms)
     near = [
         tile
-        for tile in (*problem.tiles, problem.specialized)
+        for tile in (*problem.tiles, *problem.specialized)
         if estimated_us(tile, *problem.shape, problem.sms) < 3 * best
     ]
     return [tile for tile in near if tile.fits(2)]
@@ -256,7 +266,7 @@ def sweep(
             best_of[name] = max(best_of[name], 0.0 if math.isnan(speed) else speed)
     print("\nbest of each tile over all shapes, TFLOP/s, and the table's figure")
     for kind in problem_of.kinds:
-        for tile in (*problem_of.tiles, problem_of.specialized):
+        for tile in (*problem_of.tiles, *problem_of.specialized):
             if (name := f"{kind} {short(tile)}") in best_of:
                 print(f"    {name:50} {best_of[name]:6.0f}  {tile.tflops:6.0f}")
 

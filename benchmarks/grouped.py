@@ -5,7 +5,8 @@
 
 TFLOP/s and microseconds, medians over a cold L2 (short ones in CUDA graphs), normal-random data, providers interleaved.
 Groups have the sizes of tokens that choose their experts at random, with unequal favour, so that none is a round number;
-`even` gives all the same. `*` marks the tile that is chosen. A step is forward and backward, with all quantization.
+`even` gives all the same. `*` marks the tile that is chosen, and `specialized*` the kernel that runs in its place. A step is forward and backward, with all quantization; without
+a rule the backend leaves experts in bf16 whose quantization it takes for longer than what their GEMMs save.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from models import Experts
 
 from te_dynamo.kernels.gemm import gemm
 from te_dynamo.kernels.gemm_grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
-from te_dynamo.kernels.gemm_grouped_tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
+from te_dynamo.kernels.gemm_grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm_grouped_tiles import (
+    GROUPED_TILES,
+    choose_columns_tile,
+    choose_rows_tile,
+    columns_specialized_is_faster,
+)
 from te_dynamo.kernels.gemm_tiles import Tile
 from te_dynamo.kernels.launch import multiprocessor_count
 
@@ -84,6 +91,13 @@ class Problem:
         operands = (self.dy8_t, self.one, self.x8_t, self.one)
         return lambda: gemm_grouped_columns_with_tile(tile, *operands, self.ends, torch.bfloat16)
 
+    def specialized(self, fast: bool) -> Provider:
+        """The columns by the kernel of gemm_grouped_specialized.py."""
+        _, groups, n, k = self.sizes
+        out = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
+        operands = (self.dy8_t, self.one, self.x8_t, self.one, self.ends)
+        return lambda: columns_specialized_out(*operands, fast, out=out)
+
     def peers(self, product: str) -> dict[str, Provider]:
         """What else computes it: bf16 in one call and in a loop, FP8 in a loop and torch's own with row scales."""
         if product == "columns":
@@ -120,6 +134,13 @@ def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.N
             providers |= {
                 f"{tile.name}{'*' * (tile in chosen.values())}": problem.tile(product, tile) for tile in fitting
             }
+            if product == "columns":
+                for fast in (True, False):
+                    taken = columns_specialized_is_faster(
+                        n, k, tokens, groups, fast, multiprocessor_count(problem.x.device)
+                    )
+                    name = f"{'fast' if fast else 'slow'} specialized{'*' * taken}"
+                    providers[name] = problem.specialized(fast)
             for name, ms in measure(providers, arguments.rounds, arguments.rep).items():
                 speed = (
                     "failed" if math.isnan(ms) else f"{2 * tokens * n * k / ms / 1e9:6.0f} TFLOP/s {ms * 1e3:9.1f} us"
@@ -143,9 +164,15 @@ def steps(arguments: argparse.Namespace) -> None:
         x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         ends = group_ends(tokens, groups, arguments.even)
         print(f"{label}, a step of its experts: {tokens} tokens, {groups} experts of {width} / {inner}")
-        for name, backend in (("bf16 eager", None), ("bf16 inductor", "inductor"), ("te", "te")):
+        by_rule = {"rules": [("", "float8_current_scaling")]}
+        for name, backend, options in (
+            ("bf16 eager", None, None),
+            ("bf16 inductor", "inductor", None),
+            ("te", "te", None),
+            ("te, all in FP8 by a rule", "te", by_rule),
+        ):
             torch._dynamo.reset()
-            run = experts if backend is None else torch.compile(experts, backend=backend)
+            run = experts if backend is None else torch.compile(experts, backend=backend, options=options)
             once = functools.partial(step, run, experts, x, ends)
             print(f"    {name:50}{time_once(once, 10 * arguments.rep) * 1e3:9.1f} us", flush=True)
 

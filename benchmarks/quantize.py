@@ -119,7 +119,7 @@ def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
     for scale_block in SCALE_BLOCKS:
         for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
             options = (torch.float8_e4m3fn, rowwise, columnwise, scale_block, False)
-            tiles = mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
+            tiles = mxfp8_row_tiles if not columnwise else mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
 
             def run(tile: Tile | None, options: tuple = options) -> object:
                 return quantize_mxfp8(x, *options, tile=tile)
@@ -198,7 +198,7 @@ def block_row_tiles() -> Iterator[BlockTile]:
 
 def nvfp4_tiles() -> Iterator[Tile]:
     """Tiles of NVFP4's second launch."""
-    yield from ((128, 128, 4), (128, 256, 8), (256, 128, 8), (256, 256, 16))
+    yield from ((128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 64, 4), (64, 64, 2), (64, 128, 8))
 
 
 def mxfp8_tiles() -> Iterator[Tile]:
@@ -208,9 +208,16 @@ def mxfp8_tiles() -> Iterator[Tile]:
             yield block_m, block_k, warps
 
 
+def mxfp8_row_tiles() -> Iterator[Tile]:
+    """Tiles of MXFP8 without columnwise data that leave a thread 32, 64 or 128 values."""
+    for block_k, values, warps in itertools.product((128, 512, 1024), (32, 64, 128), (4, 8)):
+        if 8 <= values * 32 * warps // block_k <= 128:
+            yield values * 32 * warps // block_k, block_k, warps
+
+
 def mxfp8_128_tiles() -> Iterator[Tile]:
-    """Tiles of MXFP8 in blocks of 128: (128, rows of tiles walked together, warps)."""
-    yield from itertools.product((128,), (1, 4, 8, 16), (4, 8, 16))
+    """Tiles of MXFP8 in blocks of 128: (rows of a program, rows of tiles walked together, warps)."""
+    yield from itertools.product((128, 256, 512), (1, 2, 4, 8), (4, 8))
 
 
 def mxfp8_dequantize_tiles() -> Iterator[Tile]:

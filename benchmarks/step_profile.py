@@ -28,6 +28,7 @@ import environment
 import torch
 from models import BLOCKS, Block
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from train_blocks import RESULTS, Inputs, Step, cold_caches, time_step, training_step
 
 
@@ -120,9 +121,10 @@ def count_traffic() -> Iterator[Traffic]:
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [("", a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            result = function(*args, **kwargs)
+            tensors = [("", x) for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
             traffic.add(f"extern_kernels.{name}", tensors, product=True)
-            return function(*args, **kwargs)
+            return result
 
         return call
 

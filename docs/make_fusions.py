@@ -29,7 +29,7 @@ INTRO = """\
 
 Written by `python docs/make_fusions.py` from the fusion files' docstrings; do not edit. What a fusion is and how to add
 one: `docs/writing-a-fusion.md`. Those of `passes/fusions` rewrite the compiler's graphs, those of `operations/fused` the list of
-operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off, `{"fusions": ["-fuse_gemm_bias"]}` one.
+operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off, `{"fusions": ["-fuse_gemm_bias"]}` one of the graph's.
 """
 
 INDUCTORS = """\

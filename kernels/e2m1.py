@@ -1,14 +1,8 @@
-"""The device half of kernels/nvfp4.py: codes, block scales, random bits and the transform, on tiles in registers.
+"""The device half of kernels/nvfp4.py: block scales, random bits and the transform, on tiles of fp32 in registers.
 
 A tile is sixteen tensors [G, BLOCK_K], the i-th holding row 16 g + i of each group g of rows. A thread then holds whole
 blocks of columns: their maxima, their transform and their codes are elementwise in sixteen tensors, and only finished
-words go through shared memory on their way to the transpose.
-
-Codes without a conversion instruction: e2m1's steps are halves to 2, ones to 4, twos to 6, so with a = |x * enc|
-
-    code = round(min(2a, a + 2, a/2 + 4))      ties to even on every piece, because the offsets are even
-
-and adding 2^23 to each piece before the minimum rounds it: the code is then in the low bits of the sum.
+words go through shared memory on their way to the transpose. bf16 goes another way: kernels/nvfp4_words.py.
 """
 
 # Tuples of tensors grow in unrolled loops, of which mypy sees one turn.
@@ -17,6 +11,8 @@ and adding 2^23 to each piece before the minimum rounds it: the code is then in 
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.e2m1_assembly import HADAMARD_NEGATIVE as NEGATIVE
+from te_dynamo.kernels.e2m1_assembly import word_of_values
 from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_amax
 
 __all__: list[str] = []
@@ -25,14 +21,20 @@ TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**64)
 SIXTH: tl.constexpr = tl.constexpr(1 / 6)
-HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(0xD7E8)  # bit i: the i-th of HADAMARD_SIGNS is -1
+TWENTY_FOURTH: tl.constexpr = tl.constexpr(1 / 24)
+HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(NEGATIVE)
+SIGN_BITS: tl.constexpr = tl.constexpr(0x88888888 - 2**32)
+NEAREST_WORD: tl.constexpr = tl.constexpr(word_of_values(False, 0))
+STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 0))
+SECOND_STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 8))
 
 # --- scales -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
-    """What `block_scale` reads of the tensor that `partials` describe; one program also stores its amax."""
+    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN) of the
+    tensor that `partials` describe; one program also stores its amax."""
     value = load_amax(partials, PARTIALS)
     value = tl.where(value == value, value, float("nan"))  # one NaN of all
     if tl.program_id(0) == 0:
@@ -43,122 +45,64 @@ def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     lift = tl.where(inverse < SMALL, LIFT, 1.0)
     most = tl.where(value == value, FLOAT32_MAX, 0.0)
-    return scale * SIXTH, inverse, lift, most
+    signs = tl.where(value == value, tl.full((), SIGN_BITS, tl.int32), 0)
+    return scale * SIXTH, inverse, lift, most, signs
 
 
 @triton.jit
-def block_scale(block_amax, sixth_scale, inverse_scale, lift, most):
-    """(the e4m3 scales, enc) of blocks with those amaxes.
+def block_scale(block_amax, tensor):
+    """(the e4m3 scales, enc) of blocks with those amaxes, of the tensor that `load_tensor_scale` describes.
 
     The reciprocal is a guess and one step of Newton's, which rounds correctly where neither it nor its argument is
     subnormal: `lift`, a power of two, sees to that. A division by 0 gives NaN, of which the minimum makes `most`.
     """
-    scale = (block_amax * sixth_scale).to(tl.float8e4nv)  # the conversion saturates
-    divisor = scale.to(tl.float32) * inverse_scale * lift
+    sixth, inverse, lift, most, _ = tensor
+    scale = (block_amax * sixth).to(tl.float8e4nv)  # the conversion saturates
+    divisor = scale.to(tl.float32) * inverse * lift
     guess = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
     )
-    inverse = tl.fma(tl.fma(-divisor, guess, 1.0), guess, guess)
-    return scale, tl.minimum(inverse * lift, most)
+    quotient = tl.fma(tl.fma(-divisor, guess, 1.0), guess, guess)
+    return scale, tl.minimum(quotient * lift, most)
 
 
 # --- codes --------------------------------------------------------------------------------------------------
 
-# Of v = |x * enc|: the three pieces, rounded, and the least of them as an integer, which orders them as the floats.
-_NEAREST = """
-    fma.rn.f32 t, v, 0f40000000, 0f4B000000;  mov.b32 halves, t;  // 2v + 2^23
-    add.rn.f32 t, v, 0f4B000002;              mov.b32 ones, t;    // v + 2 + 2^23
-    fma.rn.f32 t, v, 0f3F000000, 0f4B000004;  mov.b32 twos, t;    // v/2 + 4 + 2^23
-    min.s32 halves, halves, ones;
-    min.s32 halves, halves, twos;
-    shl.b32 word, word, 4;
-    add.s32 word, word, halves;
-"""
-# start = 64 + u: at 64 fp32 counts 2^-17, so truncation there keeps all of u's bits and the floor is a shift.
-_STOCHASTIC = """
-    fma.rz.f32 t, v, 0f40000000, start;  mov.b32 halves, t;
-    add.rn.f32 t, start, 0f40000000;  add.rz.f32 t, v, t;              mov.b32 ones, t;
-    add.rn.f32 t, start, 0f40800000;  fma.rz.f32 t, v, 0f3F000000, t;  mov.b32 twos, t;
-    min.s32 halves, halves, ones;
-    min.s32 halves, halves, twos;
-    shr.u32 halves, halves, 17;
-    shl.b32 word, word, 4;
-    add.s32 word, word, halves;
-"""
 
-
-# The 32 bits of a byte's two elements, by the mixing of `random_bits_reference`; $9 is the word's number.
-_HASH = """
-    mad.lo.u32 hash, $9, {four_words}, $10;  add.u32 hash, hash, {byte};
-    shr.u32 mixed, hash, 16;  xor.b32 hash, hash, mixed;  mul.lo.u32 hash, hash, 0x7FEB352D;
-    shr.u32 mixed, hash, 15;  xor.b32 hash, hash, mixed;  xor.b32 hash, hash, $11;  mul.lo.u32 hash, hash, 0x846CA68B;
-    shr.u32 mixed, hash, 16;  xor.b32 hash, hash, mixed;
-"""
-_HIGH_START = (
-    "shr.u32 mixed, hash, 15; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
-)
-_LOW_START = (
-    "shl.b32 mixed, hash, 1; and.b32 mixed, mixed, 0x1FFFE; or.b32 mixed, mixed, 0x42800001; mov.b32 start, mixed;"
-)
-HASH_STEP = 0x9E3779B1
-
-
-def word_assembly(stochastic: bool) -> str:
-    """PTX of a word, $0 = the codes of $1 to $8, the first in the low four bits.
-
-    stochastic: $9 is the word's number in its buffer, $10 and $11 the key.
-    """
-    lines = [".reg .f32 v, t, start; .reg .b32 word, signs, halves, ones, twos, hash, mixed;"]
-    lines += ["mov.b32 word, 0; mov.b32 signs, 0;"]
-    for element in range(7, -1, -1):
-        # Four bits move into `signs`, the first of them the sign; a NaN that the hardware makes is positive.
-        lines += [f"mov.b32 ones, ${1 + element};", "shf.l.wrap.b32 signs, ones, signs, 4;"]
-        lines += [f"abs.f32 v, ${1 + element};", "min.f32 v, v, 0f40C00000;"]  # 6, for NaN too
-        if stochastic and element % 2:
-            byte = HASH_STEP * (element // 2) % 2**32
-            lines += [_HASH.format(four_words=HASH_STEP * 4 % 2**32, byte=byte)]
-        lines += [_HIGH_START if element % 2 else _LOW_START, _STOCHASTIC] if stochastic else [_NEAREST]
-    # What the codes stand on in every piece has been added into the word eight times, four bits apart.
-    base = 0x42800000 >> 17 if stochastic else 0x4B000000
-    surplus = sum(base << 4 * element for element in range(8)) % 2**32
-    lines += [f"sub.u32 word, word, {surplus};", "and.b32 signs, signs, 0x88888888;", "or.b32 $0, word, signs;"]
-    # One line: Inductor writes the constant into source text of its own, where an escape would not survive.
-    code = (line.partition("//")[0].strip() for line in "\n".join(lines).splitlines())
-    return "{" + " ".join(code) + "}"
-
-
-NEAREST_WORD: tl.constexpr = tl.constexpr(word_assembly(False))
-STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_assembly(True))
+@triton.jit
+def block_hash(number, first, second):
+    """The random word of the block with that number, of the key (first, second): `random_bits` of kernels/nvfp4.py."""
+    h = number.to(tl.uint32) * 0x9E3779B1 + first.to(tl.uint32, bitcast=True)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ second.to(tl.uint32, bitcast=True)) * 0x846CA68B
+    return h.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, number, first, second, STOCHASTIC: tl.constexpr):
-    """int32 words of the codes of eight tensors, the first in the low four bits.
+def multiplier_of(enc, STOCHASTIC: tl.constexpr):
+    """What `pack_word` multiplies by: enc, or a sixth of it."""
+    return (enc * TWENTY_FOURTH) * 4.0 if STOCHASTIC else enc
 
-    number: the words' numbers in their buffer; first, second: the key's words; both only if STOCHASTIC.
+
+@triton.jit
+def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs, seed, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """int32 words of the codes of eight tensors times multiplier, the first in the low four bits.
+
+    signs: the sign bits that are kept; seed: `block_hash` of the block whose elements from FIRST (0 or 8) on they are, if
+    STOCHASTIC.
     """
+    RANDOMLY: tl.constexpr = SECOND_STOCHASTIC_WORD if FIRST else STOCHASTIC_WORD
+    ASM: tl.constexpr = RANDOMLY if STOCHASTIC else NEAREST_WORD
+    REGISTERS: tl.constexpr = "=r,f,f,f,f,f,f,f,f,f,r" + (",r" if STOCHASTIC else "")
+    arguments = (v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs)
     if STOCHASTIC:
-        return tl.inline_asm_elementwise(
-            STOCHASTIC_WORD,
-            "=r,f,f,f,f,f,f,f,f,r,r,r",
-            [v0, v1, v2, v3, v4, v5, v6, v7, number, first, second],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return tl.inline_asm_elementwise(
-        NEAREST_WORD,
-        "=r,f,f,f,f,f,f,f,f",
-        [v0, v1, v2, v3, v4, v5, v6, v7],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+        arguments = arguments + (seed,)
+    return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def pack_rows(value, number, first, second, STOCHASTIC: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """`pack_word` of neighbours: value [A, B, 8] -> [A, B]."""
+def eighths(value, A: tl.constexpr, B: tl.constexpr):
+    """value [A, 8 B] as eight tensors [A, B] of every eighth column."""
     even, odd = tl.split(tl.reshape(value, (A, B, 2, 2, 2)))
     v04, v26 = tl.split(even)
     v15, v37 = tl.split(odd)
@@ -166,25 +110,35 @@ def pack_rows(value, number, first, second, STOCHASTIC: tl.constexpr, A: tl.cons
     v1, v5 = tl.split(v15)
     v2, v6 = tl.split(v26)
     v3, v7 = tl.split(v37)
-    return pack_word(v0, v1, v2, v3, v4, v5, v6, v7, number, first, second, STOCHASTIC)
+    return (v0, v1, v2, v3, v4, v5, v6, v7)
 
 
 @triton.jit
-def pack_column(x, enc, FIRST: tl.constexpr, number, first, second, STOCHASTIC: tl.constexpr):
-    """`pack_word` of x[FIRST] * enc and the seven after it."""
-    return pack_word(
-        x[FIRST] * enc,
-        x[FIRST + 1] * enc,
-        x[FIRST + 2] * enc,
-        x[FIRST + 3] * enc,
-        x[FIRST + 4] * enc,
-        x[FIRST + 5] * enc,
-        x[FIRST + 6] * enc,
-        x[FIRST + 7] * enc,
-        number,
-        first,
-        second,
-        STOCHASTIC,
+def pack_row(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr, G: tl.constexpr, B: tl.constexpr):
+    """The words [G, 2 B] of x [G, 16 B] times multiplier [G, B]; number [G, B]: of its blocks."""
+    seed = number
+    if STOCHASTIC:
+        seed = block_hash(number, first, second)
+    low, high = tl.split(tl.permute(tl.reshape(x, (G, B, 2, 8)), (0, 1, 3, 2)))
+    low, high = eighths(tl.reshape(low, (G, 8 * B)), G, B), eighths(tl.reshape(high, (G, 8 * B)), G, B)
+    return tl.reshape(
+        tl.join(
+            pack_word(*low, multiplier, signs, seed, 0, STOCHASTIC),
+            pack_word(*high, multiplier, signs, seed, 8, STOCHASTIC),
+        ),
+        (G, 2 * B),
+    )
+
+
+@triton.jit
+def pack_columns(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr):
+    """(words of the first eight of sixteen tensors times multiplier, words of the others); number: of their blocks."""
+    seed = number
+    if STOCHASTIC:
+        seed = block_hash(number, first, second)
+    return (
+        pack_word(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], multiplier, signs, seed, 0, STOCHASTIC),
+        pack_word(x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15], multiplier, signs, seed, 8, STOCHASTIC),
     )
 
 
@@ -230,3 +184,62 @@ def interleave(x, A: tl.constexpr, B: tl.constexpr):
         four += (tl.join(eight[i], eight[i + 4]),)
     joined = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
     return tl.reshape(tl.permute(joined, (0, 2, 3, 4, 5, 1)), (16 * A, B))
+
+
+# --- store --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def one_a_thread(N: tl.constexpr):
+    """0 to N - 1, as offsets of a store that leaves its values in the threads that have them.
+
+    The compiler takes them for pairs that are not aligned, so that wider stores do not pay: it would move the values through
+    shared memory first. Of values that it takes for scattered it would give neighbouring rows to neighbouring threads.
+    """
+    return tl.multiple_of(tl.max_contiguous(tl.arange(0, N), 2), 1)
+
+
+@triton.jit
+def store_words(
+    data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Writes words [BLOCK_M, BLOCK_W] at that row and word of `data`, read as int32 [M, row_words]; WHOLE: all lie inside."""
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_W)
+    corner = row.to(tl.int64) * row_words + column
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * row_words + tl.arange(0, BLOCK_W)[None, :])
+    if WHOLE:
+        tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words)
+    else:
+        mask = (rows < M)[:, None] & (columns < row_words)[None, :]
+        tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words, mask=mask)
+
+
+@triton.jit
+def store_scales(
+    scale_inv,
+    scale,
+    row,
+    block,
+    M,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K.
+
+    IN_PLACE: each by its own thread, rather than collected to wider stores; WHOLE: all lie inside.
+    """
+    blocks = tl.cdiv(K, 16)
+    padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
+    rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
+    corner = row.to(tl.int64) * padded_blocks + block
+    neighbours = one_a_thread(BLOCK_B) if IN_PLACE else tl.arange(0, BLOCK_B)
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + neighbours[None, :])
+    if WHOLE:
+        tl.store(scale_inv + offsets, scale)
+    else:
+        scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale, 0)
+        mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
+        tl.store(scale_inv + offsets, scale, mask=mask)

@@ -56,6 +56,17 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def widened(x):
+    """x in fp32, one instruction an element: for bf16 `.to` takes two where halves of a register must be told apart."""
+    if x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
+        result = tl.inline_asm_elementwise(asm, "=&f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        result = x.to(tl.float32)
+    return result
+
+
+@triton.jit
 def abs_bits(x):
     """Bit pattern of |x| in fp32: as integers they order as the values do, NaN above inf above the finite."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -174,10 +185,16 @@ def tile_mask(row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def load_values(x, row, column, row_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile of x [M, K], zero outside."""
+    offsets = tile_offsets(row, column, row_stride, BLOCK_M, BLOCK_K)
+    return tl.load(x + offsets, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K), other=0.0)
+
+
+@triton.jit
 def load_tile(x, row, column, row_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Tile of x [M, K] in fp32, zero outside."""
-    offsets = tile_offsets(row, column, row_stride, BLOCK_M, BLOCK_K)
-    return tl.load(x + offsets, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K), other=0.0).to(tl.float32)
+    return load_values(x, row, column, row_stride, M, K, BLOCK_M, BLOCK_K).to(tl.float32)
 
 
 @triton.jit

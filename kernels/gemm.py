@@ -10,8 +10,8 @@ Fast accumulation keeps the whole sum in the tensor core's accumulator, which ho
 the operands are FP8; slow accumulation adds what the tensor core makes of every 128 products to an fp32 sum.
 
 The kernel is persistent: each program takes tiles in turn, and loads of its next tile overlap the end of the
-last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer. Large products with
-slow accumulation are kernels/gemm_specialized.py's on Hopper.
+last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer. On Hopper, large products with
+slow accumulation are kernels/gemm_specialized.py's, and those of at most 64 rows kernels/gemm_decode.py's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
+from te_dynamo.kernels.gemm_decode import DecodeTile, decode_tile, launch_decode
 from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
-from te_dynamo.kernels.launch import is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
@@ -50,10 +51,12 @@ def gemm(
     check_operands(a, b, bias, out_dtype)
     if not is_recording() and runs_specialized(a, b, fast_accum):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, out=c)
+        gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, out=c)
         return c
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    tile = choose_tile(m, n, k, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize)
+    multiprocessors = multiprocessor_count(a.device)
+    tile = decode_tile(a.shape[0], n, k, fast_accum, is_hopper(a.device), multiprocessors)
+    tile = tile or choose_tile(m, n, k, fast_accum, multiprocessors, out_dtype.itemsize)
     return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 
@@ -98,7 +101,7 @@ def check_formats(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> N
 
 
 def gemm_with_tile(
-    tile: Tile,
+    tile: Tile | DecodeTile,
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
@@ -111,11 +114,14 @@ def gemm_with_tile(
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     split = tile.split_k > 1
     target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=a.device) if split else c
-    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
-    # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
-    bias_or_any = a_scale_inv if bias is None else bias
-    arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
-    launch(gemm_kernel, (programs,), *arguments, **kernel_options(tile, n, bias is not None))
+    if isinstance(tile, DecodeTile):
+        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, target)
+    else:
+        programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+        # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
+        bias_or_any = a_scale_inv if bias is None else bias
+        arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
+        launch(gemm_kernel, (programs,), *arguments, **kernel_options(tile, n, bias is not None))
     if split:
         add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=True)
     return c

@@ -11,7 +11,8 @@ one group. Tensor copies start at any row, so a tile of rows also reads rows of 
 Along the contracted dimension, the contiguous one, copies start at multiples of 16 bytes only, and what they read of other
 groups would enter the sum. So a group's blocks begin at the last multiple of 16 before it, and its first and last block,
 where they are not the group's alone, are multiplied apart from the others, with both operands' foreign elements replaced
-by zero (in both, since 0 * NaN is NaN). Groups that begin at a multiple of 16 have no such first block.
+by zero (in both, since 0 * NaN is NaN). Groups that begin at a multiple of 16 have no such first block. Large products over
+columns are kernels/gemm_grouped_specialized.py's on Hopper.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from te_dynamo.kernels.gemm import (
     split_columns,
     store_result,
 )
+from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, columns_specialized_out
 from te_dynamo.kernels.gemm_grouped_tiles import choose_columns_tile, choose_rows_tile
 from te_dynamo.kernels.gemm_tiles import Tile, stores_by_descriptor
-from te_dynamo.kernels.launch import launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_recording, launch, multiprocessor_count, size_hint
 
 __all__ = ["gemm_grouped", "gemm_grouped_columns", "gemm_grouped_columns_reference", "gemm_grouped_reference"]
 
@@ -169,6 +171,10 @@ def gemm_grouped_columns(
     """
     check_columns(a, b, offs, out_dtype)
     (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
+    if not is_recording() and columns_run_specialized(a, b, offs, fast_accum):
+        c = torch.empty((groups, n, k), dtype=out_dtype, device=a.device)
+        columns_specialized_out(a, a_scale_inv, b, b_scale_inv, offs, fast_accum, out=c)
+        return c
     tile = choose_columns_tile(
         n, k, size_hint(m), groups, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize
     )

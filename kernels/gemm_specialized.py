@@ -1,8 +1,9 @@
 """The FP8 GEMM of kernels/gemm.py for large products on Hopper, by warps that each do one thing.
 
-One warp copies, two groups of warps multiply (gemm_ring.py): with slow accumulation one adds while the other multiplies. It is
-written in Gluon, and equals the other kernel bit for bit. Of operands stacked along K (kernels/gemm_stacked.py) it also runs
-the product with fast accumulation: its copies go on while the sum is rescaled at the border of two segments.
+One warp copies, two groups of warps multiply (gemm_ring.py). It is written in Gluon, and equals the other kernel bit for bit.
+With slow accumulation a group multiplies two products of 64 x 128, one below the other, and one group adds while the other
+multiplies. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads
+a sixth less from shared memory, which a GPU at its power limit runs faster by. Operands may be stacked (kernels/gemm_stacked.py).
 
 Inductor writes launches of Triton-language kernels only; lowering/extern_gemm.py makes its code call `gemm_specialized_out`.
 A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_is_faster` takes this kernel for large products only.
@@ -28,12 +29,13 @@ from te_dynamo.kernels.gemm_ring import (
     make_ring,
     next_slot,
     operands,
+    split_columns,
     store,
     tile_origin,
 )
 from te_dynamo.kernels.gemm_tiles import (
-    SPECIALIZED,
     specialized_is_faster,
+    specialized_tile,
     stacked_is_specialized,
     stages_that_fit,
 )
@@ -41,8 +43,11 @@ from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count, si
 from te_dynamo.kernels.stacking import NOT_STACKED, Stacking
 
 __all__ = [
+    "accumulate",
     "gemm_specialized_out",
     "runs_specialized",
+    "scale_and_shift",
+    "scaled",
     "specialized_options",
     "stacked_runs_specialized",
     "stacked_specialized_out",
@@ -104,15 +109,16 @@ def specialized_options(
     has_bias: bool, out_bytes: int, fast: bool = False, stacking: Stacking = NOT_STACKED
 ) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
+    tile = specialized_tile(fast)
     return {
         "HAS_BIAS": has_bias,
         "FAST": fast,
         **stacking.constants(),
-        "STAGES": stages_that_fit(SPECIALIZED, out_bytes),
-        "BLOCK_M": SPECIALIZED.block_m,
-        "BLOCK_N": SPECIALIZED.block_n,
-        "BLOCK_K": SPECIALIZED.block_k,
-        "GROUP_M": SPECIALIZED.group_m,
+        "STAGES": stages_that_fit(tile, out_bytes),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
         "num_warps": GROUP_WARPS.value,
     }
 
@@ -142,7 +148,9 @@ def gemm_specialized_kernel(
 ):
     """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm.py, and of stacked operands gemm_stacked.py, for the equation."""
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)
-    result = make_result(c, M, N, BLOCK_M // (2 * GROUPS), BLOCK_N)
+    PART_M: gl.constexpr = BLOCK_M // GROUPS if FAST else BLOCK_M // (2 * GROUPS)
+    PART_N: gl.constexpr = BLOCK_N // 2 if FAST else BLOCK_N
+    result = make_result(c, M, N, PART_M, PART_N)
     scales = (a_scale_inv, b_scale_inv)
     size = (M, N, K)
     what = (ring, scales, result, bias, size)
@@ -198,14 +206,18 @@ def _multiply(
     EDGE_2: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """This group's rows of every tile: multiplied from the ring, scaled, stored."""
+    """This group's rows of every tile: multiplied from the ring, scaled, stored.
+
+    They leave in two parts, each of one segment: an upper and a lower half, with FAST a left and a right one.
+    """
     ring, scales, result, bias, size = what
     c_desc, c_tiles = result
     M, N, K = size
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
-    PART_M: gl.constexpr = BLOCK_M // (2 * GROUPS)
+    PART_M: gl.constexpr = c_tiles.shape[1]
+    PART_N: gl.constexpr = c_tiles.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     scale = gl.load(scales[0]) * gl.load(scales[1])
@@ -214,56 +226,67 @@ def _multiply(
     phase = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        upper = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-        lower = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        one = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        two = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
         if STACKED == "K":
             for rank in gl.static_range(SEGMENTS):
                 first, last, next_scale = _ranked_segment(rank, scales, K, SEGMENTS, EDGE_1, EDGE_2)
                 if rank > 0:
                     ratio = gl.where(next_scale > 0.0, scale / next_scale, 0.0)
-                    upper *= ratio
-                    lower *= ratio
+                    one *= ratio
+                    two *= ratio
                 scale = next_scale
                 count = gl.cdiv(last - first, BLOCK_K)
-                upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, count, upper, lower, FAST)
+                one, two, stage, phase = accumulate(GROUP, ring, stage, phase, count, one, two, FAST)
         else:
-            upper, lower, stage, phase = _sum(GROUP, ring, stage, phase, blocks, upper, lower, FAST)
-        row += GROUP * 2 * PART_M
+            one, two, stage, phase = accumulate(GROUP, ring, stage, phase, blocks, one, two, FAST)
+        if FAST:
+            one, two = split_columns(one)
+        row += GROUP * (BLOCK_M // GROUPS)
+        next_row = row if FAST else row + PART_M
+        next_column = column + PART_N if FAST else column
+        next_scale = scale
         if STACKED == "M":
             scale = gl.load(scales[0] + _segment_at(row, EDGE_1, EDGE_2)) * gl.load(scales[1])
+            next_scale = scale
         if STACKED == "N":
             scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(column, EDGE_1, EDGE_2))
-        store(c_tile, c_desc, _scale_and_shift(upper, scale, bias, column, N, HAS_BIAS), row, column)
-        store(c_tile, c_desc, _scale_and_shift(lower, scale, bias, column, N, HAS_BIAS), row + PART_M, column)
+            next_scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(next_column, EDGE_1, EDGE_2))
+        store(c_tile, c_desc, scale_and_shift(one, scale, bias, column, N, HAS_BIAS), row, column)
+        store(c_tile, c_desc, scale_and_shift(two, next_scale, bias, next_column, N, HAS_BIAS), next_row, next_column)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sum(GROUP: gl.constexpr, ring, stage, phase, blocks, upper, lower, FAST: gl.constexpr):
-    """The two halves' sums, begun in `upper` and `lower`, over the next blocks of K.
+def accumulate(GROUP: gl.constexpr, ring, stage, phase, blocks, one, two, FAST: gl.constexpr):
+    """The two halves' sums, begun in `one` and `two`, over the next blocks of K; with FAST both are in `one`.
 
     What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
     """
     a_tiles, b_tiles, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, upper.shape[1], 32])
-    nothing = gl.zeros((upper.shape[0], upper.shape[1]), gl.float32, layout)
-    for _ in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        x_upper, x_lower, y = operands(GROUP, a_tiles, b_tiles, stage)
-        if FAST:
-            one = hopper.warpgroup_mma(x_upper, y, upper, is_async=True)
-            two = hopper.warpgroup_mma(x_lower, y, lower, is_async=True)
-            upper, lower = hopper.warpgroup_mma_wait(0, deps=[one, two])
+    ROWS: gl.constexpr = one.shape[0]
+    if FAST:
+        for _ in range(blocks):
+            mbarrier.wait(full.index(stage), phase)
+            x, y = a_tiles.index(stage).slice(GROUP * ROWS, ROWS), b_tiles.index(stage).permute((1, 0))
+            one = hopper.warpgroup_mma(x, y, one, is_async=True)
+            one = hopper.warpgroup_mma_wait(0, deps=[one])
             mbarrier.arrive(empty.index(stage))
-        else:
-            term = hopper.warpgroup_mma(x_upper, y, nothing, use_acc=False, is_async=True)
-            upper += hopper.warpgroup_mma_wait(0, deps=[term])
-            term = hopper.warpgroup_mma(x_lower, y, nothing, use_acc=False, is_async=True)
+            stage, phase = next_slot(stage, phase, a_tiles.shape[0])
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, one.shape[1], 32])
+        nothing = gl.zeros((ROWS, one.shape[1]), gl.float32, layout)
+        for _ in range(blocks):
+            mbarrier.wait(full.index(stage), phase)
+            x_one, x_two, y = operands(GROUP, a_tiles, b_tiles, stage)
+            term = hopper.warpgroup_mma(x_one, y, nothing, use_acc=False, is_async=True)
+            one += hopper.warpgroup_mma_wait(0, deps=[term])
+            term = hopper.warpgroup_mma(x_two, y, nothing, use_acc=False, is_async=True)
             term = hopper.warpgroup_mma_wait(0, deps=[term])
             mbarrier.arrive(empty.index(stage))
-            lower += term
-        stage, phase = next_slot(stage, phase, a_tiles.shape[0])
-    return upper, lower, stage, phase
+            two += term
+            stage, phase = next_slot(stage, phase, a_tiles.shape[0])
+    return one, two, stage, phase
 
 
 @gluon.jit
@@ -292,11 +315,17 @@ def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_
 
 
 @gluon.jit
-def _scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
-    """total * scale + bias with two roundings: mul.rn is never contracted with the addition."""
-    value = gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
-    )
+def scale_and_shift(total, scale, bias, column, N, HAS_BIAS: gl.constexpr):
+    """total * scale + bias with two roundings."""
+    value = scaled(total, scale)
     if HAS_BIAS:
         value = add_bias(value, bias, column, N)
     return value
+
+
+@gluon.jit
+def scaled(total, scale):
+    """total * scale: mul.rn is never contracted with an addition."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
+    )

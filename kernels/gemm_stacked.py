@@ -29,9 +29,10 @@ from te_dynamo.kernels.gemm import (
     store_result,
     tile_origin,
 )
+from te_dynamo.kernels.gemm_decode import decode_tile, launch_decode
 from te_dynamo.kernels.gemm_specialized import stacked_runs_specialized, stacked_specialized_out
 from te_dynamo.kernels.gemm_tiles import Tile, choose_stacked_tile
-from te_dynamo.kernels.launch import is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import Stacking, check_segments
 
 __all__ = ["gemm_stacked", "gemm_stacked_reference", "gemm_stacked_with_tile"]
@@ -61,6 +62,11 @@ def gemm_stacked(
         return c
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
     multiprocessors = multiprocessor_count(a.device)
+    decode = decode_tile(a.shape[0], n, k, fast_accum, is_hopper(a.device), multiprocessors) if along == "N" else None
+    if decode is not None and decode.split_k == 1:
+        c = torch.empty((a.shape[0], n), dtype=out_dtype, device=a.device)
+        launch_decode(decode, a, a_scale_inv, b, b_scale_inv, None, c, stacking)
+        return c
     tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors, out_dtype.itemsize)
     return gemm_stacked_with_tile(tile, a, a_scale_inv, b, b_scale_inv, out_dtype, stacking)
 

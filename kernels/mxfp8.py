@@ -19,6 +19,8 @@ A block of 128 has its code four times, once for every 32 values, so that both a
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from te_dynamo.kernels._triton import triton
@@ -173,7 +175,8 @@ def quantize_mxfp8(
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
     swizzled: scales as tensor cores read them (`swizzle_scales`), the columnwise ones of blocks of 32 as (K^128, ceil(M/32)^4).
-    One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `tile_32` or `tile_128`.
+    One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or
+    `tile_128`.
     Raises ValueError for another scale_block.
     """
     check_scale_block(scale_block)
@@ -193,18 +196,20 @@ def quantize_mxfp8(
         "FMAX": torch.finfo(fp8_dtype).max,
         "SWIZZLED": swizzled,
     }
-    packed = {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
-    if scale_block == 128:
-        _, group, warps = tile or tile_128(packs(x), columnwise)
-        for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
-            usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns, "GROUP_M": group}
-            grid = grouped_grid(rows, columns, 128, group)
-            launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, **packed, num_warps=warps)
-    else:
-        block_m, block_k, warps = tile or tile_32(columns, columnwise)
-        usage = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_M": block_m, "BLOCK_K": block_k}
-        grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
-        launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **packed, num_warps=warps)
+    arguments |= {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
+    launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
+    for by_rows, by_columns in launches:
+        usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
+        if scale_block == 128 and by_columns:
+            tile_rows, group, warps = tile or tile_128(arguments["PACKED"], arguments["WHOLE"])
+            grid = grouped_grid(rows, columns, tile_rows, group)
+            walk = {"TILES": tile_rows // 128, "GROUP_M": group}
+            launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, **walk, num_warps=warps)
+        else:
+            block_m, block_k, warps = tile or (tile_32(columns) if by_columns else row_tile(columns, packs(x)))
+            grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
+            blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
+            launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
     return buffers
 
 
@@ -295,20 +300,29 @@ def _allocate(
 
 
 Tile = tuple[int, int, int]
-"""(rows, columns, warps) of blocks of 32, rows and columns dividing 128."""
+"""(rows, columns, warps); rows divide 128, columns the tensor's, rounded up to 128. Of blocks of 128 along columns: (rows, a
+multiple of 128, rows of tiles walked together, warps)."""
 
 
-def tile_128(packed: bool, columnwise: bool) -> Tile:
-    """(rows, rows of tiles walked together, warps) of blocks of 128, the fastest on an H200 at 8192x4096; values that are not
-    packed need twice the registers."""
-    return (128, 1, 4) if packed and columnwise else (128, 8, 8)
+def tile_128(packed: bool, whole: bool) -> Tile:
+    """Of blocks of 128 along columns, the fastest on an H200 at 8192x4096; values that are not packed need twice the registers,
+    masks too many for several tiles a program."""
+    if packed:
+        return (512, 1, 8) if whole else (128, 1, 4)
+    return 128, 8, 8
 
 
-def tile_32(columns: Size, columnwise: bool) -> Tile:
-    """The fastest on an H200 at 8192x4096 (benchmarks/quantize.py --sweep).
+def row_tile(columns: Size, packed: bool) -> Tile:
+    """Without columnwise data: packed, as wide as fills whole sectors with a row's codes of blocks of 128."""
+    if not packed:
+        return tile_32(columns) if isinstance(columns, int) and columns % 16 else (64, 128, 4)
+    block_k = math.gcd(round_up(columns, 128), 1024) if isinstance(columns, int) else 128
+    return 8192 // block_k, block_k, 4
+
+
+def tile_32(columns: Size) -> Tile:
+    """Of blocks of 32 with columnwise data, the fastest on an H200 at 8192x4096 (benchmarks/quantize.py --sweep).
 
     Where rows of x are not whole vectors, a thread has an address for every element, and so fewer of them.
     """
-    if isinstance(columns, int) and columns % 16:
-        return 32, 128, 8
-    return (32, 128, 2) if columnwise else (64, 128, 4)
+    return (32, 128, 8) if isinstance(columns, int) and columns % 16 else (32, 128, 2)

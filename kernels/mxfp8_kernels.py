@@ -94,12 +94,13 @@ def quantize_mxfp8_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 32. A program reads one tile of x once: codes and data of its blocks along rows, columns or both.
+    """Blocks of 32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
 
     Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
     conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 rows,
@@ -122,6 +123,7 @@ def quantize_mxfp8_kernel(
             ROWWISE,
             COLUMNWISE,
             SWIZZLED,
+            SCALE_BLOCK,
             BLOCK_M,
             BLOCK_K,
             WHOLE,
@@ -141,18 +143,26 @@ def quantize_mxfp8_kernel(
             ROWWISE,
             COLUMNWISE,
             SWIZZLED,
+            SCALE_BLOCK,
             BLOCK_M,
             BLOCK_K,
         )
 
 
 @triton.jit
+def half_rows(J: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M / 2]: the J-th 16 rows of each 32, or the J-th half of fewer."""
+    COUNT: tl.constexpr = min(BLOCK_M // 2, 16)
+    i = tl.arange(0, BLOCK_M // 2)
+    return i // COUNT * (2 * COUNT) + J * COUNT + i % COUNT
+
+
+@triton.jit
 def half_words(row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of the words [BLOCK_M / 2, BLOCK_K / 2] of the J-th 16 rows of each 32 in a [M, K / 2] tensor: (offset of the tile's
+    """Of the words [BLOCK_M / 2, BLOCK_K / 2] of the rows of half J (`half_rows`) in a [M, K / 2] tensor: (offset of the tile's
     first, offsets of all from there, which of them lie inside)."""
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
-    i = tl.arange(0, BLOCK_M // 2)
-    rows = i // 16 * 32 + J * 16 + i % 16
+    rows = half_rows(J, BLOCK_M)
     words = tl.max_contiguous(tl.arange(0, BLOCK_K // 2), 4)
     mask = (row + rows < M)[:, None] & (column // 2 + words < stride)[None, :]
     return tl.cast(row, tl.int64) * stride + column // 2, rows[:, None] * stride + words[None, :], mask
@@ -191,9 +201,23 @@ def store_half(
 
 
 @triton.jit
-def along_rows(words, R: tl.constexpr, B: tl.constexpr):
-    """words [R, B] repeated 16 times each: [R, 16 B]."""
-    return tl.reshape(tl.broadcast_to(words[:, :, None], (R, B, 16)), (R, B * 16))
+def along_rows(words, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
+    """words [R, B] repeated N times each: [R, N B]."""
+    return tl.reshape(tl.broadcast_to(words[:, :, None], (R, B, N)), (R, B * N))
+
+
+@triton.jit
+def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, SCALE_BLOCK: tl.constexpr):
+    """Writes the codes (int32 [R, B]) of the blocks from `column` on of these rows to rowwise scales, that of a block of 128
+    four times, as a word: zero past K."""
+    blocks = column // 32 + tl.arange(0, code.shape[1])[None, :] * (SCALE_BLOCK // 32)
+    places = scale_inv + scale_offsets(rows[:, None], blocks, tl.cdiv(K, 128) * 4, SWIZZLED)
+    if SCALE_BLOCK == 32:
+        tl.store(places, code.to(tl.uint8))
+    else:
+        missing = tl.maximum(blocks + 4 - tl.cdiv(K, 32), 0)
+        words = code * (0x01010101 >> (missing * 8))
+        tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words)
 
 
 @triton.jit
@@ -211,6 +235,7 @@ def quantize_words(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -218,7 +243,7 @@ def quantize_words(
     """The tile at (row, column) in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
     R: tl.constexpr = BLOCK_M // 2
     W: tl.constexpr = BLOCK_K // 2
-    B: tl.constexpr = BLOCK_K // 32
+    B: tl.constexpr = BLOCK_K // SCALE_BLOCK
     upper = load_half(x, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
     lower = load_half(x, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
     if ROWWISE:
@@ -226,16 +251,12 @@ def quantize_words(
         high = tl.reduce(tl.reshape(magnitudes(upper), (R, W // 4, 4)), 2, larger_halves)
         low = tl.reduce(tl.reshape(magnitudes(lower), (R, W // 4, 4)), 2, larger_halves)
         both = larger_halves(low_halves(high, low), high_halves(high, low))
-        codes, multipliers = word_codes(tl.reduce(tl.reshape(both, (R, B, 4)), 2, larger_halves), FMAX)
-        i = tl.arange(0, R)[:, None]
-        rows = row + i // 16 * 32 + i % 16
-        blocks = column // 32 + tl.arange(0, B)[None, :]
-        stride = tl.cdiv(K, 128) * 4
-        tl.store(scale_inv + scale_offsets(rows, blocks, stride, SWIZZLED), codes.to(tl.uint8))
-        tl.store(scale_inv + scale_offsets(rows + 16, blocks, stride, SWIZZLED), (codes >> 16).to(tl.uint8))
-        multiplier = along_rows(low_halves(multipliers, multipliers), R, B)
+        codes, multipliers = word_codes(tl.reduce(tl.reshape(both, (R, B, W // 4 // B)), 2, larger_halves), FMAX)
+        store_row_blocks(scale_inv, codes & 0xFF, row + half_rows(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
+        store_row_blocks(scale_inv, codes >> 16, row + half_rows(1, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
+        multiplier = along_rows(low_halves(multipliers, multipliers), R, B, W // B)
         store_half(data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
-        multiplier = along_rows(high_halves(multipliers, multipliers), R, B)
+        multiplier = along_rows(high_halves(multipliers, multipliers), R, B, W // B)
         store_half(data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
     if COLUMNWISE:
         most = tl.reshape(larger_halves(magnitudes(upper), magnitudes(lower)), (BLOCK_M // 32, 16, W))
@@ -270,26 +291,25 @@ def quantize_elements(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The tile at (row, column) of x of any dtype."""
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
-    BLOCKS_K: tl.constexpr = BLOCK_K // 32
+    BLOCKS_K: tl.constexpr = BLOCK_K // SCALE_BLOCK
     offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
     mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
     value = tl.load(x + offsets, mask=mask, other=0.0)
     bits = abs_bits(value)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
     columns = column + tl.arange(0, BLOCK_K)[None, :]
     if ROWWISE:
-        amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, 32)), axis=2)
+        amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, SCALE_BLOCK)), axis=2)
         code, multiplier = code_and_multiplier(amax, FMAX)
-        scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * multiplier[:, :, None]
+        scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, SCALE_BLOCK)) * multiplier[:, :, None]
         quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
         tl.store(data + offsets, quantized, mask=mask)
-        blocks = column // 32 + tl.arange(0, BLOCKS_K)[None, :]
-        tl.store(scale_inv + scale_offsets(rows, blocks, tl.cdiv(K, 128) * 4, SWIZZLED), code.to(tl.uint8))
+        store_row_blocks(scale_inv, code, row + tl.arange(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
     if COLUMNWISE:
         amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
         code, multiplier = code_and_multiplier(amax, FMAX)
@@ -302,13 +322,15 @@ def quantize_elements(
 
 
 @triton.jit
-def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
-    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32."""
-    i = first_i + tl.arange(0, 128)
-    offsets = scale_offsets(i, first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED)
-    missing = tl.maximum(first_j + 4 - BLOCKS, 0)
-    words = code * (0x01010101 >> (missing * 8))
-    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + offsets // 4, words)
+def store_repeated_codes(scale_inv, codes, first_i, first_j, SIZE, COUNT: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Writes codes of blocks of 128, COUNT ones in the bytes of codes [128], four times each, as words: zero past SIZE."""
+    stride = tl.cdiv(SIZE, 128) * 4
+    t = tl.arange(0, COUNT)[None, :]
+    j = first_j + 4 * t
+    places = scale_inv + scale_offsets(first_i + tl.arange(0, 128)[:, None], j, stride, SWIZZLED)
+    missing = tl.minimum(tl.maximum(j + 4 - tl.cdiv(SIZE, 32), 0), 3)
+    words = ((codes[:, None] >> (8 * t)) & 0xFF) * (0x01010101 >> (missing * 8))
+    tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words, mask=j < stride)
 
 
 @triton.jit
@@ -324,47 +346,55 @@ def quantize_mxfp8_128_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    TILES: tl.constexpr,
     GROUP_M: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
-    row, column = grouped_tile(128, GROUP_M)
-    if row >= M:
+    """Blocks of 128 along columns, which are transposed, or along both: TILES tiles of 128 x 128, one below the other, so that
+    codes of a column are written side by side."""
+    first, column = grouped_tile(128 * TILES, GROUP_M)
+    if first >= M:
         return
-    if PACKED:
-        quantize_words_128(
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            row,
-            column,
-            M,
-            K,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            SWIZZLED,
-            WHOLE,
-        )
-    else:
-        quantize_elements_128(
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            row,
-            column,
-            M,
-            K,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            SWIZZLED,
-        )
+    codes = tl.zeros((128,), tl.int32)
+    # The next two tiles are on their way to shared memory while this one is quantized.
+    STAGES: tl.constexpr = 3 if TILES > 1 else 1
+    for t in tl.range(1 if TILES == 1 else tl.minimum(tl.cdiv(M - first, 128), TILES), num_stages=STAGES):
+        row = first + 128 * t
+        if PACKED:
+            code = quantize_words_128(
+                x,
+                data,
+                scale_inv,
+                columnwise_data,
+                row,
+                column,
+                M,
+                K,
+                FMAX,
+                ROWWISE,
+                COLUMNWISE,
+                SWIZZLED,
+                WHOLE,
+            )
+        else:
+            code = quantize_elements_128(
+                x,
+                data,
+                scale_inv,
+                columnwise_data,
+                row,
+                column,
+                M,
+                K,
+                FMAX,
+                ROWWISE,
+                COLUMNWISE,
+                SWIZZLED,
+            )
+        codes |= code << (8 * t)
+    if COLUMNWISE:
+        store_repeated_codes(columnwise_scale_inv, codes, column, first // 32, M, TILES, SWIZZLED)
 
 
 @triton.jit
@@ -373,7 +403,6 @@ def quantize_words_128(
     data,
     scale_inv,
     columnwise_data,
-    columnwise_scale_inv,
     row,
     column,
     M,
@@ -384,7 +413,7 @@ def quantize_words_128(
     SWIZZLED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The tile at (row, column) of bf16 x: kernels/block_words.py."""
+    """The tile at (row, column) of bf16 x (kernels/block_words.py); its columns' codes."""
     x0 = load_words(x, row, column, M, K, 0, 128, WHOLE)
     x1 = load_words(x, row, column, M, K, 1, 128, WHOLE)
     x2 = load_words(x, row, column, M, K, 2, 128, WHOLE)
@@ -394,15 +423,15 @@ def quantize_words_128(
         upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
         lower_codes, lower = word_codes(row_pair_amax(x2, x3, 128), FMAX)
         codes = interleave(upper_codes & 0xFF, upper_codes >> 16, lower_codes & 0xFF, lower_codes >> 16, 128)
-        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
+        store_repeated_codes(scale_inv, codes, row, column // 32, K, 1, SWIZZLED)
     if COLUMNWISE:
         codes, columns = word_codes(column_pair_amax(x0, x1, x2, x3), FMAX)
-        codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
-        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
+        column_codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
     if ROWWISE:
         store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, 128, WHOLE)
     if COLUMNWISE:
         store_column_codes(columnwise_data, x0, x1, x2, x3, columns, row, column, M, K, 128, WHOLE)
+    return column_codes if COLUMNWISE else 0
 
 
 @triton.jit
@@ -411,7 +440,6 @@ def quantize_elements_128(
     data,
     scale_inv,
     columnwise_data,
-    columnwise_scale_inv,
     row,
     column,
     M,
@@ -421,7 +449,7 @@ def quantize_elements_128(
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):
-    """The tile at (row, column) of x of any dtype: kernels/block_tile.py."""
+    """The tile at (row, column) of x of any dtype (kernels/block_tile.py); its columns' codes."""
     x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
     # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
     if ROWWISE:
@@ -431,16 +459,16 @@ def quantize_elements_128(
         code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
     if COLUMNWISE:
         column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
-        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
         store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
         store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
         store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
         row_code = interleave(code_0, code_1, code_2, code_3, 128)
-        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
+        store_repeated_codes(scale_inv, row_code, row, column // 32, K, 1, SWIZZLED)
     if COLUMNWISE:
         store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
+    return column_code if COLUMNWISE else 0
 
 
 @triton.jit

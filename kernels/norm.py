@@ -20,21 +20,28 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_tile import larger
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
-    abs_bits,
     load_scale,
     load_tile,
-    mul_rn,
     program_count,
     rows_and_columns,
-    store_partial_amax,
     store_quantized_tile,
     store_tile,
     tile_from_the_end,
     tile_total,
 )
-from te_dynamo.kernels.launch import launch
+from te_dynamo.kernels.launch import launch, multiprocessor_count
+from te_dynamo.kernels.norm_functions import (
+    load_affine,
+    load_columns,
+    no_magnitudes,
+    normalize,
+    row_magnitudes,
+    row_statistics,
+    store_row_amax,
+)
 from te_dynamo.kernels.quantize import Tile, cast_tile, quantize_reference
 
 __all__ = [
@@ -48,8 +55,8 @@ __all__ = [
     "rms_norm_reference",
 ]
 
-ROW_PROGRAMS = 1024
-"""Programs of the row launch, so also partial amaxes. A power of two."""
+ROW_WARPS = 16
+"""Warps of the row launch a multiprocessor, all of them resident."""
 
 MAX_ROW_BYTES = 32768
 """Longest row that is held in registers; a longer one is read in pieces, several times."""
@@ -131,79 +138,6 @@ def layer_norm_quantize_reference(
     return [*([y] if keep_output else []), mean, rstd, *buffers]
 
 
-# --- device -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_columns(x, start, K, BLOCK: tl.constexpr):
-    """x[start : start + BLOCK] in fp32, zero past K."""
-    columns = start + tl.arange(0, BLOCK)
-    return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _squares(values, mean, start, K, LAYER: tl.constexpr, BLOCK: tl.constexpr):
-    """(values - mean)^2, zero past K."""
-    if LAYER:
-        values = tl.where(start + tl.arange(0, BLOCK) < K, values - mean, 0.0)
-    return mul_rn(values, values)
-
-
-@triton.jit
-def row_statistics(
-    row_start, first, K, EPS_NORM: tl.constexpr, LAYER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """(mean, rstd) of a row whose first BLOCK values are `first` (fp32); mean is 0 unless LAYER."""
-    count = K * 1.0
-    mean = 0.0
-    if LAYER:
-        total = first
-        if not ONE_BLOCK:
-            for start in range(BLOCK, K, BLOCK):
-                total += load_columns(row_start, start, K, BLOCK)
-        mean = tl.div_rn(tl.sum(total, axis=0), count)
-    total = _squares(first, mean, 0, K, LAYER, BLOCK)
-    if not ONE_BLOCK:
-        for start in range(BLOCK, K, BLOCK):
-            total += _squares(load_columns(row_start, start, K, BLOCK), mean, start, K, LAYER, BLOCK)
-    variance = tl.div_rn(tl.sum(total, axis=0), count)
-    return mean, tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + tl.full((), EPS_NORM, tl.float32)))
-
-
-@triton.jit
-def normalize(
-    x,
-    mean,
-    rstd,
-    weight,
-    bias,
-    columns,  # broadcastable to x's shape, as mean and rstd
-    K,
-    LAYER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CAST_BEFORE_WEIGHT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """y of fp32 x, rounded to DTYPE."""
-    if LAYER:
-        x = x - mean
-    if HAS_BIAS:
-        b = tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
-    if HAS_WEIGHT:
-        w = tl.load(weight + columns, mask=columns < K, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            w = w + 1.0
-        x = x * rstd
-        if CAST_BEFORE_WEIGHT:
-            x = x.to(DTYPE).to(tl.float32)
-        y = tl.fma(x, w, b) if HAS_BIAS else x * w
-    else:
-        y = tl.fma(x, rstd, b) if HAS_BIAS else x * rstd
-    return y.to(DTYPE)
-
-
 # --- kernels ------------------------------------------------------------------------------------------------
 
 
@@ -227,19 +161,17 @@ def norm_rows_kernel(
     QUANTIZE: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
-    """Statistics of every ROW_PROGRAMS-th row, then y (unfused) or the partial amax of y (QUANTIZE)."""
-    programs = tl.num_programs(0)
-    bits = tl.zeros((BLOCK,), tl.int32)
-    row_start = x + tl.program_id(0).to(tl.int64) * K
-    # The next row is on its way while this one is summed.
-    following = load_columns(row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
-    for row in range(tl.program_id(0), M, programs):
-        first = following
+    """Statistics of every num_programs-th row, then y (unfused) or the partial amax of y (QUANTIZE)."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    bits = no_magnitudes(BLOCK, DTYPE)
+    if ONE_BLOCK:
+        w, b = load_affine(weight, bias, 0, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
+    # The next two rows are on their way to shared memory while this one is summed.
+    for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=3):
         row_start = x + tl.cast(row, tl.int64) * K
-        following = load_columns(
-            row_start + tl.cast(programs, tl.int64) * K, 0, tl.where(row + programs < M, K, 0), BLOCK
-        )
+        first = load_columns(row_start, 0, K, BLOCK)
         row_mean, row_rstd = row_statistics(row_start, first, K, EPS_NORM, LAYER, ONE_BLOCK, BLOCK)
         tl.store(rstd + row, row_rstd)
         if LAYER:
@@ -247,28 +179,29 @@ def norm_rows_kernel(
         for block in range(1 if ONE_BLOCK else tl.cdiv(K, BLOCK)):
             start = block * BLOCK
             columns = start + tl.arange(0, BLOCK)
-            values = first if ONE_BLOCK else load_columns(row_start, start, K, BLOCK)
+            values = first
+            if not ONE_BLOCK:
+                values = load_columns(row_start, start, K, BLOCK)
+                w, b = load_affine(weight, bias, start, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
             result = normalize(
                 values,
                 row_mean,
                 row_rstd,
-                weight,
-                bias,
-                columns,
-                K,
+                w,
+                b,
                 LAYER,
                 HAS_WEIGHT,
                 HAS_BIAS,
                 CAST_BEFORE_WEIGHT,
                 ZERO_CENTERED,
-                x.dtype.element_ty,
+                DTYPE,
             )
             if QUANTIZE:
-                bits = tl.maximum(bits, tl.where(columns < K, abs_bits(result), 0))
+                bits = larger(bits, row_magnitudes(result, columns, K, LAYER))
             else:
                 tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:
-        store_partial_amax(partials, bits)
+        store_row_amax(partials, bits, PARTIALS, DTYPE)
 
 
 @triton.jit
@@ -309,14 +242,13 @@ def norm_cast_kernel(
         # Loaded flat: as a column, every thread would load its row's statistics once for each of its elements.
         rows = row + tl.arange(0, BLOCK_M)
         row_mean = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None] if LAYER else 0.0
+        w, b = load_affine(weight, bias, column, K, HAS_WEIGHT, HAS_BIAS, BLOCK_K)
         result = normalize(
             values,
             row_mean,
             tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None],
-            weight,
-            bias,
-            column + tl.arange(0, BLOCK_K)[None, :],
-            K,
+            w[None, :] if HAS_WEIGHT else w,
+            b[None, :] if HAS_BIAS else b,
             LAYER,
             HAS_WEIGHT,
             HAS_BIAS,
@@ -428,11 +360,13 @@ def _rows(
     rows, columns = rows_and_columns(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm["LAYER"] else x
-    partials = torch.empty(ROW_PROGRAMS, dtype=torch.float32, device=x.device) if y is None else x
-    block, warps = row_block(columns, x.element_size())
+    block, warps = row_block(columns, x.element_size(), norm["LAYER"])
+    programs = row_programs(warps, x.device)
+    count = triton.next_power_of_2(programs)
+    partials = torch.empty(count, dtype=torch.float32, device=x.device) if y is None else rstd
     launch(
         norm_rows_kernel,
-        (ROW_PROGRAMS,),
+        (programs,),
         x=x,
         **norm,
         y=x if y is None else y,
@@ -445,6 +379,7 @@ def _rows(
         QUANTIZE=y is None,
         ONE_BLOCK=columns <= block,
         BLOCK=block,
+        PARTIALS=count,
         num_warps=warps,
     )
     return mean, rstd, partials
@@ -481,7 +416,7 @@ def write_quantized(
             **buffers.pointers(unused=x),
             **quantization,
             **usage,
-            PARTIALS=ROW_PROGRAMS,
+            PARTIALS=partials.shape[0],
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,
@@ -489,9 +424,14 @@ def write_quantized(
     return y
 
 
-def row_block(columns: int, itemsize: int) -> tuple[int, int]:
-    """(block, warps) of the row launch: 32 values a thread."""
+def row_block(columns: int, itemsize: int, layer: bool) -> tuple[int, int]:
+    """(block, warps) of the row launch: 32 values a thread, 16 where it also holds weight and bias."""
     block = max(triton.next_power_of_2(columns), 32)
     if block * itemsize > MAX_ROW_BYTES:
         block = PIECE
-    return block, max(block // 1024, 1)
+    return block, min(max(block // (512 if layer else 1024), 1), 16)
+
+
+def row_programs(warps: int, device: torch.device) -> int:
+    """Programs of the row launch: ROW_WARPS warps a multiprocessor, where that is not more than eight programs."""
+    return multiprocessor_count(device) * min(ROW_WARPS // warps, 8)

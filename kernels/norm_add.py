@@ -18,18 +18,25 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.fp8 import Fp8Buffers, abs_bits, rows_and_columns, store_partial_amax
+from te_dynamo.kernels.block_tile import larger
+from te_dynamo.kernels.fp8 import Fp8Buffers, rows_and_columns
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.norm import (
-    ROW_PROGRAMS,
     layer_norm_quantize_reference,
-    load_columns,
     norm_arguments,
-    normalize,
     rms_norm_quantize_reference,
     row_block,
-    row_statistics,
+    row_programs,
     write_quantized,
+)
+from te_dynamo.kernels.norm_functions import (
+    load_affine,
+    load_columns,
+    no_magnitudes,
+    normalize,
+    row_magnitudes,
+    row_statistics,
+    store_row_amax,
 )
 from te_dynamo.kernels.quantize import Tile
 
@@ -61,16 +68,16 @@ def add_layer_norm_quantize_reference(x: torch.Tensor, residual: torch.Tensor, *
 
 @triton.jit
 def _load_sum(x, residual, start, K, BLOCK: tl.constexpr):
-    """(x + residual)[start : start + BLOCK], rounded to x's dtype, in fp32; zero past K."""
-    total = load_columns(x, start, K, BLOCK) + load_columns(residual, start, K, BLOCK)
-    return total.to(x.dtype.element_ty).to(tl.float32)
+    """(x + residual)[start : start + BLOCK], rounded to x's dtype; zero past K."""
+    total = load_columns(x, start, K, BLOCK).to(tl.float32) + load_columns(residual, start, K, BLOCK).to(tl.float32)
+    return total.to(x.dtype.element_ty)
 
 
 @triton.jit
 def _store_columns(y, values, start, K, BLOCK: tl.constexpr):
     """y[start : start + BLOCK] = values, as far as K."""
     columns = start + tl.arange(0, BLOCK)
-    tl.store(y + columns, values.to(y.dtype.element_ty), mask=columns < K)
+    tl.store(y + columns, values, mask=columns < K)
 
 
 @triton.jit
@@ -93,18 +100,17 @@ def add_norm_rows_kernel(
     ZERO_CENTERED: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
-    """h, the statistics of every ROW_PROGRAMS-th row of it, and the partial amax of their y."""
-    programs = tl.num_programs(0)
-    bits = tl.zeros((BLOCK,), tl.int32)
-    row_start = tl.program_id(0).to(tl.int64) * K
-    # The next row is on its way while this one is summed.
-    following = _load_sum(x + row_start, residual + row_start, 0, tl.where(tl.program_id(0) < M, K, 0), BLOCK)
-    for row in range(tl.program_id(0), M, programs):
-        first = following
+    """h, the statistics of every num_programs-th row of it, and the partial amax of their y."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    bits = no_magnitudes(BLOCK, DTYPE)
+    if ONE_BLOCK:
+        w, b = load_affine(weight, bias, 0, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
+    # The next two rows are on their way to shared memory while this one is summed.
+    for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=3):
         row_start = tl.cast(row, tl.int64) * K
-        next_start = row_start + tl.cast(programs, tl.int64) * K
-        following = _load_sum(x + next_start, residual + next_start, 0, tl.where(row + programs < M, K, 0), BLOCK)
+        first = _load_sum(x + row_start, residual + row_start, 0, K, BLOCK)
         _store_columns(h + row_start, first, 0, K, BLOCK)
         if not ONE_BLOCK:
             for start in range(BLOCK, K, BLOCK):
@@ -118,24 +124,25 @@ def add_norm_rows_kernel(
         for block in range(1 if ONE_BLOCK else tl.cdiv(K, BLOCK)):
             start = block * BLOCK
             columns = start + tl.arange(0, BLOCK)
-            values = first if ONE_BLOCK else load_columns(h + row_start, start, K, BLOCK)
+            values = first
+            if not ONE_BLOCK:
+                values = load_columns(h + row_start, start, K, BLOCK)
+                w, b = load_affine(weight, bias, start, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
             result = normalize(
                 values,
                 row_mean,
                 row_rstd,
-                weight,
-                bias,
-                columns,
-                K,
+                w,
+                b,
                 LAYER,
                 HAS_WEIGHT,
                 HAS_BIAS,
                 CAST_BEFORE_WEIGHT,
                 ZERO_CENTERED,
-                x.dtype.element_ty,
+                DTYPE,
             )
-            bits = tl.maximum(bits, tl.where(columns < K, abs_bits(result), 0))
-    store_partial_amax(partials, bits)
+            bits = larger(bits, row_magnitudes(result, columns, K, LAYER))
+    store_row_amax(partials, bits, PARTIALS, DTYPE)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -206,11 +213,12 @@ def _add_norm_quantize(
     h = torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm["LAYER"] else x
-    partials = torch.empty(ROW_PROGRAMS, dtype=torch.float32, device=x.device)
-    block, warps = row_block(columns, x.element_size())
+    block, warps = row_block(columns, x.element_size(), norm["LAYER"])
+    programs = row_programs(warps, x.device)
+    partials = torch.empty(triton.next_power_of_2(programs), dtype=torch.float32, device=x.device)
     launch(
         add_norm_rows_kernel,
-        (ROW_PROGRAMS,),
+        (programs,),
         x=x,
         residual=residual,
         **norm,
@@ -223,6 +231,7 @@ def _add_norm_quantize(
         EPS_NORM=eps,
         ONE_BLOCK=columns <= block,
         BLOCK=block,
+        PARTIALS=partials.shape[0],
         num_warps=warps,
     )
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)

@@ -18,18 +18,21 @@ of a column (columnwise), or 16x16 with `two_d`, whose scales rows and columns s
 ^n is rounded up to a multiple of n; what is past M, K or their blocks is zero.
 
 Rounding is to the nearest, ties to the even code; -0 keeps its sign. A NaN in x makes amax and every scale NaN, so
-that the whole tensor reads back as NaN, and so does what is multiplied by it; its code is +6, what NVIDIA's saturating
-conversion gives, and every other element's is a zero.
+that the whole tensor reads back as NaN, and so does what is multiplied by it; every code is then 0.
 
 `hadamard`: x^T is first multiplied from the right, 16 columns at a time, by diag(HADAMARD_SIGNS) H16 / 4, H16 being
 Sylvester's matrix. That matrix is orthogonal, so the product of two tensors that are both transformed along the
 contracted dimension needs no inverse. columnwise_amax is then that of the transformed tensor, and where M is no
 multiple of 16 the last block, zero past M before the transform, keeps all of its 16 outputs.
 
-`stochastic_rounding`: q is one of x * enc's two neighbours, the upper in magnitude with probability
-round(65536 t) / 65536, t the distance from the lower in steps. `random`, int32 [2] (`random_key`), is the key of the
-hash that gives every element of the data its 16 bits; columns take the key with its words exchanged. Nothing else is
-read, and the same key gives the same bits on every device.
+`stochastic_rounding`: q is one of v's two neighbours, the upper in magnitude with probability round(2^22 t) / 2^22, t the
+distance from the lower in steps, where
+
+    v = 6 min(|x| * (enc / 6), 1)                    enc / 6 as 4 (enc * (1/24)); below 1 in multiples of 2^-23
+
+`random`, int32 [2] (`random_key`), is the key of a hash of each block's number in the data, from which its elements take 22
+bits each (`random_bits`); columns take the key with its words exchanged. Nothing else is read, and the same key gives the
+same bits on every device.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels._triton import triton
+from te_dynamo.kernels.block_words import packs
+from te_dynamo.kernels.e2m1_assembly import RANDOM_STEP
 from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.nvfp4_kernels import (
@@ -141,15 +146,22 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     scale = scale.masked_fill(scale.isnan(), torch.nan).to(torch.float8_e4m3fn)  # one NaN: a CPU would keep its sign
     enc = torch.ones_like(scale_s) / (scale.to(torch.float32) * (torch.ones_like(scale_s) / scale_s))
     enc = enc.nan_to_num(nan=0.0, posinf=_FLOAT32_MAX)
-    value = (blocks * enc).flatten(2).flatten(0, 1)[:rows]
-    codes = e2m1_codes(value, None if key is None else random_bits(key, rows, blocks_wide * BLOCK // 2))
-    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
+    blocks = torch.where(amax.isnan(), torch.zeros_like(blocks), blocks)
+    if key is None:
+        code = nearest_codes(blocks * enc)
+    else:
+        bits = random_bits(key, len(blocks) * height, blocks_wide)
+        sixth = blocks * ((enc * torch.full_like(enc, 1 / 24)) * 4)
+        code = stochastic_codes(sixth, bits.reshape(blocks.shape))
+    code = code | (blocks.signbit().to(torch.uint8) << 3)
+    code = code.flatten(2).flatten(0, 1)[:rows]
+    data = (code[:, 0::2] | (code[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
 
 
-def e2m1_codes(value: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
-    """The four-bit codes, uint8, of fp32 values; NaN gives +6.
+def nearest_codes(value: torch.Tensor) -> torch.Tensor:
+    """The codes, uint8 and without their signs, of fp32 values.
 
     Below 2 the codes count halves, then ones, then twos: 0 to 7 is 0, .5, 1, 1.5, 2, 3, 4, 6.
     """
@@ -157,30 +169,32 @@ def e2m1_codes(value: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
     low, middle = magnitude < 2, magnitude < 4
     steps = torch.where(low, magnitude * 2, torch.where(middle, magnitude, magnitude * 0.5))  # exact
     offset = torch.where(low, 0.0, torch.where(middle, 2.0, 4.0))
-    if bits is None:
-        code = steps.round()  # half to even, and the offsets are even
-    else:
-        # Up if t + (r + 1/2) / 65536 >= 1; written so that no operation rounds.
-        code = steps.floor()
-        code += steps - code >= (131071 - 2 * bits).to(torch.float32) / 131072
-    code = torch.where(value.isnan(), 7.0, code + offset).to(torch.uint8)
-    return code | ((value.signbit() & ~value.isnan()).to(torch.uint8) << 3)
+    return (steps.round() + offset).to(torch.uint8)  # half to even, and the offsets are even
 
 
-def random_bits(key: torch.Tensor, rows: int, bytes_a_row: int) -> torch.Tensor:
-    """16 random bits, int64, for each element of data [rows, bytes_a_row]: [rows, 2 * bytes_a_row].
+def stochastic_codes(sixth: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """The codes, uint8 and without their signs, of six times fp32 values, rounded by 22 bits (int32) each.
 
-    A byte's number in its buffer is hashed to 32 bits, of which the low four bits' element takes the low half. The
-    mixing is a multiply-xorshift of good avalanche, the key's first word added before it, the second mixed in halfway.
+    Times 2^-126 fp32 has the exponents of e2m1, with 22 bits below each code.
+    """
+    value = sixth.abs().clamp(max=1.0) * (6 * 2.0**-126)
+    return ((value.view(torch.int32) + bits) >> 22).to(torch.uint8)
+
+
+def random_bits(key: torch.Tensor, rows: int, blocks_wide: int) -> torch.Tensor:
+    """22 random bits, int32 [rows, 16 blocks_wide], for each element of data [rows, 8 blocks_wide].
+
+    A block's number in its buffer is hashed to 32 bits by a multiply-xorshift of good avalanche, the key's first word added before
+    it, the second mixed in halfway; element i of the block takes the upper 22 of the hash times RANDOM_STEP^i.
     """
     mask = 0xFFFFFFFF
     first, second = key.to(torch.int64) & mask
-    h = torch.arange(rows * bytes_a_row, device=key.device) & mask
+    h = torch.arange(rows * blocks_wide, device=key.device).reshape(rows, blocks_wide)
     h = (h * 0x9E3779B1 + first) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
     h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & mask
-    h = h ^ (h >> 16)
-    return torch.stack([h & 0xFFFF, h >> 16], dim=-1).reshape(rows, 2 * bytes_a_row)
+    steps = torch.tensor([pow(RANDOM_STEP, i, 2**32) for i in range(BLOCK)], device=h.device)
+    return (((h[:, :, None] * steps) & mask) >> 10).to(torch.int32).flatten(1)
 
 
 def hadamard_reference(matrix: torch.Tensor, inverse: bool = False) -> torch.Tensor:
@@ -288,7 +302,7 @@ def quantize_nvfp4(
 ) -> list[torch.Tensor]:
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
 
-    x with 4-byte elements takes a launch for each usage. tile: rows and columns multiples of 128, for 2-byte elements.
+    x with 4-byte elements takes a launch for each usage. tile: rows and columns divisors or multiples of 128, for 2-byte elements.
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()
@@ -302,6 +316,9 @@ def quantize_nvfp4(
         program_count(rows, columns, block_m, block_k, x.device),
         PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(x.device),
     )
+    whole = isinstance(rows, int) and isinstance(columns, int)
+    whole = whole and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
+    words = {"PACKED": packs(x), "WHOLE": whole}
     if columnwise and hadamard:
         launch(
             hadamard_amax_kernel,
@@ -313,6 +330,7 @@ def quantize_nvfp4(
             K=columns,
             ROWWISE=rowwise,
             **shape,
+            **words,
         )
     else:
         amax_m, amax_k, amax_warps = amax_tile(columns)
@@ -352,6 +370,7 @@ def quantize_nvfp4(
             STOCHASTIC=stochastic_rounding,
             PARTIALS=PARTIALS,
             **shape,
+            **words,
         )
     return (row if rowwise else []) + (column if columnwise else [])
 

@@ -13,8 +13,11 @@ from te_dynamo.kernels.e2m1 import (
     interleave,
     load_tensor_scale,
     magnitude,
-    pack_column,
-    pack_rows,
+    multiplier_of,
+    pack_columns,
+    pack_row,
+    store_scales,
+    store_words,
 )
 from te_dynamo.kernels.fp8 import (
     abs_bits,
@@ -27,6 +30,12 @@ from te_dynamo.kernels.fp8 import (
     tile_offsets,
     tile_origin,
     tile_total,
+)
+from te_dynamo.kernels.nvfp4_words import (
+    amax_of_halves,
+    larger_transformed,
+    load_column_blocks,
+    quantize_words,
 )
 
 __all__ = ["dequantize_nvfp4_kernel", "hadamard_amax_kernel", "nvfp4_epilogue_kernel", "quantize_nvfp4_kernel"]
@@ -48,45 +57,40 @@ def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constex
 
 @triton.jit
 def hadamard_amax_kernel(
-    x, partials, columnwise_partials, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    x,
+    partials,
+    columnwise_partials,
+    M,
+    K,
+    ROWWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program."""
-    bits = tl.zeros((BLOCK_M // 16, BLOCK_K), tl.int32)
-    columnwise_bits = tl.zeros((BLOCK_M // 16, BLOCK_K), tl.int32)
-    for tile in tl.range(tl.program_id(0), tile_total(M, K, BLOCK_M, BLOCK_K), tl.num_programs(0), num_stages=1):
-        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-        turned = hadamard(values)
-        for i in tl.static_range(16):
-            if ROWWISE:
-                bits = tl.maximum(bits, abs_bits(values[i]))
-            columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned[i]))
+    G: tl.constexpr = BLOCK_M // 16
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    if PACKED:
+        most, words = tl.zeros((G, BLOCK_K // 2), tl.float32), tl.zeros((G, BLOCK_K // 2), tl.int32)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+            row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+            w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
+            most, words = larger_transformed(w, most, words, ROWWISE)
+        bits, columnwise_bits = abs_bits(amax_of_halves(words)), abs_bits(most * 0.25)
+    else:
+        bits, columnwise_bits = tl.zeros((G, BLOCK_K), tl.int32), tl.zeros((G, BLOCK_K), tl.int32)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+            row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+            values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+            turned = hadamard(values)
+            for i in tl.static_range(16):
+                if ROWWISE:
+                    bits = tl.maximum(bits, abs_bits(values[i]))
+                columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned[i]))
     if ROWWISE:
         store_partial_amax(partials, bits)
     store_partial_amax(columnwise_partials, columnwise_bits)
-
-
-@triton.jit
-def store_words(data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Writes words [BLOCK_M, BLOCK_W] at that row and word of `data`, read as int32 [M, row_words]."""
-    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_W)
-    corner = row.to(tl.int64) * row_words + column
-    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * row_words + tl.arange(0, BLOCK_W)[None, :])
-    mask = (rows < M)[:, None] & (columns < row_words)[None, :]
-    tl.store(data.to(tl.pointer_type(tl.int32)) + offsets, words, mask=mask)
-
-
-@triton.jit
-def store_scales(scale_inv, scale, row, block, M, K, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K."""
-    blocks = tl.cdiv(K, 16)
-    padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
-    rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
-    scale = tl.where((rows < M)[:, None] & (columns < blocks)[None, :], scale, 0)
-    corner = row.to(tl.int64) * padded_blocks + block
-    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
-    mask = (rows < padded_rows)[:, None] & (columns < padded_blocks)[None, :]
-    tl.store(scale_inv + offsets, scale, mask=mask)
 
 
 @triton.jit
@@ -113,54 +117,123 @@ def quantize_nvfp4_kernel(
     PARTIALS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8."""
-    G: tl.constexpr = BLOCK_M // 16
-    B: tl.constexpr = BLOCK_K // 16
+    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8.
+
+    PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles.
+    """
+    by_rows, by_columns = (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
     if ROWWISE:
-        sixth, inverse, lift, most = load_tensor_scale(partials, amax, PARTIALS)
+        by_rows = load_tensor_scale(partials, amax, PARTIALS)
     if COLUMNWISE:
-        columnwise_sixth, columnwise_inverse, columnwise_lift, columnwise_most = load_tensor_scale(
-            columnwise_partials, columnwise_amax, PARTIALS
-        )
+        by_columns = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
     first, second = 0, 0
     if STOCHASTIC:
         first, second = tl.load(random), tl.load(random + 1)
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
+    tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-        if TWO_D:
-            shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
-        if ROWWISE:
-            words, scales = (), ()
-            for i in tl.static_range(16):
-                blocks = tl.reshape(values[i], (G, B, 16))
-                block_amax = shared if TWO_D else tl.max(tl.abs(blocks), axis=2)
-                scale, enc = block_scale(block_amax, sixth, inverse, lift, most)
-                rows = row + i + 16 * tl.arange(0, G)[:, None]
-                number = rows * row_words + (column // 8 + tl.arange(0, 2 * B)[None, :])
-                scaled = tl.reshape(blocks * enc[:, :, None], (G, 2 * B, 8))
-                words += (pack_rows(scaled, number, first, second, STOCHASTIC, G, 2 * B),)
-                scales += (scale.to(tl.uint8, bitcast=True),)
-            store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B)
-            store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B)
-        if COLUMNWISE:
-            turned = hadamard(values) if HADAMARD else values
-            if TWO_D:
-                block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
-            else:
-                block_amax = magnitude(turned)
-            scale, enc = block_scale(block_amax, columnwise_sixth, columnwise_inverse, columnwise_lift, columnwise_most)
-            number = (column + tl.arange(0, BLOCK_K)[None, :]) * column_words + (
-                row // 8 + 2 * tl.arange(0, G)[:, None]
+        row, column = tile_from_the_end(index, tiles, wide, BLOCK_M, BLOCK_K)
+        if PACKED:
+            quantize_words(
+                x,
+                data,
+                scale_inv,
+                columnwise_data,
+                columnwise_scale_inv,
+                (row, column, M, K, row_words, column_words),
+                by_rows,
+                by_columns,
+                (first, second),
+                ROWWISE,
+                COLUMNWISE,
+                TWO_D,
+                HADAMARD,
+                STOCHASTIC,
+                BLOCK_M,
+                BLOCK_K,
+                WHOLE,
             )
-            low = pack_column(turned, enc, 0, number, second, first, STOCHASTIC)
-            high = pack_column(turned, enc, 8, number + 1, second, first, STOCHASTIC)
-            words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
-            store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G)
-            scale = tl.trans(scale.to(tl.uint8, bitcast=True))
-            store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G)
+        else:
+            quantize_elements(
+                x,
+                data,
+                scale_inv,
+                columnwise_data,
+                columnwise_scale_inv,
+                (row, column, M, K, row_words, column_words),
+                by_rows,
+                by_columns,
+                (first, second),
+                ROWWISE,
+                COLUMNWISE,
+                TWO_D,
+                HADAMARD,
+                STOCHASTIC,
+                BLOCK_M,
+                BLOCK_K,
+            )
+
+
+@triton.jit
+def quantize_elements(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    place,
+    by_rows,
+    by_columns,
+    key,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of x of any dtype. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
+    `load_tensor_scale`; key: the two words of `random`."""
+    G: tl.constexpr = BLOCK_M // 16
+    B: tl.constexpr = BLOCK_K // 16
+    row, column, M, K, row_words, column_words = place
+    values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
+    if TWO_D:
+        shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
+    if ROWWISE:
+        words, scales = (), ()
+        for i in tl.static_range(16):
+            block_amax = shared if TWO_D else tl.max(tl.abs(tl.reshape(values[i], (G, B, 16))), axis=2)
+            scale, enc = block_scale(block_amax, by_rows)
+            rows = row + i + 16 * tl.arange(0, G)[:, None]
+            number = rows * (row_words // 2) + (column // 16 + tl.arange(0, B)[None, :])
+            words += (
+                pack_row(
+                    values[i], multiplier_of(enc, STOCHASTIC), by_rows[4], number, key[0], key[1], STOCHASTIC, G, B
+                ),
+            )
+            scales += (scale.to(tl.uint8, bitcast=True),)
+        store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
+        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, False, False)
+    if COLUMNWISE:
+        turned = hadamard(values) if HADAMARD else values
+        if TWO_D:
+            block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
+        else:
+            block_amax = magnitude(turned)
+        scale, enc = block_scale(block_amax, by_columns)
+        columns = column + tl.arange(0, BLOCK_K)[None, :]
+        number = columns * (column_words // 2) + (row // 16 + tl.arange(0, G)[:, None])
+        multiplier = multiplier_of(enc, STOCHASTIC)
+        low, high = pack_columns(turned, multiplier, by_columns[4], number, key[1], key[0], STOCHASTIC)
+        words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
+        store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
+        scale = tl.trans(scale.to(tl.uint8, bitcast=True))
+        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, False, False)
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------

@@ -34,16 +34,22 @@ def quantize_bias_grad_reference(
 
 
 @triton.jit
+def stripe(K, BLOCK_K: tl.constexpr):
+    """(part, first column) of this program, one of those that share a stripe of BLOCK_K columns.
+
+    Programs side by side read tiles side by side, from the first row on: the last rows are in the cache at the end, where
+    launch 2 begins. Programs beyond the last stripe's have no tile: their part is past the last.
+    """
+    stripes = tl.cdiv(K, BLOCK_K)
+    return tl.program_id(0) // stripes, (tl.program_id(0) % stripes) * BLOCK_K
+
+
+@triton.jit
 def amax_column_sums_kernel(
     dy, partials, sums, M, K, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """partials[program] = an amax; sums [PARTS, K] = the sums of every PARTS-th row of tiles.
-
-    Programs side by side read tiles side by side, from the first row on: the last rows are in the cache at the end, where
-    launch 2 begins. Programs beyond the last stripe's have no tile.
-    """
-    stripes = tl.cdiv(K, BLOCK_K)
-    part, column = tl.program_id(0) // stripes, (tl.program_id(0) % stripes) * BLOCK_K
+    """partials[program] = an amax; sums [PARTS, K] = the sums of every PARTS-th row of tiles."""
+    part, column = stripe(K, BLOCK_K)
     bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for row in range(tl.where(part < PARTS, part * BLOCK_M, M), M, PARTS * BLOCK_M):

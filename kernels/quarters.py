@@ -8,7 +8,7 @@ For backward of activations, where arithmetic is the limit. In `quantize`, where
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.fp8 import tile_mask, tile_offsets
+from te_dynamo.kernels.fp8 import tile_mask, tile_offsets, widened
 
 __all__: list[str] = []
 
@@ -32,7 +32,7 @@ def quarter_mask(row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 def load_quarter(x, row, column, row_stride, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Quarter J of the tile of x [M, K] in fp32, zero outside."""
     offsets = quarter_offsets(row, column, row_stride, J, BLOCK_M, BLOCK_K)
-    return tl.load(x + offsets, mask=quarter_mask(row, column, M, K, J, BLOCK_M, BLOCK_K), other=0.0).to(tl.float32)
+    return widened(tl.load(x + offsets, mask=quarter_mask(row, column, M, K, J, BLOCK_M, BLOCK_K), other=0.0))
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def quarter_codes(x, scale, DTYPE: tl.constexpr):
         " cvt.rn.satfinite." + KIND + ".f32 high, $4, $3;"
         " mov.b32 $0, {low, high}; }"
     )
-    value = x.to(tl.float32) * scale
+    value = widened(x) * scale
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [value], dtype=tl.int8, is_pure=True, pack=4)
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "swiglu_backward_quantize",
     "swiglu_backward_quantize_reference",
     "swiglu_backward_reference",
+    "swiglu_partial_amaxes",
     "swiglu_quantize",
     "swiglu_quantize_reference",
     "swiglu_reference",
@@ -76,12 +77,14 @@ def swiglu_quantize_reference(
     power_of_two: bool,
     eps: float,
     keep_output: bool,
+    amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """`swiglu_quantize` in plain PyTorch."""
     y = swiglu_reference(gate, up)
+    amax = None if amax is None else amax.max()
     return [
         *([y] if keep_output else []),
-        *quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps),
+        *quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps, amax),
     ]
 
 
@@ -154,24 +157,17 @@ def swiglu_quantize(
     power_of_two: bool,
     eps: float,
     keep_output: bool,
+    amax: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """[swiglu(gate, up)?, data?, transpose?, scale_inv], equal to `swiglu` then `quantize`."""
+    """[swiglu(gate, up)?, data?, transpose?, scale_inv], equal to `swiglu` then `quantize`.
+
+    amax (fp32, a power of two of partial ones), where the caller knows it, saves a launch and a read of both. `tile`
+    overrides the cast's.
+    """
     sizes = sizes_of(gate, up)
     rows, columns = sizes["M"], sizes["K"]
-    partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
-    block_m, block_k, warps = amax_tile(columns)
-    launch(
-        swiglu_amax_kernel,
-        (PARTIALS,),
-        gate=gate,
-        up=up,
-        partials=partials,
-        **sizes,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
+    partials = swiglu_partial_amaxes(gate, up) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise)
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, FORWARD_TILE)
@@ -188,12 +184,31 @@ def swiglu_quantize(
             **buffers.pointers(unused=gate),
             **buffers.constants(power_of_two, eps),
             **usage,
-            PARTIALS=PARTIALS,
+            PARTIALS=partials.shape[0],
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,
         )
     return [*([y] if keep_output else []), *buffers.as_list()]
+
+
+def swiglu_partial_amaxes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """fp32 [PARTIALS], whose maximum is the amax of `swiglu(gate, up)`."""
+    sizes = sizes_of(gate, up)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
+    block_m, block_k, warps = amax_tile(sizes["K"])
+    launch(
+        swiglu_amax_kernel,
+        (PARTIALS,),
+        gate=gate,
+        up=up,
+        partials=partials,
+        **sizes,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return partials
 
 
 def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

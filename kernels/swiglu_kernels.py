@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.activation import activate, activate_backward
+from te_dynamo.kernels.activation_functions import activate, activate_backward
 from te_dynamo.kernels.fp8 import (
     abs_bits,
     amaxes_of_four,

@@ -2,27 +2,32 @@
 
 `lower` leaves a GEMM that such a kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
 writes `extern_kernels.te_gemm(a, ..., out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
+Of several results none is planned: the function allocates and returns them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
+from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, columns_specialized_out
 from te_dynamo.kernels.gemm_specialized import (
     gemm_specialized_out,
     runs_specialized,
     stacked_runs_specialized,
     stacked_specialized_out,
 )
+from te_dynamo.kernels.gemm_swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
 from te_dynamo.ops.gemm import gemm
 from te_dynamo.ops.gemm_block import gemm_block
+from te_dynamo.ops.gemm_grouped import gemm_grouped_columns
+from te_dynamo.ops.gemm_swiglu import gemm_swiglu
 from te_dynamo.ops.stacked import gemm_stacked
 
 __all__ = ["is_extern", "register"]
@@ -30,13 +35,16 @@ __all__ = ["is_extern", "register"]
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:
-    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias,] out_dtype, *flags).
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs,] [out_dtype,] *flags).
 
     name:     of the function in Inductor's code.
-    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias?, **keywords, out=...).
-    runs:     of (a, b, *flags): whether it is the fastest there.
+    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, **keywords, out=...).
+    runs:     of (a, b, [offs,] *flags): whether it is the fastest there.
     keywords: of (*flags): what it is told of them.
-    tensors:  how many arguments come before out_dtype.
+    tensors:  how many arguments come first.
+    grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
+    planned:  whether the result is one tensor of out_dtype, written to `out`. Else there is neither: the function returns
+              the operation's several results.
     """
 
     name: str
@@ -44,10 +52,16 @@ class _Extern:
     runs: Callable[..., bool]
     keywords: Callable[..., dict[str, Any]]
     tensors: int = 5
+    grouped: bool = False
+    planned: bool = True
+
+    def flags(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Those of an operation's arguments."""
+        return arguments[self.tensors + self.planned :]
 
 
 _EXTERNS = {
-    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {}),
+    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {"fast": fast_accum}),
     gemm_block: _Extern(
         "te_gemm_block",
         gemm_block_specialized_out,
@@ -60,6 +74,21 @@ _EXTERNS = {
         lambda a, b, fast_accum, along, segments: stacked_runs_specialized(a, b, fast_accum, along),
         lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
         tensors=4,
+    ),
+    gemm_swiglu: _Extern(
+        "te_gemm_swiglu",
+        gemm_swiglu_specialized,
+        lambda a, b, fast_accum, gate: swiglu_runs_specialized(a, b, fast_accum),
+        lambda fast_accum, gate: {"fast": fast_accum, "gate": gate},
+        tensors=4,
+        planned=False,
+    ),
+    gemm_grouped_columns: _Extern(
+        "te_gemm_grouped_columns",
+        columns_specialized_out,
+        columns_run_specialized,
+        lambda fast_accum: {"fast": fast_accum},
+        grouped=True,
     ),
 }
 
@@ -74,8 +103,9 @@ def is_extern(node: torch.fx.Node) -> bool:
     if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
     extern = _EXTERNS[node.target]
-    a, b = (operand.meta["val"] for operand in (node.args[0], node.args[2]) if isinstance(operand, torch.fx.Node))
-    return extern.runs(a, b, *node.args[extern.tensors + 1 :])
+    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []))]
+    values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
+    return extern.runs(*values, *extern.flags(node.args))
 
 
 @functools.cache
@@ -89,22 +119,30 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.select_algorithm import extern_kernels
+    from torch._inductor.virtualized import V
 
     setattr(extern_kernels, extern.name, extern.call)
     opaque = fallback_handler(operation)
 
     @register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
-        a, _, b = arguments[:3]
-        out_dtype, *flags = arguments[extern.tensors :]
+        a = arguments[0]
         if not kernels_available(a.get_device()).ok:
             return opaque(*arguments)
         operands = [x for x in arguments[: extern.tensors] if x is not None]
-        call = ir.ExternKernelOut(
-            layout=ir.FixedLayout(a.get_device(), out_dtype, [a.get_size()[0], b.get_size()[0]]),
-            inputs=[ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands],
-            kwargs=extern.keywords(*flags),
-            python_kernel_name=f"extern_kernels.{extern.name}",
-            op_overload=operation,
+        call: dict[str, Any] = {
+            "inputs": [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands],
+            "kwargs": extern.keywords(*extern.flags(arguments)),
+            "python_kernel_name": f"extern_kernels.{extern.name}",
+            "op_overload": operation,
+        }
+        if extern.planned:
+            size = [operands[i].get_size()[0] for i in ((4, 0, 2) if extern.grouped else (0, 2))]
+            layout = ir.FixedLayout(a.get_device(), arguments[extern.tensors], size)
+            return ir.TensorBox.create(ir.ExternKernelOut(layout=layout, **call))
+        results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=a.get_device()), **call)
+        layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in V.graph.current_node.meta["val"]]
+        return tuple(
+            ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
+            for i, layout in enumerate(layouts)
         )
-        return ir.TensorBox.create(call)

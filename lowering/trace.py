@@ -83,7 +83,6 @@ def _expression(size: Any) -> Any:
 
 
 def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
-    from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
     launches = _launches(node)
@@ -95,11 +94,14 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
     values = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node)]
-    trace = make_fx(dispatch_functionalize(implementation), select_decomp_table(), tracing_mode="real")
     try:
         with _fake_mode_of(values):
-            traced = trace(*values)
-        _drop_dead_views(traced.graph)
+            # Launches that write their buffers, which nothing else knows yet, stay what they are: made functional, Inductor would
+            # trace every one of them again to undo that. No pass between this and code generation drops what has no reader.
+            traced = _traced(implementation, values)
+            if launches_in_place(node) is not None or any(_writes(n) for n in traced.graph.nodes):
+                traced = _traced(dispatch_functionalize(implementation), values)
+                traced.graph.eliminate_dead_code()  # views of a tensor before it was written
     except Exception as error:
         raise LoweringError(f"{node.target} could not be lowered{where(node)}: {error}") from error
     if any(n.op == "get_attr" for n in traced.graph.nodes):
@@ -107,11 +109,15 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
     return traced
 
 
-def _drop_dead_views(graph: Graph) -> None:
-    """Making a launch that writes its argument functional leaves views of what it had not written yet. Launches stay, read or not."""
-    for node in reversed(graph.nodes):
-        if not node.users and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-            graph.erase_node(node)
+def _traced(function: Callable[..., Any], values: list[Any]) -> GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return make_fx(function, select_decomp_table(), tracing_mode="real")(*values)
+
+
+def _writes(node: Node) -> bool:
+    """Whether an aten operation writes in place, as an operation's class may have it: `output.add_(extra)`."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _launches(node: Node) -> Callable[..., Any]:
@@ -159,18 +165,13 @@ def _copy_into(graph: Graph, traced: GraphModule, node: Node, inputs: list[Node]
                 copied = graph.node_copy(original, lambda n: copies[n])
             copied.meta = {**kept, **original.meta}
             if again and "val" in original.meta:
-                copied.meta["val"] = _value(copied, original.meta["val"])
+                copied.meta["val"] = _value(copied)
             copies[original] = copied
     return copies
 
 
-def _value(node: Node, like: Any) -> Any:
-    """A fake result of its own, as `like`: Inductor takes nodes that share a storage for views of one buffer."""
-    if isinstance(like, dict):  # of a launch: what it writes, by the names of the arguments
-        return {
-            name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            for name, value in like.items()
-        }
+def _value(node: Node) -> Any:
+    """A fake result of its own: Inductor takes nodes that share a storage for views of one buffer."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     assert callable(node.target)
     value: Any = node.target(*args, **kwargs)

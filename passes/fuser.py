@@ -5,7 +5,7 @@ Three kinds, by what they may assume:
 
     joint     sees forward and backward in one graph, before they are divided; only the pair of halves must be right.
     forward   sees a forward or inference graph; what it saves must suit the unfused backward
-    backward  sees a backward graph; must take what the unfused forward saved
+    backward  sees a backward or inference graph; must take what the unfused forward saved
 
 Shipped fusions run first, then registered ones in the order of their registration. Each is run until it fires no more, so
 order inside a fusion file does not matter; running the fuser twice changes nothing.

@@ -1,8 +1,9 @@
 """te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`."""
 
-from te_dynamo import ops, recipe, testing
+from te_dynamo import nn, ops, recipe, testing
 from te_dynamo.capture import capture
 from te_dynamo.explain import explain
+from te_dynamo.freeze import freeze, invalidate, unfreeze
 from te_dynamo.fusion_registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -51,6 +52,9 @@ __all__ = [
     "TensorProto",
     "capture",
     "explain",
+    "freeze",
+    "invalidate",
+    "nn",
     "ops",
     "recipe",
     "register_backward_fusion",
@@ -58,5 +62,6 @@ __all__ = [
     "register_forward_fusion",
     "testing",
     "to_tensor_proto",
+    "unfreeze",
     "unregister_fusion",
 ]

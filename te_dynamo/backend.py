@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule
 
 from te_dynamo.cache_key import cache_key
 from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.lower import lower
@@ -37,7 +38,9 @@ from te_dynamo.passes.operations import fuse_operations
 from te_dynamo.passes.recompute import save_products_only
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
+from te_dynamo.passes.workspaces import use_workspaces, weights_read
 from te_dynamo.report import Report
+from te_dynamo.weight_cache import WeightSupply
 
 __all__ = ["te"]
 
@@ -111,10 +114,24 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     match(gm, compilation.options, compilation.report, example_inputs)
     if compilation.options.fusions:
         fuse_operations(gm, compilation.options, compilation.report)
+    options = compilation.options
+    _watch_for_freezing(gm, example_inputs)
+    supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     compilation.record("match", gm.graph)
     _warn_if_emulated(compilation.report, gm)
-    compiler = _compile_with_inductor if compilation.options.codegen == "inductor" else _compile_eager
-    return compiler(gm, example_inputs, compilation)
+    compiler = _compile_with_inductor if options.codegen == "inductor" else _compile_eager
+    if supplied is None:
+        return compiler(gm, example_inputs, compilation)
+    compiled = compiler(gm, [*(example_inputs[i] for i in supplied.kept), *supplied.buffers], compilation)
+    by_step, check = options.weight_cache == "step", options.weight_cache_check
+    return WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
+
+
+def _watch_for_freezing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a weight of it."""
+    code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
+    if code:
+        watch(code[0], weights_read(gm, example_inputs))
 
 
 def _private_copy(gm: GraphModule) -> GraphModule:

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from te_dynamo.capture import capture
-from te_dynamo.report import MatchRecord, Report
+from te_dynamo.report import MatchRecord, Report, WorkspaceRecord
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -58,17 +58,20 @@ class Explanation:
         """One line: coverage, recipes, counts."""
         matched = [match for match in self.linears if match.matched]
         recipes = ", ".join(dict.fromkeys(match.recipe for match in matched if match.recipe)) or "no recipe"
+        kept = sum(weight.nbytes for weight in self._kept_weights())
+        weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
         return (
             f"coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
-            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}"
+            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: "coverage", "linears", "norms_activations", "fusions", "lowered", "graph_breaks",
+        """Plain data: "coverage", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
         "graphs", "notes".
 
-        "linears" and "norms_activations" hold MatchRecord's fields; "graphs" is the number of Dynamo graphs.
+        "linears" and "norms_activations" hold MatchRecord's fields, "weights" WorkspaceRecord's: the quantized weights that are
+        kept between calls; "graphs" is the number of Dynamo graphs.
         """
         return {
             "coverage": self.coverage,
@@ -81,6 +84,7 @@ class Explanation:
                 {"phase": phase, "op": op, "runs": runs, "count": count}
                 for (phase, op, runs), count in self._lowered().items()
             ],
+            "weights": [dataclasses.asdict(weight) for weight in self._kept_weights()],
             "graph_breaks": [dataclasses.asdict(stop) for stop in self.graph_breaks],
             "graphs": len(self.reports),
             "notes": [note for report in self.reports for note in report.notes],
@@ -103,6 +107,10 @@ class Explanation:
             for phase, fusion, count in report.fusions:
                 counts[phase, fusion] += count
         return counts
+
+    def _kept_weights(self) -> list[WorkspaceRecord]:
+        """Each once, though several graphs read it."""
+        return list(dict.fromkeys(weight for report in self.reports for weight in report.workspaces))
 
     def _lowered(self) -> Counter[tuple[str, str, str]]:
         return Counter(row for report in self.reports for row in report.lowered)
@@ -129,6 +137,11 @@ class Explanation:
                 "lowered",
                 ("phase", "te op", "runs", "times"),
                 ((*key, count) for key, count in self._lowered().items()),
+            ),
+            (
+                "quantized weights",
+                ("weight", "held as", "MiB", "kept"),
+                map(_weight_row, self._kept_weights()),
             ),
             (
                 "graph breaks",
@@ -252,6 +265,10 @@ def _linear_row(match: MatchRecord) -> tuple[str, ...]:
         match.recipe if match.matched else "left",
         match.reason,
     )
+
+
+def _weight_row(weight: WorkspaceRecord) -> tuple[str, ...]:
+    return weight.weight, weight.quantizer, f"{weight.nbytes / 2**20:.2f}", weight.kept
 
 
 def _other_row(match: MatchRecord) -> tuple[str, ...]:

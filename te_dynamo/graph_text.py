@@ -146,6 +146,8 @@ class _Printer:
             name, text = self._names[node], "input"
         else:
             text, base = self._call(node)
+            if "kernel_idx" in node.kwargs and "tensors_to_clone" not in node.kwargs:  # a launch that writes in place
+                return f"{self._type(_written(node))} = {text}"
             name = self._name(node, base)
         value = _value(node)
         if value is _UNKNOWN:
@@ -295,6 +297,17 @@ class _Printer:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value", _UNKNOWN))
+
+
+def _written(launch: fx.Node) -> dict[str, Any]:
+    """The tensors that a launch writes, by the names of the kernel's arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    kwargs: Any = launch.kwargs
+    values = {name: _value(arg) if isinstance(arg, fx.Node) else arg for name, arg in kwargs["kwargs"].items()}
+    metadata = kwargs["tma_descriptor_metadata"]
+    written = get_mutated_tensors(kwargs["kernel_idx"], kwargs["constant_args_idx"], values, metadata)
+    return {name: values[name] for name in written}
 
 
 def _is_projection(node: fx.Node) -> bool:

@@ -14,7 +14,8 @@ from te_dynamo.recipe import Recipe
 __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
-_OWN = ("recipe", "rules", "codegen", "fusions", "low_memory")
+_WEIGHT_CACHES = (None, "step")
+_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Options:
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
     fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
               each those to leave out.
+    weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
+    weight_cache_check: compares what is kept with the weights before each call, for debugging.
     low_memory: orders backward by what is alive, and makes columnwise copies late: less memory at a step's peak, for a little
               more time.
     inductor: options passed on to Inductor, a mode's included.
@@ -36,6 +39,8 @@ class Options:
     rules: tuple[tuple[str, Recipe | None], ...] = ()
     codegen: str = "inductor"
     fusions: bool | tuple[str, ...] = True
+    weight_cache: str | None = None
+    weight_cache_check: bool = False
     low_memory: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
 
@@ -47,20 +52,27 @@ class Options:
         codegen = options.get("codegen", "inductor")
         if codegen not in _CODEGENS:
             raise InvalidOptionError.unknown("codegen", codegen, _CODEGENS)
+        weight_cache = options.get("weight_cache")
+        if weight_cache not in _WEIGHT_CACHES:
+            raise InvalidOptionError.unknown("weight_cache", weight_cache, _WEIGHT_CACHES)
         return cls(
             recipe=_recipe(options.get("recipe", "float8_current_scaling")),
             rules=_rules(options.get("rules", ())),
             codegen=codegen,
             fusions=_fusions(options.get("fusions", True)),
-            low_memory=_low_memory(options.get("low_memory", False)),
+            weight_cache=weight_cache,
+            weight_cache_check=_flag("weight_cache_check", options),
+            low_memory=_flag("low_memory", options),
             inductor=tuple(sorted(inductor.items())),
         )
 
     def recipe_for(self, module_path: str) -> tuple[Recipe | None, str]:
-        """(recipe, why) of the linear at `module_path`; why is the reason when the recipe is None, else ""."""
+        """(recipe, why) of the linear at `module_path`; why is the rule that chose it, or the reason when the recipe is None."""
         for pattern, chosen in self.rules:
             if re.search(pattern, module_path):
-                return chosen, "" if chosen is not None else f"rule {pattern!r} leaves it in the model's precision"
+                return chosen, f"rule {pattern!r} " + (
+                    "leaves it in the model's precision" if chosen is None else "chooses it"
+                )
         return self.recipe, "" if self.recipe is not None else "recipe is None"
 
 
@@ -113,9 +125,10 @@ def _fusions(value: Any) -> bool | tuple[str, ...]:
     return tuple(value)
 
 
-def _low_memory(value: Any) -> bool:
+def _flag(name: str, options: Mapping[str, Any]) -> bool:
+    value = options.get(name, False)
     if not isinstance(value, bool):
-        raise InvalidOptionError(f"te_dynamo: option 'low_memory' takes True or False, got {value!r}")
+        raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["MatchRecord", "Report"]
+__all__ = ["MatchRecord", "Report", "WorkspaceRecord"]
 
 
 @dataclasses.dataclass
@@ -35,6 +35,22 @@ class MatchRecord:
     groups: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkspaceRecord:
+    """One quantized weight that is kept between calls.
+
+    weight:    its name, or the names of those that are one stack.
+    quantizer: how it is held, "e4m3[row]".
+    nbytes:    what it takes.
+    kept:      "for a step", "frozen", or "in place of its values" of a frozen weight that was dropped.
+    """
+
+    weight: str
+    quantizer: str
+    nbytes: int
+    kept: str
+
+
 @dataclasses.dataclass
 class Report:
     """All records of one compiled graph."""
@@ -44,4 +60,5 @@ class Report:
     """(phase, name of the fusion, times applied); of a fusion of operations the class that it made"""
     lowered: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """(phase, te op, what runs it: a kernel's name or "reference")"""
+    workspaces: list[WorkspaceRecord] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)

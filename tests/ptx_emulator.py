@@ -5,26 +5,26 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import torch
 
 __all__ = ["PtxEmulator"]
 
 
 class PtxEmulator:
-    """Arguments are $1, $2, ...; registers hold uint32 patterns. Knows the instructions of kernels/e2m1.py."""
+    """Outputs are $0, $1, ..., then come the arguments. Registers hold uint32 patterns, of 64 bits uint64. Knows the instructions
+    of kernels/e2m1_assembly.py, block_words.py and gemm_swiglu.py."""
 
-    def __init__(self, arguments: list[np.ndarray]) -> None:
-        self.registers = {f"${index + 1}": value.view(np.uint32) for index, value in enumerate(arguments)}
+    def __init__(self, arguments: list[np.ndarray], outputs: int = 1) -> None:
+        self.registers = {f"${outputs + index}": value.view(np.uint32) for index, value in enumerate(arguments)}
         self.count = len(arguments[0])
+        self.outputs = outputs
 
-    def run(self, text: str) -> np.ndarray:
-        text = re.sub(r"//[^\n]*", "", text).strip("{} \n")
-        for statement in filter(None, (part.strip() for part in text.split(";"))):
+    def run(self, text: str) -> list[np.ndarray]:
+        """The outputs' patterns."""
+        for statement in filter(None, (part.strip() for part in text.strip("{} \n").split(";"))):
             if not statement.startswith(".reg"):
-                name, operands = statement.split(None, 1)
-                target, *sources = (operand.strip() for operand in operands.split(","))
-                with np.errstate(all="ignore"):
-                    self.registers[target] = self.execute(name, [self.value(s) for s in sources])
-        return self.registers["$0"]
+                self.execute(*statement.split(None, 1))
+        return [self.registers[f"${index}"] for index in range(self.outputs)]
 
     def value(self, operand: str) -> np.ndarray:
         if operand in self.registers:
@@ -32,12 +32,37 @@ class PtxEmulator:
         number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
         return np.full(self.count, number, np.uint32)
 
-    def execute(self, name: str, values: list[np.ndarray]) -> np.ndarray:
+    def execute(self, name: str, operands: str) -> None:
+        target, rest = re.match(r"(\{[^}]*\}|[^,]*),\s*(.*)", operands).groups()
+        if target.startswith("{"):
+            low, high = target.strip("{}").split(",")
+            value = self.value(rest.strip())
+            self.registers[low.strip()], self.registers[high.strip()] = (
+                value & np.uint32(0xFFFF),
+                value >> np.uint32(16),
+            )
+        elif rest.startswith("{"):
+            low, high = (self.value(part.strip()).astype(np.uint64) for part in rest.strip("{}").split(","))
+            self.registers[target] = low | high << np.uint64(32)
+        else:
+            values = [self.value(operand.strip()) for operand in rest.split(",")]
+            with np.errstate(all="ignore"):
+                self.registers[target] = self.result(name, values)
+
+    def result(self, name: str, values: list[np.ndarray]) -> np.ndarray:
         operation = name.split(".")[0]
-        if name in ("mov.b32", "mov.f32"):
+        if operation == "mov" or name == "cvt.u32.u16":
             return values[0]
-        if (operation in ("fma", "min", "abs") and name.endswith("f32")) or name in ("add.rn.f32", "add.rz.f32"):
-            return self.floating(name, *(value.view(np.float32) for value in values)).view(np.uint32)
+        if operation == "cvt":
+            return conversion(name, values)
+        if name.endswith("bf16x2"):
+            return bf16_pairs(name, *values)
+        if name.endswith("f32"):
+            return floating(name, *(value.view(np.float32) for value in values)).view(np.uint32)
+        if name.endswith("u16x2"):
+            return np.maximum(*(value.view(np.uint16) for value in values)).view(np.uint32)
+        if operation == "prmt":
+            return permuted(*values)
         wide = [value.astype(np.uint64) for value in values]
         result = {
             "add": lambda a, b: a + b,
@@ -46,23 +71,88 @@ class PtxEmulator:
             "mad": lambda a, b, c: a * b + c,
             "and": lambda a, b: a & b,
             "or": lambda a, b: a | b,
-            "xor": lambda a, b: a ^ b,
             "shl": lambda a, b: a << b,
             "shr": lambda a, b: a >> b,
             "shf": lambda low, high, n: (high << n) | (low >> (np.uint64(32) - n)),
-            "min": lambda a, b: np.minimum(a, b),  # of positive numbers only
+            "lop3": lambda a, b, c, table: (a & c) | (b & ~c),  # of 0xE4
         }[operation](*wide)
+        assert operation != "lop3" or (values[3] == 0xE4).all()
         return (result & np.uint64(0xFFFFFFFF)).astype(np.uint32)
 
-    @staticmethod
-    def floating(name: str, *values: np.ndarray) -> np.ndarray:
-        if name == "abs.f32":
-            return np.abs(values[0])
-        if name == "min.f32":
-            return np.fmin(*values)  # drops NaN, as PTX's does
-        exact = values[0].astype(np.float64)
-        exact = exact * values[1] + values[2] if name.startswith("fma") else exact + values[1]
-        rounded = exact.astype(np.float32)
-        if ".rz" in name:
-            rounded = np.where(rounded > exact, np.nextafter(rounded, np.float32(0)), rounded)
-        return rounded
+
+def floating(name: str, *values: np.ndarray) -> np.ndarray:
+    operation = name.split(".")[0]
+    if operation == "abs":
+        return np.abs(values[0])
+    if operation == "neg":
+        return -values[0]
+    if operation == "rcp":
+        return (1 / values[0].astype(np.float64) * (1 - 2.0**-23)).astype(np.float32)  # off by an ulp, as may be
+    if operation in ("min", "max"):
+        drops_nan, keeps_nan = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[operation]
+        return (keeps_nan if ".NaN" in name else drops_nan)(*values)
+    exact = [value.astype(np.float64) for value in values]
+    rounded = {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "fma": lambda a, b, c: a * b + c,
+    }[operation](*exact).astype(np.float32)
+    return np.where(rounded > 0, np.fmin(rounded, 1), 0).astype(np.float32) if ".sat" in name else rounded
+
+
+def bf16_pairs(name: str, *words: np.ndarray) -> np.ndarray:
+    """Two bf16 a word."""
+    if ".xorsign" in name:
+        return larger_magnitudes(name, *words)
+    # As the upper half of fp32; rounded once to nearest even from the exact result (but for denormals).
+    halves = [(word << np.uint32(16), word & np.uint32(0xFFFF0000)) for word in words]
+    low, high = (
+        bf16(name, *(half.view(np.float32).astype(np.float64) for half in each)) for each in zip(*halves, strict=True)
+    )
+    return high | low >> np.uint32(16)
+
+
+def bf16(name: str, *values: np.ndarray) -> np.ndarray:
+    result = {
+        "fma.rn.bf16x2": lambda a, b, c: a * b + c,
+        "mul.rn.bf16x2": lambda a, b: a * b,
+        "max.NaN.bf16x2": np.maximum,
+    }[name](*values)
+    bits = result.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))).astype(np.uint32)
+    return np.where(np.isnan(result), np.uint32(0x7FC00000), rounded) & np.uint32(0xFFFF0000)
+
+
+def larger_magnitudes(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """max{.NaN}.xorsign.abs: the larger magnitude under the product of the signs."""
+    assert name in ("max.xorsign.abs.bf16x2", "max.NaN.xorsign.abs.bf16x2")
+    a, b = a.view(np.uint16), b.view(np.uint16)
+    sign, magnitudes = (a ^ b) & np.uint16(0x8000), [a & np.uint16(0x7FFF), b & np.uint16(0x7FFF)]
+    nan = [magnitude > 0x7F80 for magnitude in magnitudes]
+    larger = np.maximum(*magnitudes)
+    if ".NaN" not in name:
+        larger = np.where(nan[0], magnitudes[1], np.where(nan[1], magnitudes[0], larger))
+    return (sign | larger).astype(np.uint16).view(np.uint32)
+
+
+def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    places, both = int(selector[0]), np.stack([a, b], axis=-1).view(np.uint8)
+    return np.stack([both[:, places >> 4 * index & 7] for index in range(4)], axis=-1).view(np.uint32)[:, 0]
+
+
+def conversion(name: str, values: list[np.ndarray]) -> np.ndarray:
+    if name == "cvt.rn.satfinite.e4m3x2.f32":
+        high, low = (e4m3(value.view(np.float32)) for value in values)
+        return high << np.uint32(8) | low
+    if name == "cvt.rn.f16x2.e4m3x2":
+        codes = torch.from_numpy(np.stack([values[0] & 0xFF, values[0] >> 8], axis=-1).astype(np.uint8))
+        return codes.view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint32)[:, 0]
+    assert name == "cvt.f32.f16"
+    return values[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+
+
+def e4m3(value: np.ndarray) -> np.ndarray:
+    """Saturating codes; NaN's is 0x7F."""
+    codes = torch.from_numpy(value.clip(-448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return np.where(np.isnan(value), 0x7F, codes).astype(np.uint32)

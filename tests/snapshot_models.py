@@ -189,6 +189,6 @@ def launches(text: str) -> str:
 
     Grids, tile sizes and the other arguments are left out: they belong to the kernels, and change with them.
     """
-    found = re.findall(r"^\S+: \{(.*)\} = triton\.(\w+)\[", text, re.MULTILINE)
+    found = re.findall(r"^(?:\S+: )?\{(.*)\} = triton\.(\w+)\[", text, re.MULTILINE)
     names = [(kernel, ", ".join(re.findall(r"(\w+): ", written))) for written, kernel in found]
     return "\n".join(f"{kernel} -> {written}" for kernel, written in names)

@@ -83,3 +83,19 @@ def test_environment_names_what_it_ran_on(train_blocks: ModuleType) -> None:
     assert facts["torch"] == torch.__version__
     assert set(facts) >= {"device", "driver", "cuda", "triton", "commit", "date"}
     assert environment.device_slug({"device": "NVIDIA H200"}) == "nvidia-h200"
+
+
+@pytest.mark.slow
+def test_frozen_models_beside_bf16(train_blocks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    inference = pytest.importorskip("inference")
+    models = pytest.importorskip("models")
+    monkeypatch.setitem(inference.CASES, "tiny", ("tiny", inference.layers(2, lambda: models.GatedMLP(32, 64))))
+    names = ["bf16", "float8_current_scaling, frozen", "float8_block_scaling, frozen", "no recipe, frozen"]
+    recipes = ["float8_current_scaling", "float8_block_scaling", "no recipe"]
+    rows = inference.measure("tiny", [1, 4], names, recipes, rounds=2, device="cpu")
+    assert [row.tokens for row in rows] == [1] * 4 + [4] * 4
+    assert rows[0].plain_ratio == 1.0 and rows[0].output_error == 0.0
+    assert all(0 < row.output_error < 0.2 and row.plain_us for row in (rows[1], rows[2]))
+    assert rows[3].plain_us is None and "unknown recipe" in rows[3].error
+    table = [line for line in inference.markdown({"device": "CPU"}, rows, 2).splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows) and {line.count("|") for line in table} == {9}

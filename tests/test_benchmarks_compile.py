@@ -55,18 +55,22 @@ def test_every_launch_of_inductors_code_is_counted(step_profile: ModuleType, mon
     from torch._inductor.select_algorithm import extern_kernels
 
     monkeypatch.setattr(CachingAutotuner, "run", lambda self, *args, **kwargs: "ran")
-    monkeypatch.setattr(extern_kernels, "te_test_mm", lambda a, b, out: "multiplied", raising=False)
+    made = torch.zeros(3)
+    monkeypatch.setattr(
+        extern_kernels, "te_test_mm", lambda a, b, out=None: made if out is None else None, raising=False
+    )
     kernel: Any = SimpleNamespace(
         fn=SimpleNamespace(__name__="quantize_cast_kernel"), triton_meta={"signature": {"x": "*bf16", "M": "i32"}}
     )
     x = torch.zeros(16, dtype=torch.bfloat16)
     with step_profile.count_traffic() as traffic:
         assert [CachingAutotuner.run(kernel, x, 4, stream=0) for _ in range(2)] == ["ran"] * 2
-        assert extern_kernels.te_test_mm(x, torch.zeros(4), out=torch.zeros(2)) == "multiplied"
+        assert extern_kernels.te_test_mm(x, torch.zeros(4), out=torch.zeros(2)) is None
+        assert extern_kernels.te_test_mm(x, torch.zeros(4)) is made, "one that allocates what it returns"
     CachingAutotuner.run(kernel, x, 4, stream=0)
     extern_kernels.te_test_mm(x, x, out=x)
-    assert traffic.kernels == {"quantize_cast_kernel": (2, 64), "extern_kernels.te_test_mm": (1, 32 + 16 + 8)}
-    assert traffic.total() == 120 and traffic.total(products_only=True) == 56
+    assert traffic.kernels == {"quantize_cast_kernel": (2, 64), "extern_kernels.te_test_mm": (2, 56 + 60)}
+    assert traffic.total() == 180 and traffic.total(products_only=True) == 116
 
 
 def test_step_table_has_a_line_a_provider_and_a_kernel(step_profile: ModuleType) -> None:

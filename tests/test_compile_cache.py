@@ -52,9 +52,19 @@ PROGRAM = textwrap.dedent(
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = torch.compile(MLP().to(device, torch.bfloat16), backend="te", options=options)
-    model(torch.randn(16, 32, device=device, dtype=torch.bfloat16)).float().square().sum().backward()
+    frozen = options.pop("frozen", False)
+    mlp = MLP().to(device, torch.bfloat16)
+    if frozen:
+        te_dynamo.freeze(mlp, drop_weights=True).requires_grad_(False)
+    model, x = torch.compile(mlp, backend="te", options=options), torch.randn(16, 32, device=device, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(2):
+        loss = model(x).float().square().sum()
+        losses.append(loss.item())
+        if not frozen:
+            loss.backward()
     print(json.dumps({
+        "losses": losses,
         "fx_hit": counters["inductor"]["fxgraph_cache_hit"], "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
         "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
         "aot_hit": counters["aot_autograd"]["autograd_cache_hit"],
@@ -104,6 +114,15 @@ def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
 
     again = compile_in_new_process(tmp_path)
     assert (again["aot_hit"], again["aot_miss"]) == (1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"weight_cache": "step"}, {"frozen": True}], ids=["step", "frozen"])
+def test_kept_weights_are_supplied_to_what_a_cache_gives(tmp_path: Path, options: dict[str, Any]) -> None:
+    cold, warm = (compile_in_new_process(tmp_path, **options) for _ in range(2))
+    assert (cold["aot_hit"], cold["aot_miss"], cold["aot_bypass"]) == (0, 1, 0)
+    assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
+    assert warm["losses"] == cold["losses"] and len(set(cold["losses"])) == 1
 
 
 @pytest.mark.gpu

@@ -89,4 +89,4 @@ def test_the_demo_fails_on_a_loss_that_is_not_close(loss: float, close: bool, mo
     reference = Run("bf16", [3.0, 2.0], validation_loss=2.0, tokens_per_second=10.0)
     for losses, validation in (([3.0, loss], 2.0), ([3.0, 2.0], loss)):
         other = Run("fp8", losses, validation_loss=validation, tokens_per_second=20.0)
-        assert compare(reference, other, Console(quiet=True)) is close
+        assert compare(reference, [other], Console(quiet=True)) is close

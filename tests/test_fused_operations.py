@@ -3,6 +3,7 @@
 import pytest
 import torch
 from operation_runs import TOLERANCE, Case, all_four, assert_agree
+from test_snapshots_operations import BY_NAME, LISTS
 
 import te_dynamo
 from te_dynamo.errors import TeError
@@ -19,6 +20,7 @@ from te_dynamo.operations import (
     RMSNorm,
     SiLU,
 )
+from te_dynamo.operations.fused import SHIPPED
 
 FP8 = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)
 MXFP8 = te_dynamo.recipe.MXFP8BlockScaling()
@@ -125,6 +127,13 @@ def test_backward_add_rms_norm(recipe, zero_centered):
     ops = [MakeExtraOutput(), RMSNorm(64, zero_centered=zero_centered), SiLU(), BasicLinear(64, 96)]
     _, fused = all_four(Case(ops, recipe, (3, 32, 64)), tolerance(recipe))
     assert "BackwardAddRMSNorm" in fused.backward
+
+
+@pytest.mark.parametrize("name", [name for name in LISTS if BY_NAME[name] not in SHIPPED["joint"]])
+def test_every_shipped_fusion_of_one_half(name):
+    """Also one that nobody thought of here: its list is that of its snapshot."""
+    unfused, fused = all_four(Case(LISTS[name], FP8, (32, 64), extra_shape=(32, 64)), TOLERANCE["fp8"])
+    assert (fused.forward, fused.backward) != (unfused.forward, unfused.backward)
 
 
 class DoubledLinear(BasicLinear):

@@ -28,7 +28,7 @@ REGISTER = [register_forward_backward_fusion, register_forward_fusion, register_
 PHASES = {
     register_forward_backward_fusion: ["joint"],
     register_forward_fusion: ["forward", "backward", "inference"],
-    register_backward_fusion: ["backward"],
+    register_backward_fusion: ["backward", "inference"],  # where a function calls backward itself
 }
 gemm = torch.ops.te.gemm.default
 

@@ -61,6 +61,11 @@ FUSED = {
 }
 
 
+def test_every_shipped_fusion_of_one_half_is_in_a_model() -> None:
+    for place, kind in enumerate(("forward", "backward")):
+        assert set().union(*(halves[place] for halves in FUSED.values())) == set(NAMES[kind])
+
+
 @pytest.mark.parametrize("model", FUSED)
 def test_all_four_combinations_give_the_same_bits(model: type[nn.Module]) -> None:
     torch.manual_seed(3)
@@ -94,6 +99,7 @@ def test_names_choose_and_a_minus_leaves_out() -> None:
         "fuse_shared_input",
         "fuse_norm_quantize",
         "fuse_activation_quantize",
+        "fuse_gemm_swiglu",
     }
     assert fired[()] == set()
 

@@ -44,24 +44,26 @@ def quantize_case(
     pointers = {"x": x, "data": fp8, "scale_inv": "*u8", "columnwise_data": fp8, "columnwise_scale_inv": "*u8"}
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0, "SWIZZLED": swizzled}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
-    if scale_block == 128:
-        _, group, warps = mxfp8.tile_128(packed, usage[1])
-        constants |= {"GROUP_M": group, "num_warps": warps}
+    if turned:
+        tile_rows, group, warps = mxfp8.tile_128(packed, whole)
+        constants |= {"TILES": tile_rows // 128, "GROUP_M": group, "num_warps": warps}
     else:
-        block_m, block_k, warps = mxfp8.tile_32(4096 if aligned_k else 4095, usage[1])
-        constants |= {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
+        columns = 4096 if aligned_k else 4095
+        block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed)
+        constants |= {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
     kind = "e4m3x2" if fp8 == "*fp8e4nv" else "e5m2x2"
     rowwise = ("data", "scale_inv") if usage[0] else ()
     columnwise = ("columnwise_data", "columnwise_scale_inv") if usage[1] else ()
     return Case(
         name=f"quantize {scale_block} {usage} {x} {fp8} {swizzled=} {aligned_k=} {whole=} sm_{capability}",
-        kernel=mxfp8.quantize_mxfp8_128_kernel if scale_block == 128 else mxfp8.quantize_mxfp8_kernel,
+        kernel=mxfp8.quantize_mxfp8_128_kernel if turned else mxfp8.quantize_mxfp8_kernel,
         args={**pointers, "M": "i32", "K": "i32"},
         constants=constants,
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
         has=(
             f"cvt.rn.satfinite.{kind}.f32",
-            *(("ld.global.v4", "st.global.v4" if turned or not packed else "st.global.v2") if aligned_k else ()),
+            *(("cp.async.cg.shared.global" if turned and packed and whole else "ld.global.v4",) if aligned_k else ()),
+            *(("st.global.v4" if turned or not packed else "st.global.v2",) if aligned_k else ()),
             # Two values an instruction.
             *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,23 +36,28 @@ def tile(dtype: str) -> dict[str, int]:
     return {"BLOCK_M": rows, "BLOCK_K": columns, "num_warps": warps * (2 if dtype == "*fp32" else 1)}
 
 
-def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: int = 90, odd: bool = False) -> Case:
-    """One form of the quantizing kernel; `odd`: K of no known factor, so no wide loads and stores."""
+def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: int = 90, shape: str = "whole") -> Case:
+    """One form of the quantizing kernel. shape: "whole" tiles; "ragged" ones, of rows of whole 16 bytes; "odd", K of no known
+    factor, so no wide loads and stores."""
     rowwise, columnwise = usages
     flags = {"TWO_D": False, "HADAMARD": False, "STOCHASTIC": False, **FORMS[form]}
+    packed = dtype == "*bf16" and shape != "odd"
+    flags |= {"PACKED": packed, "WHOLE": packed and shape == "whole"}
     pointers = {"x": dtype, "partials": "*fp32", "columnwise_partials": "*fp32", "random": "*i32"}
     for names in (ROW, COLUMN):
         pointers |= dict(zip(names, ("*u8", "*u8", "*fp32"), strict=True))
     sizes = ("M", "K", "row_words", "column_words")
+    wide_stores = ("st.global.v4.b32",) if columnwise or not packed else ("st.global.b64",)
+    # One register a store would be single bytes of data; ftz would lose the denormals of the scales.
+    lacks = ("mul.ftz", "mul.rn.ftz", "local.", *(() if packed and rowwise else ("st.global.b8",)))
     return Case(
-        name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability}{' odd' if odd else ''}",
+        name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability} {shape}",
         kernel=nvfp4_kernels.quantize_nvfp4_kernel,
         args={**pointers, **dict.fromkeys(sizes, "i32")},
         constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **tile(dtype)},
-        aligned=(*pointers, *(() if odd else sizes)),
-        has=("cvt.rn.satfinite.e4m3x2.f32", *(() if odd else ("ld.global.v4.b32", "st.global.v4.b32"))),
-        # One register a store would be single bytes of data; ftz would lose the denormals of the scales.
-        lacks=() if odd else ("st.global.b8", "mul.ftz", "mul.rn.ftz", "local."),
+        aligned=(*pointers, *(() if shape == "odd" else sizes)),
+        has=("cvt.rn.satfinite.e4m3x2.f32", *(() if shape == "odd" else ("ld.global.v4.b32", *wide_stores))),
+        lacks=() if shape == "odd" else lacks,
         writes=(ROW if rowwise else ()) + (COLUMN if columnwise else ()),
         capability=capability,
     )
@@ -66,6 +72,7 @@ def cases() -> Iterator[Case]:
     yield quantize_case("plain", "*bf16", (False, True))
     yield quantize_case("plain", "*fp16", (True, True))
     yield quantize_case("gradient", "*fp16", (True, True))
+    yield quantize_case("gradient", "*bf16", (True, True), shape="ragged")
     yield quantize_case("plain", "*bf16", (True, True), capability=100)
     yield quantize_case("gradient", "*bf16", (True, True), capability=100)
     for dtype in ("*bf16", "*fp16", "*fp32"):
@@ -73,7 +80,7 @@ def cases() -> Iterator[Case]:
             name=f"hadamard_amax {dtype[1:]}",
             kernel=nvfp4_kernels.hadamard_amax_kernel,
             args={"x": dtype, "partials": "*fp32", "columnwise_partials": "*fp32", "M": "i32", "K": "i32"},
-            constants={"ROWWISE": True, **tile(dtype)},
+            constants={"ROWWISE": True, **tile(dtype), "PACKED": dtype == "*bf16", "WHOLE": dtype == "*bf16"},
             aligned=("x", "partials", "columnwise_partials", "M", "K"),
             has=("ld.global.v4.b32",),
             writes=("partials", "columnwise_partials"),
@@ -109,7 +116,7 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
-ODD = [quantize_case(form, dtype, usages, odd=True) for form, dtype, usages in (
+ODD = [quantize_case(form, dtype, usages, shape="odd") for form, dtype, usages in (
     ("plain", "*bf16", (True, True)),
     ("gradient", "*bf16", (True, True)),
     ("two_d", "*fp32", (True, False)),
@@ -152,6 +159,17 @@ def test_blocks_of_columns_stay_in_a_thread() -> None:
     assert plain.count("shfl.sync") == 2
 
 
+def test_rows_of_words_stay_in_their_threads() -> None:
+    """Neighbouring threads have neighbouring blocks of a row, and what they make of them moves nowhere before it is stored."""
+    report = compile_case(quantize_case("plain", "*bf16", (True, False)))
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*)", report.ttgir))
+    used = re.findall(r"tt\.(?:load|store) .*tensor<\d+x\d+x!tt\.ptr<\w+>, (#blocked\d*)>", report.ttgir)
+    assert len(used) == 4  # two halves of words, codes and scales
+    for name in used:
+        assert "threadsPerWarp = [4, 8]" in layouts[name] and "order = [1, 0]" in layouts[name], layouts[name]
+    assert "convert_layout" not in report.ttgir
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)
 def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(case, monkeypatch) == case.writes
@@ -160,7 +178,7 @@ def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_a_size_of_one_becomes_a_constant() -> None:
     """Triton makes a constant of an integer argument that is 1."""
-    case = quantize_case("gradient", "*bf16", (True, True), odd=True)
+    case = quantize_case("gradient", "*bf16", (True, True), shape="odd")
     for name in ("M", "K"):
         args = {key: kind for key, kind in case.args.items() if key != name}
         compile_case(dataclasses.replace(case, args=args, constants={**case.constants, name: 1}))

@@ -20,21 +20,22 @@ BF16_SPILLS = 0
 FP32_SPILLS = 16  # a few words around the bias of a fp32 result, on Triton 3.8
 
 
-def test_it_is_taken_for_large_products_with_slow_accumulation_only() -> None:
-    assert specialized_is_faster(8192, 4096, 4096, False)
-    assert specialized_is_faster(8192, 14336, 4096, False)
-    assert not specialized_is_faster(8192, 14336, 4096, True)
-    assert not specialized_is_faster(8192, 14330, 4096, False), "rows of C that are not whole 16 bytes"
-    assert not specialized_is_faster(16, 14336, 4096, False), "decoding"
-    assert not specialized_is_faster(4096, 1024, 1024, False), "shorter than the CPU needs for a call"
+@pytest.mark.parametrize("fast", [False, True])
+def test_it_is_taken_for_large_products(fast: bool) -> None:
+    assert specialized_is_faster(8192, 4096, 4096, fast)
+    assert specialized_is_faster(8192, 14336, 4096, fast)
+    assert not specialized_is_faster(8192, 14330, 4096, fast), "rows of C that are not whole 16 bytes"
+    assert not specialized_is_faster(16, 14336, 4096, fast), "decoding"
+    assert not specialized_is_faster(4096, 1024, 1024, fast), "shorter than the CPU needs for a call"
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     ("mix", "out_dtype", "bias"), [("e4m3.e4m3", torch.bfloat16, False), ("e5m2.e4m3", torch.float32, True)]
 )
-def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool) -> None:
+def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, fast: bool) -> None:
     a, b = MIXES[mix]
-    options = specialized_options(bias, out_dtype.itemsize)
+    options = specialized_options(bias, out_dtype.itemsize, fast)
     warps = options.pop("num_warps")
     report = compile_for(
         gemm_specialized_kernel,
@@ -49,7 +50,8 @@ def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool) -> None:
     assert report.warnings == (), report.log
     assert report.spills <= (BF16_SPILLS if out_dtype == torch.bfloat16 else FP32_SPILLS), report.log
     assert report.shared <= SHARED_BYTES
-    assert f".f32.{mix}" in report.ptx and "wgmma.mma_async" in report.ptx and "setmaxnreg" in report.ptx
+    assert f".m64n{256 if fast else 128}k32.f32.{mix}" in report.ptx
+    assert "wgmma.mma_async" in report.ptx and "setmaxnreg" in report.ptx
     assert "fma." not in report.ptx, "a contracted multiply-add would make a fused bias differ from an addition"
 
 
@@ -80,23 +82,24 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_a_small_one() ->
 # -- on a GPU ----------------------------------------------------------------------------------------
 
 
-def specialized(a, sa, b, sb, bias, out_dtype: torch.dtype) -> torch.Tensor:
+def specialized(a, sa, b, sb, bias, out_dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     c = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=out_dtype, device=a.device)
-    gemm_specialized_out(a, sa, b, sb, bias, out=c)
+    gemm_specialized_out(a, sa, b, sb, bias, fast=fast, out=c)
     return c
 
 
 @on_gpu
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("out_dtype", OUT, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1, 8, 16), (300, 264, 1040), (1000, 1024, 4112), (8192, 136, 128), (257, 4096, 2064)], ids=str
 )
-def test_its_bits_are_the_other_kernels(shape, out_dtype: torch.dtype) -> None:
-    usual = next(tile for tile in TILES if not tile.fast and tile.split_k == 1 and tile.fits(out_dtype.itemsize))
+def test_its_bits_are_the_other_kernels(shape, out_dtype: torch.dtype, fast: bool) -> None:
+    usual = next(tile for tile in TILES if tile.fast == fast and tile.split_k == 1 and tile.fits(out_dtype.itemsize))
     for a_dtype, b_dtype in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
         a, sa, b, sb, bias = operands(*shape, a_dtype, b_dtype, device="cuda")
         for shift in (None, bias):
-            got = specialized(a, sa, b, sb, shift, out_dtype)
+            got = specialized(a, sa, b, sb, shift, out_dtype, fast)
             assert torch.equal(got, gemm_with_tile(usual, a, sa, b, sb, shift, out_dtype))
 
 
@@ -110,10 +113,12 @@ def test_a_large_product_is_right_and_repeats_itself() -> None:
 
 
 @on_gpu
-def test_gemm_takes_it() -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_gemm_takes_it(fast: bool) -> None:
     a, sa, b, sb, _ = operands(8192, 8192, 1024, device="cuda")
-    assert specialized_is_faster(8192, 8192, 1024, False)
-    assert torch.equal(gemm(a, sa, b, sb, None, torch.bfloat16, False), specialized(a, sa, b, sb, None, torch.bfloat16))
+    assert specialized_is_faster(8192, 8192, 1024, fast)
+    expected = specialized(a, sa, b, sb, None, torch.bfloat16, fast)
+    assert torch.equal(gemm(a, sa, b, sb, None, torch.bfloat16, fast), expected)
 
 
 def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ def test_activations(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> N
 def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up, dy = tensors(3, shape, dtype)
     y, (dgate, dup) = swiglu.swiglu(gate, up), swiglu.swiglu_backward(dy, gate, up)
-    fused = swiglu.swiglu_quantize(gate, up, *BOTH, True, swiglu.FORWARD_TILE)
+    fused = swiglu.swiglu_quantize(gate, up, *BOTH, True, tile=swiglu.FORWARD_TILE)
     assert_same_bits(fused, [y, *quantize.quantize_reference(y, *BOTH)])
     fused = swiglu.swiglu_backward_quantize(dy, gate, up, *BOTH, True, False, swiglu.BACKWARD_TILE)
     expected = [*quantize.quantize_reference(dgate, *BOTH), *quantize.quantize_reference(dup, *BOTH)]

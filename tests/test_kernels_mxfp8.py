@@ -20,6 +20,7 @@ from te_dynamo.kernels.mxfp8 import (
     gemm_mxfp8_reference,
     quantize_mxfp8,
     quantize_mxfp8_reference,
+    row_tile,
     swizzle_scales,
 )
 
@@ -185,6 +186,13 @@ def test_swizzled_scales_are_those_of_the_rowwise_form(scale_block):
     assert_same_bits(quantize_mxfp8_reference(x, E4M3, True, True, scale_block, swizzled=True), expected)
 
 
+@pytest.mark.parametrize("columns, width", [(300, 128), (1280, 256), (4096, 1024), (14336, 1024)])
+def test_row_tile_covers_a_row_and_128_rows_exactly(columns, width):
+    rows, columns_of_tile, _ = row_tile(columns, packed=True)
+    assert columns_of_tile == width and rows * width == 8192 and 128 % rows == 0
+    assert -(-columns // 128) * 128 % width == 0  # codes need no mask
+
+
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)
 def test_dequantization_is_exact(fp8_dtype):
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(fp8_dtype)
@@ -260,7 +268,7 @@ def test_gemm_refuses_what_it_cannot_multiply(gemm):
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [*SHAPES, (17, 4096), (131, 136), (4096, 30), (1, 1), (33, 1)])
+@pytest.mark.parametrize("shape", [*SHAPES, (640, 1280), (17, 4096), (131, 136), (4096, 30), (1, 1), (33, 1)])
 def test_kernel_equals_reference(shape, kind):
     for dtype, scale_block in itertools.product(DTYPES, SCALE_BLOCKS):
         x = make(kind, shape, dtype, "cuda")
@@ -288,7 +296,7 @@ def test_every_bfloat16_as_amax_on_the_gpu(scale_block):
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
-@pytest.mark.parametrize("shape", [(128, 128), (303, 300), (2000, 2000)])
+@pytest.mark.parametrize("shape", [(128, 128), (640, 1280), (303, 300), (2000, 2000)])
 def test_kernel_writes_swizzled_scales(shape, scale_block):
     x = make_input("normal", shape, torch.bfloat16, "cuda")
     for usage in USAGES:

@@ -110,17 +110,19 @@ def test_fused_reference_is_norm_then_quantize(keep_output):
 
 
 @pytest.mark.parametrize(
-    "columns, itemsize, expected",
+    "columns, itemsize, layer, expected",
     [
-        (32, 2, (32, 1)),
-        (4096, 2, (4096, 4)),
-        (5000, 4, (8192, 8)),
-        (16384, 2, (16384, 16)),
-        (16384, 4, (8192, 8)),
+        (32, 2, False, (32, 1)),
+        (4096, 2, False, (4096, 4)),
+        (5000, 4, False, (8192, 8)),
+        (16384, 2, False, (16384, 16)),
+        (16384, 4, False, (8192, 8)),
+        (4096, 2, True, (4096, 8)),
+        (16384, 2, True, (16384, 16)),
     ],
 )
-def test_row_block(columns, itemsize, expected):
-    assert norm.row_block(columns, itemsize) == expected
+def test_row_block(columns, itemsize, layer, expected):
+    assert norm.row_block(columns, itemsize, layer) == expected
 
 
 # --- kernels ------------------------------------------------------------------------------------------------

@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from ptx_emulator import PtxEmulator
 
-from te_dynamo.kernels.e2m1 import word_assembly
+from te_dynamo.kernels.e2m1_assembly import RANDOM_STEP, word_of_values
 from te_dynamo.kernels.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
     dequantize_nvfp4_reference,
-    e2m1_codes,
     gemm_nvfp4,
     gemm_nvfp4_reference,
     hadamard_reference,
+    nearest_codes,
     quantize_nvfp4,
     quantize_nvfp4_reference,
     random_bits,
     random_key,
+    stochastic_codes,
 )
 
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272))
@@ -74,22 +75,32 @@ def nearest_code(values: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
     return np.where(up, upper, upper - 1)
 
 
-def stochastic_code(magnitude: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Index in E2M1 of the neighbour that 16 random bits choose, in float64."""
-    magnitude = np.minimum(magnitude.astype(np.float64), 6.0)
+def stochastic_code(sixth: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Index in E2M1 of the neighbour of 6 min(sixth, 1) that 22 random bits choose, in float64."""
+    magnitude = np.minimum(sixth.astype(np.float64), 1.0) * 6
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(magnitude, 1e-300))), 0) - 23)
+    magnitude = np.rint(magnitude / step) * step  # one fp32 rounding, as of a number that is subnormal below 1
     lower = np.clip(np.searchsorted(E2M1, magnitude, side="right") - 1, 0, 6)
     distance = (magnitude - E2M1[lower]) / (E2M1[lower + 1] - E2M1[lower])
-    return lower + (distance + (bits + 0.5) / 65536 >= 1)
+    return lower + (distance + bits / 2.0**22 >= 1)
 
 
-def hashed(key: torch.Tensor, count: int) -> np.ndarray:
-    """The 16 bits of each of 2 * count elements, in numpy's wrapping uint32."""
+def hashed_words(key: torch.Tensor, blocks: int) -> np.ndarray:
+    """The 32 bits of each block, in numpy's wrapping uint32."""
     first, second = key.numpy().view(np.uint32)
-    h = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + first
+    h = np.arange(blocks, dtype=np.uint32) * np.uint32(0x9E3779B1) + first
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    h = (h ^ (h >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B)
-    h = h ^ (h >> np.uint32(16))
-    return np.stack([h & np.uint32(0xFFFF), h >> np.uint32(16)], axis=-1).astype(np.int64)
+    return (h ^ (h >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B)
+
+
+def hashed(key: torch.Tensor, blocks: int) -> np.ndarray:
+    """The 22 bits of each of 16 * blocks elements."""
+    h = hashed_words(key, blocks)
+    elements = []
+    for _ in range(16):
+        elements.append(h >> np.uint32(10))
+        h = h * np.uint32(RANDOM_STEP)
+    return np.stack(elements, axis=-1).astype(np.int64)
 
 
 def sylvester() -> np.ndarray:
@@ -112,7 +123,7 @@ def expected_usage(matrix: np.ndarray, two_d: bool, key: torch.Tensor | None) ->
     padded[:rows, :columns] = matrix
     codes = np.zeros(padded.shape, np.uint8)
     scales = np.zeros((-(-rows // 128) * 128, -(-wide // 4) * 4), np.uint8)
-    bits = None if key is None else hashed(key, rows * wide * 8).reshape(rows, wide * 16)
+    bits = None if key is None else hashed(key, rows * wide).reshape(rows, wide * 16)
     sixth, inverse = scale_s * f(1 / 6), f(1) / scale_s
     table = e4m3_values()
     for i, j in itertools.product(range(0, padded.shape[0], step), range(wide)):
@@ -122,16 +133,16 @@ def expected_usage(matrix: np.ndarray, two_d: bool, key: torch.Tensor | None) ->
         else:
             code = nearest_code(table, np.minimum(np.abs(block).max() * sixth, f(448)))
             enc = np.minimum(f(1) / (f(table[code]) * inverse), biggest)
-        scaled = block * enc
-        nan = np.isnan(scaled)
-        magnitude = np.where(nan, 6, np.minimum(np.abs(scaled), 6))
+        if np.isnan(amax):
+            block = np.zeros_like(block)
         if bits is None:
-            quantized = nearest_code(E2M1, magnitude)
+            quantized = nearest_code(E2M1, np.minimum(np.abs(block * enc), 6))
         else:
             quantized = np.zeros_like(block, np.int64)
             inside = bits[i : i + step, j * 16 : j * 16 + 16]
-            quantized[: len(inside)] = stochastic_code(magnitude[: len(inside)], inside)
-        codes[i : i + step, j * 16 : j * 16 + 16] = quantized | np.where(np.signbit(scaled) & ~nan, 8, 0)
+            scaled = np.abs(block[: len(inside)]) * (enc * f(1 / 24) * f(4))
+            quantized[: len(inside)] = stochastic_code(scaled, inside)
+        codes[i : i + step, j * 16 : j * 16 + 16] = quantized | np.where(np.signbit(block), 8, 0)
         scales[i : min(i + step, rows), j] = code
     data = codes[:rows, 0::2] | codes[:rows, 1::2] << 4
     return [torch.from_numpy(data), torch.from_numpy(scales), torch.tensor([amax])]
@@ -293,7 +304,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     values = dequantize_nvfp4_reference(data, scale_inv, amax, 32, torch.float64)
     x = x.double()
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
-    assert ((values.mean(dim=0) - x).abs() <= step * (5 * 0.5 / draws**0.5 + 1 / 65536)).all()
+    assert ((values.mean(dim=0) - x).abs() <= step * (5 * 0.5 / draws**0.5 + 1 / 2**22)).all()
     assert ((values - x).abs() < step).all()
     assert ((values.std(dim=0) > 0) == ~torch.isin(x.abs(), torch.from_numpy(E2M1))).all()
 
@@ -383,23 +394,28 @@ def test_bad_input_is_named() -> None:
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_packed_word_equals_the_codes_of_the_reference(stochastic) -> None:
+def test_words_of_values_equal_the_codes_of_the_reference(stochastic) -> None:
     words = 4096
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(words, 8, generator=generator) * 2
     edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0.5, 1.0, 2.0, 4.0, 7.0, 0.0])
     edges = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), edges.nextafter(torch.tensor(-9.0))])
     special = torch.tensor([1e-45, 1e-30, 3e38, torch.inf, 2.0**-18, 2.0**-17])
-    edges = torch.cat([edges, special, -edges, -special, torch.tensor([torch.nan])])
+    edges = torch.cat([edges, special, -edges, -special])
     value.view(-1)[: 64 * len(edges)] = edges.repeat(64)
-    arguments = [np.ascontiguousarray(column) for column in value.numpy().T]
-    if stochastic:
-        key = torch.tensor([77, -5], dtype=torch.int32)
-        first, second = (np.full(words, word, np.int32) for word in key.numpy())
-        arguments += [np.arange(words, dtype=np.int32), first, second]
-    codes = e2m1_codes(value, random_bits(key, words, 4) if stochastic else None).to(torch.int64)
-    expected = sum(codes[:, index] << 4 * index for index in range(8)).numpy().astype(np.uint32)
-    assert np.array_equal(PtxEmulator(arguments).run(word_assembly(stochastic)), expected)
+    key = torch.tensor([77, -5], dtype=torch.int32)
+    bits = random_bits(key, words, 1).reshape(words, 2, 8)
+    seeds = torch.from_numpy(hashed_words(key, words))
+    for half, multiplier in itertools.product((0, 1), (1.0, 0.3, 7.7)):
+        scaled = value * multiplier
+        codes = stochastic_codes(scaled, bits[:, half]) if stochastic else nearest_codes(scaled)
+        codes = (codes | (value.signbit() << 3)).to(torch.int64)
+        expected = sum(codes[:, index] << 4 * index for index in range(8)).numpy().astype(np.uint32)
+        arguments = [np.ascontiguousarray(column) for column in value.numpy().T]
+        arguments += [np.full(words, multiplier, np.float32), np.full(words, 0x88888888, np.uint32)]
+        arguments += [seeds.numpy()] if stochastic else []
+        (word,) = PtxEmulator(arguments).run(word_of_values(stochastic, 8 * half))
+        assert np.array_equal(word, expected)
 
 
 # -- on the GPU ------------------------------------------------------------------------------------

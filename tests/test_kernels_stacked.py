@@ -159,10 +159,9 @@ def test_one_gemm_is_taken_where_it_is_faster() -> None:
         assert stacked_is_faster(28672, 4096, 8192, fast, Stacking("M", ffn))
     assert choose_tile(16, 1024, 4096, True).split_k > 1
     assert not stacked_is_faster(16, 6144, 4096, True, Stacking("N", (4096, 1024, 1024))), "its parts cut K"
-    assert stacked_is_specialized(8192, 4096, 28672, True, "K") and not stacked_is_specialized(
-        8192, 28672, 4096, True, "N"
-    )
-    assert not stacked_is_specialized(64, 128, 256, True, "K")
+    for along, size in {"N": (8192, 28672, 4096), "K": (8192, 4096, 28672), "M": (28672, 4096, 8192)}.items():
+        assert stacked_is_specialized(*size, True, along) and stacked_is_specialized(*size, False, along)
+        assert not stacked_is_specialized(64, 128, 256, True, along)
 
 
 # -- machine code ------------------------------------------------------------------------------------
@@ -246,8 +245,9 @@ def test_machine_code_of_the_specialized_kernel(fast: bool, along: str, segments
     report = compile_for(gemm_specialized_kernel, args, options, aligned=aligned, num_warps=warps)
     assert report.warnings == () and report.spills == 0, report.log
     assert report.shared <= SHARED_BYTES
-    # A sum for each segment along K, in each of the two groups of warps: 2 halves of 4 instructions.
-    assert report.ptx.count("wgmma.mma_async") == 2 * 2 * 4 * (len(segments) if along == "K" else 1)
+    # A sum for each segment along K, in each of the two groups of warps: 4 instructions, for each half with slow accumulation.
+    products = 1 if fast else 2
+    assert report.ptx.count("wgmma.mma_async") == 2 * products * 4 * (len(segments) if along == "K" else 1)
     assert ("add.f32" in report.ptx) != fast and "fma." not in report.ptx
 
 

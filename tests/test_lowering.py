@@ -127,8 +127,13 @@ CASES: dict[str, Case] = {
     ),
     "quantize rows": (
         te.quantize,
-        lambda: (bf16(19, 64), ROWS),
+        lambda: (bf16(1024, 128), ROWS),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, scale_inv",
+    ),
+    "quantize a few rows": (
+        te.quantize,
+        lambda: (bf16(19, 64), ROWS),
+        "quantize_few_kernel -> data, scale_inv",
     ),
     "quantize columns": (
         te.quantize,
@@ -203,6 +208,11 @@ CASES: dict[str, Case] = {
         lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), torch.bfloat16, True, "N", [128, 256]),
         "gemm_stacked_kernel -> c",
     ),
+    "gemm_swiglu": (
+        te.gemm_swiglu,
+        lambda: (f8(16, 64), f32(1), f8(256, 64), f32(2), True, 1),
+        "gemm_stacked_kernel -> c\nswiglu_amax_kernel -> partials",
+    ),
     "gemm_grouped": (
         te.gemm_grouped,
         lambda: (f8(19, 64), f32(1), f8(3, 32, 64), f32(3), offsets(), torch.bfloat16, True),
@@ -220,6 +230,11 @@ CASES: dict[str, Case] = {
         "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\n"
         "gemm_grouped_kernel -> c",
     ),
+    "grouped_linear_with_workspace": (
+        te.grouped_linear_with_workspace,
+        lambda: (bf16(19, 64), None, offsets(), GROUPED_LINEAR, [f8(3, 32, 64), f8(3, 64, 32), f32(3)]),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_grouped_kernel -> c",
+    ),
     "quantize_bias_grad": (
         te.quantize_bias_grad,
         lambda: (bf16(19, 64), BOTH),
@@ -228,13 +243,18 @@ CASES: dict[str, Case] = {
     "activation_backward_quantize": (
         te.activation_backward_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, True),
-        "activation_amax_kernel -> partials\nactivation_write_kernel -> bias_partials, data, transpose, scale_inv",
+        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> data, transpose, scale_inv",
     ),
     "swiglu": (te.swiglu, lambda: (bf16(19, 64), bf16(19, 64)), "swiglu_write_kernel -> y"),
     "swiglu_quantize": (
         te.swiglu_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), BOTH, False),
         "swiglu_amax_kernel -> partials\nswiglu_write_kernel -> data, transpose, scale_inv",
+    ),
+    "swiglu_quantize with amax": (
+        te.swiglu_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), BOTH, False, f32(512)),
+        "swiglu_write_kernel -> data, transpose, scale_inv",
     ),
     "swiglu_backward": (
         te.swiglu_backward,
@@ -305,6 +325,21 @@ CASES: dict[str, Case] = {
         lambda: (bf16(2, 8, 64), bf16(32, 64), bf16(32), LINEAR),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_kernel -> c",
+    ),
+    "linear_with_workspace": (
+        te.linear_with_workspace,
+        lambda: (bf16(2, 8, 64), None, bf16(32), LINEAR, [f8(32, 64), f8(64, 32), f32(1)]),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_kernel -> c",
+    ),
+    "gemm of a few rows": (
+        te.gemm,
+        lambda: (f8(16, 4096), f32(1), f8(4096, 4096), f32(1), None, torch.bfloat16, True),
+        "gemm_decode_kernel -> c\ngemm_reduce_kernel -> c",
+    ),
+    "gemm_stacked of a few rows": (
+        te.gemm_stacked,
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), torch.bfloat16, True, "N", [14336, 14336]),
+        "gemm_decode_kernel -> c",
     ),
 }
 

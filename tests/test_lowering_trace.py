@@ -123,6 +123,17 @@ def test_equal_numbers_of_other_types_have_their_own_trace(traced: list[fx.Node]
     assert len(traced) == 2
 
 
+def test_a_launch_writes_in_place_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an aten operation in place, which Inductor's passes do not expect, launches are functional too."""
+    lower(graph := graph_of((te.activation, "gelu")))
+    assert [str(n.target) for n in graph.nodes if "kernel_idx" in n.kwargs] == ["triton_kernel_wrapper_mutation"]
+    kernel = trace.KERNELS[te.activation.default]
+    monkeypatch.setitem(trace.KERNELS, te.activation.default, lambda x, kind: kernel(x, kind).add_(1))
+    lower(graph := graph_of((te.activation, "gelu")))
+    assert [str(n.target) for n in graph.nodes if "kernel_idx" in n.kwargs] == ["triton_kernel_wrapper_functional"]
+    assert "aten.add(" in graph_text(graph) and "add_" not in graph_text(graph)
+
+
 def test_a_failing_trace_names_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(x: torch.Tensor, quantizer: Any) -> Any:
         raise ValueError("no such tile")

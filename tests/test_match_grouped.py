@@ -11,7 +11,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import te_dynamo
+from te_dynamo.passes.match.cost import cost_reason
 from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from te_dynamo.testing import fake_cuda
 
 G, N, K = 4, 64, 32
 BF16 = torch.bfloat16
@@ -261,3 +263,50 @@ def test_explain_says_how_many_groups() -> None:
     explanation = te_dynamo.explain(model, x, offs, options={"codegen": "eager"})
     assert explanation.coverage == 1.0 and "12 x 64 x 32 in 4 groups" in str(explanation)
     assert explanation.to_dict()["linears"][0]["groups"] == 4
+
+
+# ---- experts that are too small
+
+SIZES = {  # tokens of all experts, width, inner width, experts, and whether FP8 repays its quantization
+    "Mixtral 8x7B": (16384, 4096, 14336, 8, True),
+    "Qwen3 30B-A3B": (65536, 2048, 768, 128, False),
+    "few tokens": (64, 4096, 14336, 8, False),
+}
+
+
+def on_cuda(size: str, dtype: torch.dtype = BF16, **options) -> Matched:
+    """Both projections of experts of that size, on fake CUDA tensors."""
+    count, width, inner, groups, _ = SIZES[size]
+    compiled = Matched(
+        lambda x, up, down, offs: F.grouped_mm(F.grouped_mm(x, up, offs=offs), down, offs=offs), **options
+    )
+    with fake_cuda():
+        shapes = (count, width), (groups, width, inner), (groups, inner, width)
+        x, up, down = (torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes)
+        compiled(x, up, down, torch.empty(groups, dtype=torch.int32, device="cuda"))
+    return compiled
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_experts_that_do_not_repay_their_quantization_are_left(size: str) -> None:
+    compiled, worth = on_cuda(size), SIZES[size][-1]
+    assert [record.matched for record in compiled.records] == [worth, worth]
+    assert ("te.grouped_linear" in compiled.text()) == worth
+    if size == "Qwen3 30B-A3B":
+        assert compiled.reasons()[0] == (
+            "512 tokens for each of 128 experts are too few: quantizing takes 551 us, FP8 GEMMs save 252 us (estimated for an "
+            "H200); a rule that names it has it in FP8 all the same"
+        )
+
+
+@pytest.mark.parametrize(("rule", "matched"), [(("", FP8), True), (("nobody", FP8), False)])
+def test_a_rule_that_names_them_has_them_in_fp8(rule, matched: bool) -> None:
+    compiled = on_cuda("few tokens", rules=[rule])
+    assert [record.matched for record in compiled.records] == [matched] * 2
+
+
+def test_more_tokens_repay_what_fewer_do() -> None:
+    """Cost grows with the experts, gain with the tokens: between none and enough of them lies one border."""
+    for training in (False, True):
+        worth = [cost_reason(tokens_, 4096, 4096, 8, training) == "" for tokens_ in range(1024, 65536, 1024)]
+        assert worth == sorted(worth) and not worth[0] and worth[-1]

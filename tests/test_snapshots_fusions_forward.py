@@ -132,6 +132,60 @@ return activation_quantize[0], activation_quantize[1], activation_quantize[2], s
     )
 
 
+def gate_and_up(b: Builder, gate: int) -> fx.Node:
+    """te.swiglu_quantize of the two parts of a stacked product, the gate's being that of the number."""
+    x = b.read(b.call(te.quantize.default, b.inputs[0], BOTH), 0, 2)
+    weights = b.read(b.call(te.quantize_stacked.default, b.inputs[1:], BOTH, False), 0, 2)
+    y = b.call(te.gemm_stacked.default, *x, *weights, torch.bfloat16, True, "N", [128, 128])
+    parts = [b.call(aten.view.default, b.call(aten.slice.Tensor, y, 1, n, n + 128), [4, 8, 128]) for n in (0, 128)]
+    return b.call(te.swiglu_quantize.default, parts[gate], parts[1 - gate], BOTH, False)
+
+
+def test_gemm_swiglu() -> None:
+    """The gate is the second of the stack; backward reads it."""
+    b = Builder(X, (128, 64), (128, 64))
+    h = gate_and_up(b, 1)
+    assert_expected_inline(
+        before_and_after(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_swiglu"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[128, 64] = input
+x2: bf16[128, 64] = input
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
+quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
+slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
+view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
+slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
+view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
+swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(view_1, view, e4m3[row+column], keep_output=False)
+return swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2], view_1
+
+x0: bf16[32, 64] = input
+x1: bf16[128, 64] = input
+x2: bf16[128, 64] = input
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
+quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
+gemm_swiglu: (bf16[32, 256], f32[512]) = te.gemm_swiglu(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], fast_accum=True, gate=1)
+slice: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 0, 128)
+view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
+slice_1: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
+view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
+swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(view_1, view, e4m3[row+column], keep_output=False, amax=gemm_swiglu[1])
+return swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2], view_1""",
+    )
+
+
+def test_a_product_of_which_the_gate_is_no_half_stays() -> None:
+    """The gate on both sides; and a second result of a fused product, which there is one of."""
+    b = Builder(X, (128, 64), (128, 64))
+    h = gate_and_up(b, 0)
+    other = b.call(te.swiglu_quantize.default, h.args[0], h.args[0], BOTH, False)
+    graph = b.returns(*b.read(other, 0, 1, 2), *b.read(h, 0, 1, 2))
+    assert fuse(graph, "forward", ("fuse_gemm_swiglu",)) == [("fuse_gemm_swiglu", 1)]
+    assert [len(node.args) for node in graph.nodes if node.target is te.swiglu_quantize.default] == [5, 4]
+
+
 def test_gemm_bias() -> None:
     b = Builder(X, (48, 64), (48,))
     operands = [b.read(b.call(te.quantize.default, x, BOTH), 0, 2) for x in b.inputs[:2]]

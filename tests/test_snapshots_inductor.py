@@ -41,10 +41,10 @@ up.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(rms_norm_quantize[1], rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
-slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
-slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
-swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(slice, slice_1, e4m3[row+column], keep_output=False)
+gemm_swiglu: (bf16[32, 256], f32[512]) = te.gemm_swiglu(rms_norm_quantize[1], rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[2], fast_accum=True, gate=0)
+slice: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 0, 128)
+slice_1: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
+swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(slice, slice_1, e4m3[row+column], keep_output=False, amax=gemm_swiglu[1])
 quantize: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
 gemm: bf16[32, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize[0], quantize[2], None, bf16, fast_accum=True)
 reshape: f32[32, 1] = aten.reshape(rms_norm_quantize[0], [32, 1])
@@ -147,8 +147,7 @@ quantize_stacked_kernel -> data, scale_inv
 gemm_stacked_kernel -> c
 swiglu_amax_kernel -> partials
 swiglu_write_kernel -> data, scale_inv
-quantize_amax_kernel -> partials
-quantize_cast_kernel -> data, scale_inv
+quantize_few_kernel -> data, scale_inv
 gemm_kernel -> c""",
     )
 
@@ -165,10 +164,10 @@ up.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(rms_norm_quantize[1], rms_norm_quantize[2], quantize_stacked[0], quantize_stacked[1], bf16, fast_accum=True, along='N', segments=[128, 128])
-slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
-slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
-swiglu_quantize: (f8e4m3[32, 128], f32[1]) = te.swiglu_quantize(slice, slice_1, e4m3[row], keep_output=False)
+gemm_swiglu: (bf16[32, 256], f32[512]) = te.gemm_swiglu(rms_norm_quantize[1], rms_norm_quantize[2], quantize_stacked[0], quantize_stacked[1], fast_accum=True, gate=0)
+slice: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 0, 128)
+slice_1: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
+swiglu_quantize: (f8e4m3[32, 128], f32[1]) = te.swiglu_quantize(slice, slice_1, e4m3[row], keep_output=False, amax=gemm_swiglu[1])
 quantize: (f8e4m3[64, 128], f32[1]) = te.quantize(down.weight, e4m3[row])
 gemm: bf16[32, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[1], quantize[0], quantize[1], None, bf16, fast_accum=True)
 return gemm""",

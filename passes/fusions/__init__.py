@@ -6,6 +6,7 @@ from te_dynamo.passes.fusions.activation_backward_quantize import (
 )
 from te_dynamo.passes.fusions.activation_quantize import fuse_activation_quantize
 from te_dynamo.passes.fusions.gemm_bias import fuse_gemm_bias
+from te_dynamo.passes.fusions.gemm_swiglu import fuse_gemm_swiglu
 from te_dynamo.passes.fusions.norm_add_quantize import fuse_norm_add_quantize
 from te_dynamo.passes.fusions.norm_quantize import fuse_norm_quantize
 from te_dynamo.passes.fusions.quantize_bias_grad import fuse_quantize_bias_grad
@@ -21,6 +22,7 @@ SHIPPED = {
         fuse_norm_quantize,
         fuse_norm_add_quantize,
         fuse_activation_quantize,
+        fuse_gemm_swiglu,
     ),
     "backward": (fuse_activation_backward_quantize, fuse_swiglu_backward_quantize, fuse_quantize_bias_grad),
 }

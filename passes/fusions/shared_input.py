@@ -18,6 +18,8 @@
 Each tensor keeps its own scale, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.
 
+Kept weights (passes/workspaces.py) are given as such a stack, and each linear as slices of it, which go again.
+
 Left as they are: linears with a bias, of another recipe, with sides that are no multiples of 128, more than three, results that
 the graph returns or that a view cannot read by rows of one stride, a mixture of weights with and without gradient, GEMMs that the
 cost model finds slower together. Of results of which some are read in backward and others not, only the kinds that are the
@@ -61,10 +63,26 @@ _BY_ROWS = (swiglu, swiglu_backward)  # the te operations that read tensors with
 
 
 @dataclasses.dataclass(frozen=True)
+class _Part:
+    """A weight that is a part of a stack which the graph is given (passes/workspaces.py): the stack's buffers, and where."""
+
+    data: Node
+    scales: Node
+    transpose: Node | None
+    first: int
+    end: int
+    index: int
+
+    @property
+    def stack(self) -> tuple[Any, ...]:
+        return self.data, self.scales, self.transpose
+
+
+@dataclasses.dataclass(frozen=True)
 class _Linear:
     """One linear's nodes: te.quantize of the weight, te.gemm of forward; in backward te.quantize of dy, dgrad and wgrad."""
 
-    weight: Node
+    weight: Node | _Part
     product: Node
     grad: Node | None
     dgrad: Node | None
@@ -73,7 +91,16 @@ class _Linear:
     @property
     def width(self) -> Any:
         """N, the rows of the weight."""
+        if isinstance(self.weight, _Part):
+            return self.weight.end - self.weight.first
         return _source(self.weight).meta["val"].shape[0]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the weights of a stack have in common."""
+        weight = self.weight
+        own = weight.stack if isinstance(weight, _Part) else (weight.args[1], _source(weight).meta["val"].dtype)
+        return *own, self.dgrad is None
 
 
 def fuse_shared_input(graph: Graph) -> int:
@@ -113,14 +140,15 @@ def _groups(graph: Graph) -> Iterator[list[_Linear]]:
         x, x_scale, _, _, _, out_dtype, fast_accum = product.args
         tag = product.meta.get("ac_graph_id"), str(product.meta.get("recompute"))
         saved = product not in in_backward and any(user in in_backward for user in _readers(product))
-        kind = (linear.weight.args[1], _source(linear.weight).meta["val"].dtype, linear.dgrad is None)
-        groups.setdefault((x, x_scale, out_dtype, fast_accum, tag, saved, kind), []).append(linear)
+        groups.setdefault((x, x_scale, out_dtype, fast_accum, tag, saved, linear.kind), []).append(linear)
     yield from (group for group in groups.values() if 2 <= len(group) <= MOST_SEGMENTS)
 
 
 def _linear_of(product: Node) -> _Linear | None:
     """The linear whose forward product this is, if nothing else reads what it quantizes."""
     _, _, data, scale, bias, _, _ = product.args
+    if _slice_of_input(data, 0) is not None:
+        return _linear_of_part(product)
     weight = _quantize_behind(data, "data")
     if weight is None or bias is not None or _quantize_behind(scale, "scale_inv") is not weight:
         return None
@@ -133,8 +161,51 @@ def _linear_of(product: Node) -> _Linear | None:
     if not transposed:
         return _Linear(weight, product, None, None, None)
     (dgrad,) = transposed
-    grad = _quantize_behind(dgrad.args[0], "data") if dgrad.target is gemm else None
-    if grad is None or dgrad.args[4] is not None or _quantize_behind(dgrad.args[2], "transpose") is not weight:
+    if dgrad.target is not gemm or _quantize_behind(dgrad.args[2], "transpose") is not weight:
+        return None
+    return _with_backward(weight, product, dgrad)
+
+
+def _linear_of_part(product: Node) -> _Linear | None:
+    """The linear of that forward product by a part of a given stack."""
+    _, _, data, scale, bias, _, _ = product.args
+    rows, scales = _slice_of_input(data, 0), _slice_of_input(scale, 0)
+    if rows is None or scales is None or bias is not None or set(data.users) != {product}:  # type: ignore[union-attr]
+        return None
+    (stack, first, end), (scale_inv, index, after) = rows, scales
+    dgrads = set(scale.users) - {product}  # type: ignore[union-attr]
+    if after != index + 1 or len(dgrads) > 1 or not _has_scale_a_part(stack, scale_inv):
+        return None
+    if not dgrads:
+        return _Linear(_Part(stack, scale_inv, None, first, end, index), product, None, None, None)
+    (dgrad,) = dgrads
+    copied: Any = dgrad.args[2] if dgrad.target is gemm and dgrad.args[3] is scale else None
+    columns = (
+        _slice_of_input(copied.args[0], 1) if copied is not None and copied.target is _aten.clone.default else None
+    )
+    if columns is None or columns[1:] != (first, end):
+        return None
+    return _with_backward(_Part(stack, scale_inv, columns[0], first, end, index), product, dgrad)
+
+
+def _has_scale_a_part(stack: Node, scale_inv: Node) -> bool:
+    """Whether these are buffers of te.quantize_stacked: more scales than one, of a matrix."""
+    return stack.meta["val"].dim() == 2 and scale_inv.meta["val"].dim() == 1 and scale_inv.meta["val"].shape[0] > 1
+
+
+def _slice_of_input(node: Any, dim: int) -> tuple[Node, int, int] | None:
+    """(input, first, end) of a slice along `dim` of an input of the graph."""
+    if not (isinstance(node, Node) and node.target is _aten.slice.Tensor and node.args[1:2] == (dim,)):
+        return None
+    source, _, first, end = node.args if len(node.args) == 4 else (None,) * 4
+    is_input = isinstance(source, Node) and source.op == "placeholder"
+    return (source, first, end) if is_input and isinstance(first, int) and isinstance(end, int) else None  # type: ignore[return-value]
+
+
+def _with_backward(weight: Node | _Part, product: Node, dgrad: Node) -> _Linear | None:
+    """The linear with its dgrad and its wgrad, if nothing else reads the gradient that they quantize."""
+    grad = _quantize_behind(dgrad.args[0], "data")
+    if grad is None or dgrad.args[4] is not None:
         return None
     grad_readers = _readers_by_name(grad)
     wgrads = grad_readers.get("transpose", set())
@@ -272,7 +343,7 @@ def _in_order(linears: list[_Linear]) -> list[_Linear]:
 
 def _alike(linears: list[_Linear], total: _Sum | None) -> bool:
     """Whether forward and backward of the linears can be one GEMM each."""
-    if not segments_stack([linear.width for linear in linears]):
+    if not segments_stack([linear.width for linear in linears]) or not _whole(linears):
         return False
     if linears[0].grad is None:
         return True
@@ -280,8 +351,8 @@ def _alike(linears: list[_Linear], total: _Sum | None) -> bool:
         return False
 
     def same(values: Iterator[Any]) -> bool:
-        first, *rest = values
-        return all(value == first for value in rest)
+        first = next(values, None)  # none where the weights learn nothing
+        return all(value == first for value in values)
 
     wgrads = [linear.wgrad for linear in linears]
     with_wgrad = [w for w in wgrads if w is not None]
@@ -291,6 +362,19 @@ def _alike(linears: list[_Linear], total: _Sum | None) -> bool:
         and same((x.grad.args[1], _source(x.grad).meta["val"].dtype) for x in linears if x.grad is not None)
         and same(x.dgrad.args[5:] for x in linears if x.dgrad is not None)
         and same(w.args[2:] for w in with_wgrad)
+    )
+
+
+def _whole(linears: list[_Linear]) -> bool:
+    """Whether parts of a given stack are all of it, in its order."""
+    parts = [linear.weight for linear in linears if isinstance(linear.weight, _Part)]
+    if not parts:
+        return True
+    ends = [part.end for part in parts]
+    return (
+        [part.first for part in parts] == [0, *ends[:-1]]
+        and ends[-1] == parts[0].data.meta["val"].shape[0]
+        and [part.index for part in parts] == list(range(parts[0].scales.meta["val"].shape[0]))
     )
 
 
@@ -331,7 +415,7 @@ def _views_of_slices(linears: list[_Linear]) -> dict[Node, Any] | None:
 def _stack(graph: Graph, linears: list[_Linear], total: _Sum | None) -> None:
     """Replaces the linears' nodes; the graph's order is left to be put right."""
     segments = [linear.width for linear in linears]
-    weights = _quantize_all(graph, [linear.weight for linear in linears], by_columns=False)
+    weights = _stacked_weights(graph, [linear.weight for linear in linears])
     product = linears[0].product
     x, x_scale, _, _, _, out_dtype, fast_accum = product.args
     args = (x, x_scale, weights["data"], weights["scale_inv"], out_dtype, fast_accum, "N", segments)
@@ -340,8 +424,17 @@ def _stack(graph: Graph, linears: list[_Linear], total: _Sum | None) -> None:
         _stack_backward(graph, linears, segments, weights, total)
     for linear in linears:
         for quantized in (linear.grad, linear.weight):
-            if quantized is not None:
+            if isinstance(quantized, Node):
                 _erase(graph, quantized)
+
+
+def _stacked_weights(graph: Graph, weights: list[Node | _Part]) -> dict[str, Node]:
+    """Buffer name -> node of the stack of the weights: what the graph is given, or one te.quantize_stacked."""
+    first = weights[0]
+    if isinstance(first, _Part):
+        transpose = {} if first.transpose is None else {"transpose": first.transpose}
+        return {"data": first.data, "scale_inv": first.scales, **transpose}
+    return _quantize_all(graph, [weight for weight in weights if isinstance(weight, Node)], by_columns=False)
 
 
 def _stack_backward(
@@ -371,7 +464,7 @@ def _stack_backward(
         _take_slices(graph, call_like(graph, gemm_stacked, args, wgrads[0]), 0, wgrads)
     # The old sum and its dgrads, which nobody reads any more.
     waiting = [total.node]
-    ends = {*total.others, *(quantized for x in linears for quantized in (x.weight, x.grad) if quantized is not None)}
+    ends = {*total.others, *(q for x in linears for q in (x.weight, x.grad) if isinstance(q, Node))}
     while waiting:
         node = waiting.pop()
         if node.users or node in ends or node._erased or node.op != "call_function" or node.target is operator.getitem:

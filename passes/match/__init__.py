@@ -9,6 +9,7 @@ forward, backward and what is saved.
     checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
     linear.py       F.linear: always tried, always recorded
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
+    cost.py         whether the experts' GEMMs repay their quantization
     experts.py      a loop over experts that each take a piece of one split
     products.py     linears in another dress (matmul, einsum, attention): never rewritten, always recorded
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear

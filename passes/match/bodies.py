@@ -52,7 +52,7 @@ class Matcher:
     def match(self, gm: fx.GraphModule, recipe_for: RecipeFor | None = None, outside: str = "") -> list[MatchRecord]:
         """Rewrites `gm` and its bodies in place; its records in the order of the graph.
 
-        recipe_for: (recipe, why it is None) by module path, the options' own by default.
+        recipe_for: (recipe, which rule chose it or why it is None) by module path, the options' own by default.
         outside: why nothing in here may be rewritten, "" normally.
         """
         recipe_for = recipe_for or self.options.recipe_for

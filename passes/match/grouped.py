@@ -5,7 +5,8 @@
     torch.bmm(x, experts)                   x [G, m, K], experts a parameter [G, K, N]: as many tokens for each expert,
     F.grouped_mm(x, experts)                Llama 4's
 
-A weight that the user transposes for the call is read as it is stored, so that nothing is copied.
+A weight that the user transposes for the call is read as it is stored, so that nothing is copied. Experts whose quantization
+would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.ops.grouped_linear import GroupedLinearConfig
-from te_dynamo.passes.match.linear import RecipeFor, linear_record
+from te_dynamo.passes.match.cost import cost_reason
+from te_dynamo.passes.match.linear import RecipeFor, hint, linear_record, named_by_rule
 from te_dynamo.passes.match.products import Sizes, is_parameter
 from te_dynamo.passes.match.values import (
     FLOATS,
@@ -59,6 +61,8 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
+        if not record.reason and not named_by_rule(recipe_for, record.module):
+            record.reason = _cost_reason(node, x, weight)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return [record]
@@ -161,6 +165,15 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
         names = ", ".join(map(dtype_name, dtypes))
         return f"its input, weight and output are {names}; te.grouped_linear takes one of bf16, fp16 and fp32 for all"
     return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe)
+
+
+def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node) -> str:
+    """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
+    m, n, k = map(hint, _sizes(x, weight))
+    value = tensor_of(node)
+    if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
+        return ""
+    return cost_reason(m, n, k, fixed(tensor_of(weight).shape[0]) or 1, value.requires_grad)
 
 
 def recipe_reason(recipe: Recipe) -> str:

@@ -36,10 +36,10 @@ from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
-__all__ = ["LINEAR", "RecipeFor", "hint", "linear_record", "match_linear"]
+__all__ = ["LINEAR", "RecipeFor", "hint", "linear_record", "match_linear", "named_by_rule"]
 
 RecipeFor = Callable[[str], tuple[Recipe | None, str]]
-"""(recipe, why it is None) by module path."""
+"""(recipe, which rule chose it or why it is None) by module path."""
 
 LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
 
@@ -48,7 +48,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
     """Replaces `node` by te.linear where it is a linear that may become one; its record, and one for each linear
     that another call hides. None for any other node.
 
-    recipe_for: (recipe, why it is None) by module path.
+    recipe_for: (recipe, which rule chose it or why it is None) by module path.
     outside: a reason that holds for the whole graph (a body that is not rewritten), "" normally.
     """
     if calls(node, LINEAR):
@@ -137,13 +137,20 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies."""
     record = MatchRecord("linear", module_path(node, without_casts(weight)), source_line(node))
-    recipe, record.reason = recipe_for(record.module)
+    recipe, why = recipe_for(record.module)
+    record.reason = why if recipe is None else ""
     record.recipe = "" if recipe is None else recipe.describe()
     value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     record.dtype = "" if value is None else dtype_name(value.dtype)
     record.shape = tuple(map(str, sizes))
     record.flops = 2 * math.prod(map(hint, sizes)) if sizes else 0
     return record, recipe
+
+
+def named_by_rule(recipe_for: RecipeFor, module: str) -> bool:
+    """Whether the recipe of a linear is a rule's choice, not that of the whole model."""
+    recipe, why = recipe_for(module)
+    return recipe is not None and why != ""
 
 
 def _sizes(x: Any, weight: Any) -> Sizes:

@@ -3,6 +3,7 @@
 from te_dynamo.ops import (
     activation,
     gemm,
+    gemm_swiglu,
     grouped_linear,
     linear,
     norm,
@@ -27,6 +28,7 @@ __all__ = [
     "LinearConfig",
     "activation",
     "gemm",
+    "gemm_swiglu",
     "grouped_linear",
     "is_te",
     "linear",

@@ -7,10 +7,12 @@ The weight is [G, N, K], or [G, K, N] as torch.nn.functional.grouped_mm takes it
 change places, nothing is transposed in memory. x and dy have one scale a tensor, the weight one a group. Rows of out and
 dx behind the last group are zero; such rows of x and dy are multiplied by nothing, but count in the tensor's scale.
 
-`GroupedLinearFwdArgs` and `GroupedLinearBwdArgs` are the one argument of every helper, as in linear.py.
+`te.grouped_linear_with_workspace` is the same with the weight's buffers given. `GroupedLinearFwdArgs` and
+`GroupedLinearBwdArgs` are the one argument of every helper, as in linear.py.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -34,6 +36,7 @@ __all__ = [
     "grouped_linear_backward",
     "grouped_linear_forward",
     "grouped_linear_forward_fake",
+    "grouped_linear_with_workspace",
 ]
 
 
@@ -105,10 +108,12 @@ class GroupedLinearFwdArgs:
 
     # tensors
     x: torch.Tensor  # [M, K]
-    weight: torch.Tensor  # [G, N, K], or [G, K, N]
+    weight: Optional[torch.Tensor]  # [G, N, K], or [G, K, N]; None with a workspace whose weight gets no gradient
     offs: torch.Tensor  # int32 [G], the end of each group
     # gradients, quantizers and numerics
     config: GroupedLinearConfig
+    # the weight's buffers in the order of its quantizer, () where forward has to quantize it
+    weight_workspace: tuple[torch.Tensor, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,10 +132,14 @@ class GroupedLinearBwdArgs:
 
 
 def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(output [M, N], tensors to save): the columnwise operand of x, then dgrad's of the weight, each only if needed."""
+    """(output [M, N], tensors to save): the columnwise operand of x, then dgrad's of the weight, each only if needed and no
+    input."""
     config = args.config
     x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
-    weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
+    weight_buffers = list(args.weight_workspace)
+    if not weight_buffers:
+        assert args.weight is not None
+        weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
     out = gemm_grouped(
         *config.input_quantizer.operand(x_buffers, columnwise=False),
         *config.weight_quantizer.operand(weight_buffers, columnwise=config.weight_transposed),
@@ -141,7 +150,7 @@ def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, li
     to_save: list[torch.Tensor] = []
     if config.weight_requires_grad:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
-    if config.input_requires_grad:
+    if config.input_requires_grad and not args.weight_workspace:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=not config.weight_transposed)
     return out, to_save
 
@@ -202,9 +211,15 @@ def _expansion(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    args = GroupedLinearFwdArgs(*inputs)
-    ctx.bwd_args = GroupedLinearBwdArgs(x_dtype=args.x.dtype, weight_dtype=args.weight.dtype, config=args.config)
-    ctx.save_for_backward(args.offs, *output[1:])
+    x, weight, offs, config, workspace = inputs if len(inputs) == 5 else (*inputs, ())
+    ctx.bwd_args, ctx.workspace_size = (
+        GroupedLinearBwdArgs(x_dtype=x.dtype, weight_dtype=x.dtype if weight is None else weight.dtype, config=config),
+        len(workspace),
+    )
+    aliases: tuple[torch.Tensor, ...] = ()
+    if workspace and config.input_requires_grad:
+        aliases = config.weight_quantizer.operand(list(workspace), columnwise=not config.weight_transposed)
+    ctx.save_for_backward(offs, *output[1:], *aliases)
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -216,6 +231,10 @@ def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[t
     dy = grads[0]
     assert dy is not None
     return *grouped_linear_backward(args, dy), None, None
+
+
+def _backward_with_workspace(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
+    return *_backward(ctx, grads), [None] * ctx.workspace_size
 
 
 @te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
@@ -230,4 +249,37 @@ def grouped_linear(
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
+def _expansion_with_workspace(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    offs: torch.Tensor,
+    config: GroupedLinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config, tuple(workspace)))
+    return [out, *to_save]
+
+
+@te_op(reference=_expansion_with_workspace, setup_context=_setup_context, backward=_backward_with_workspace)
+def grouped_linear_with_workspace(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    offs: torch.Tensor,
+    config: GroupedLinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """te.grouped_linear of weights that are quantized: `workspace` holds their buffers, in the order of config.weight_quantizer.
+
+    weight: what gets the gradient, None where it needs none. Its values are not read.
+    """
+    groups, n, k = config.weight_quantizer.operand(list(workspace), columnwise=config.weight_transposed)[0].shape
+    shape = (groups, k, n) if config.weight_transposed else (groups, n, k)
+    proto = TensorProto(shape, x.dtype, device=x.device) if weight is None else to_tensor_proto(weight)
+    out, saved = grouped_linear_forward_fake(to_tensor_proto(x), proto, config)
+    if config.input_requires_grad:
+        saved.pop()  # the weight's, an alias
+    return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
+
+
 expand_in_compiler(grouped_linear, _expansion)
+expand_in_compiler(grouped_linear_with_workspace, _expansion_with_workspace)

@@ -7,10 +7,16 @@ Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm or it
 that shared inputs are quantized once and producers can write FP8 themselves. A recipe that keeps backward in high precision
 saves x and weight as they are, and its two products are torch's own.
 
+`te.linear_with_workspace` is the same linear with the weight's buffers given: a cache's (te_dynamo/weights), which quantized it
+before.
+
 `LinearFwdArgs` and `LinearBwdArgs` are the one argument of every helper (seed 001): what backward reads is what they name.
+A saved tensor that is an input of the operation is no result of it: forward names the slot in `saved_aliases`, and the
+boundary to autograd puts the input there.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -24,7 +30,7 @@ from te_dynamo.ops.multiply import Operand, multiply
 from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.quantizers import Quantizer, check_linear
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import to_tensor_proto
+from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
     "LinearBwdArgs",
@@ -36,7 +42,9 @@ __all__ = [
     "linear",
     "linear_backward",
     "linear_forward",
+    "linear_with_workspace",
     "quantize_operands",
+    "saved_aliases",
     "saved_operands",
 ]
 
@@ -107,10 +115,12 @@ class LinearFwdArgs:
 
     # tensors
     x: torch.Tensor  # [..., K]
-    weight: torch.Tensor  # [N, K]
+    weight: Optional[torch.Tensor]  # [N, K]; None with a workspace whose weight gets no gradient
     bias: Optional[torch.Tensor]  # [N]
     # gradients, quantizers and numerics
     config: LinearConfig
+    # the weight's buffers in the order of its quantizer, () where forward has to quantize it
+    weight_workspace: tuple[torch.Tensor, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,19 +143,24 @@ class LinearBwdArgs:
 
 
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(output [..., N], tensors to save): the columnwise operand of x, then of the weight, each only if needed."""
+    """(output [..., N], tensors to save): the columnwise operand of x, then of the weight, each only if needed and no input."""
     config = args.config
     x_buffers, weight_buffers = quantize_operands(args)
     out_dtype = args.x.dtype if args.bias is None else torch.float32
     product = forward_product(config, x_buffers, weight_buffers, out_dtype)
     if args.bias is not None:
         product = add_bias(product, args.bias, args.x.dtype)
-    return _with_leading(product, args.x), saved_operands(config, x_buffers, weight_buffers)
+    return _with_leading(product, args.x), saved_operands(
+        config, x_buffers, weight_buffers, bool(args.weight_workspace)
+    )
 
 
 def quantize_operands(args: LinearFwdArgs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(buffers of x, buffers of the weight)."""
     x_buffers = quantize_tensor(args.x.contiguous(), args.config.input_quantizer)
+    if args.weight_workspace:
+        return x_buffers, list(args.weight_workspace)
+    assert args.weight is not None
     return x_buffers, quantize_tensor(args.weight.contiguous(), args.config.weight_quantizer)
 
 
@@ -167,17 +182,37 @@ def forward_product(
 
 
 def saved_operands(
-    config: LinearConfig, x_buffers: list[torch.Tensor], weight_buffers: list[torch.Tensor]
+    config: LinearConfig,
+    x_buffers: list[torch.Tensor],
+    weight_buffers: list[torch.Tensor],
+    weight_is_input: bool = False,
 ) -> list[torch.Tensor]:
-    """What backward reads of the quantized operands."""
+    """What backward reads of the quantized operands; of the weight nothing where its buffers are an input (saved_aliases)."""
     to_save: list[torch.Tensor] = []
     if config.grad_output_quantizer is None:
         return to_save  # x and weight themselves, which are no results of the operation
     if config.weight_requires_grad:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
-    if config.input_requires_grad:
+    if config.input_requires_grad and not weight_is_input:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=True)
     return to_save
+
+
+def saved_aliases(args: LinearFwdArgs) -> list[torch.Tensor]:
+    """What backward reads and is an input of the operation, in the order of the saved tensors, after those that are not.
+
+    In a backward of high precision x and the weight themselves; else of a workspace its columnwise operand.
+    """
+    config = args.config
+    if config.grad_output_quantizer is None:
+        aliases = [args.x] * config.weight_requires_grad
+        if config.input_requires_grad:
+            assert args.weight is not None
+            aliases.append(args.weight)
+        return aliases
+    if not (args.weight_workspace and config.input_requires_grad):
+        return []
+    return list(config.weight_quantizer.operand(list(args.weight_workspace), columnwise=True))
 
 
 def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -192,7 +227,8 @@ def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_inp
     bwd_args.requires_dgrad = config.input_requires_grad
     bwd_args.requires_wgrad = config.weight_requires_grad
     bwd_args.requires_bias_grad = fwd_args.bias is not None and needs_input_grad[2]
-    bwd_args.x_dtype, bwd_args.weight_dtype = fwd_args.x.dtype, fwd_args.weight.dtype
+    bwd_args.x_dtype = fwd_args.x.dtype
+    bwd_args.weight_dtype = fwd_args.x.dtype if fwd_args.weight is None else fwd_args.weight.dtype
     bwd_args.bias_dtype = None if fwd_args.bias is None else fwd_args.bias.dtype
 
 
@@ -268,13 +304,11 @@ def _expansion(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.bwd_args = LinearBwdArgs()
-    fwd_args = LinearFwdArgs(*inputs)
+    x, weight, bias, config, workspace = inputs if len(inputs) == 5 else (*inputs, ())
+    fwd_args = LinearFwdArgs(x, weight, bias, config, tuple(workspace))
+    ctx.bwd_args, ctx.workspace_size = LinearBwdArgs(), len(workspace)
     linear_setup_ctx(ctx.bwd_args, fwd_args, ctx.needs_input_grad)
-    saved = output[1:]
-    if fwd_args.config.grad_output_quantizer is None:
-        saved = [fwd_args.x] * ctx.bwd_args.requires_wgrad + [fwd_args.weight] * ctx.bwd_args.requires_dgrad
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(*output[1:], *saved_aliases(fwd_args))
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -290,14 +324,59 @@ def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[t
     return *linear_backward(args, dy), None
 
 
+def _backward_with_workspace(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
+    return *_backward(ctx, grads), [None] * ctx.workspace_size
+
+
 @te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], config: LinearConfig
 ) -> list[torch.Tensor]:
     """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in the config's formats; x's dtype bf16, fp16 or fp32."""
-    protos = (to_tensor_proto(x), to_tensor_proto(weight), None if bias is None else to_tensor_proto(bias))
+    return _fake(x, to_tensor_proto(weight), bias, config, ())
+
+
+def _expansion_with_workspace(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    config: LinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    out, to_save = linear_forward(LinearFwdArgs(x, weight, bias, config, tuple(workspace)))
+    return [out, *to_save]
+
+
+@te_op(reference=_expansion_with_workspace, setup_context=_setup_context, backward=_backward_with_workspace)
+def linear_with_workspace(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    config: LinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """te.linear of a weight that is quantized: `workspace` holds its buffers, in the order of config.weight_quantizer.
+
+    weight: what gets the gradient. Its values are read by a backward of high precision alone; None where that needs none.
+    """
+    n = config.weight_quantizer.operand(list(workspace), columnwise=False)[0].shape[0]
+    proto = TensorProto((n, x.shape[-1]), x.dtype, device=x.device) if weight is None else to_tensor_proto(weight)
+    return _fake(x, proto, bias, config, workspace)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: TensorProto,
+    bias: Optional[torch.Tensor],
+    config: LinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    protos = (to_tensor_proto(x), weight, None if bias is None else to_tensor_proto(bias))
     out, saved = linear_forward_fake(LinearFwdProtos(*protos, config))
+    if workspace and config.input_requires_grad and config.grad_output_quantizer is not None:
+        saved.pop()  # the weight's, an alias
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
 expand_in_compiler(linear, _expansion)
+expand_in_compiler(linear_with_workspace, _expansion_with_workspace)

@@ -6,6 +6,7 @@ import torch
 
 from te_dynamo.kernels import gemm_stacked as gemm_kernels
 from te_dynamo.kernels import quantize_stacked as kernels
+from te_dynamo.kernels.gemm_decode import decode_tile
 from te_dynamo.kernels.gemm_tiles import stacked_is_faster
 from te_dynamo.kernels.launch import is_hopper, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
@@ -67,6 +68,13 @@ def stacking_pays(
 
     m, n, k: of the whole; a symbolic one counts as its hint.
     """
+    hopper, multiprocessors = is_hopper(device), multiprocessor_count(device)
+    if along == "N":
+        few_rows = [decode_tile(m, size, k, fast_accum, hopper, multiprocessors) for size in (n, *segments)]
+        if all(few_rows):
+            return all(tile.split_k == 1 for tile in few_rows if tile is not None)
+        if any(few_rows):
+            return False  # a segment's own bits are another kernel's, perhaps with K in parts
     sizes = [size_hint(size) for size in (m, n, k)]
-    stacking, hopper = Stacking(along, tuple(segments)), is_hopper(device)
-    return stacked_is_faster(*sizes, fast_accum, stacking, hopper, multiprocessor_count(device))
+    stacking = Stacking(along, tuple(segments))
+    return stacked_is_faster(*sizes, fast_accum, stacking, hopper, multiprocessors)

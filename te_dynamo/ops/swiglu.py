@@ -1,6 +1,6 @@
 """`te.swiglu(gate, up) = silu(gate) * up`, its gradients, and each of them with a quantized result."""
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -44,9 +44,16 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     kernel=takes_quantizer(kernels.swiglu_quantize),
 )
 def swiglu_quantize(
-    gate: torch.Tensor, up: torch.Tensor, quantizer: Quantizer, keep_output: bool
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    quantizer: Quantizer,
+    keep_output: bool,
+    amax: Optional[torch.Tensor] = None,
 ) -> list[torch.Tensor]:
-    """[y if keep_output, *buffers]: y = te.swiglu(gate, up), buffers = te.quantize(y)."""
+    """[y if keep_output, *buffers]: y = te.swiglu(gate, up), buffers = te.quantize(y).
+
+    amax: partial ones of y, fp32 [a power of two], where they are known already.
+    """
     return ([like(gate)] if keep_output else []) + quantized(gate, quantizer)
 
 

@@ -1,0 +1,276 @@
+"""Forward of frozen models at few tokens: te_dynamo.freeze beside bf16 Inductor, in one process.
+
+    python benchmarks/inference.py                                        # every case, 1, 16, 64 and 512 tokens
+    python benchmarks/inference.py --quick                                # the MLP at 1 and 64 tokens, few rounds
+    python benchmarks/inference.py --cases mlp --recipes float8_current_scaling,mxfp8 --tokens 1,16
+
+Each case is a model of several layers, as a model has: their weights are in no cache when they are read, and the fixed cost of
+a call is shared. All providers of a case are compiled first and then timed in turn, round after round, so that clocks and heat bear on all
+alike. Each is timed twice: called as it is (what a server without CUDA graphs sees, the CPU's
+launches included), and replayed as a CUDA graph. Errors are relative Frobenius norms against bf16's output. Writes
+inference-<device>.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import environment
+import torch
+from models import GatedMLP, llama_block
+from step_profile import profile
+from torch import nn
+from train_blocks import RESULTS, cold_caches, memory, relative_error, synchronize, time_step
+
+REFERENCE = "bf16"
+LARGEST_ERROR = 0.25  # of many linears in a row
+WIDTH, INNER = 4096, 14336
+
+
+def linears() -> nn.Module:
+    """Up and down, with nothing between: what a linear by itself gains."""
+    return nn.Sequential(nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False))
+
+
+def layers(count: int, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(make() for _ in range(count)))
+
+
+CASES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "mlp": (f"8 SwiGLU MLPs {WIDTH}/{INNER}", layers(8, lambda: GatedMLP(WIDTH, INNER))),
+    "linears": (f"16 linears {WIDTH} to {INNER} and back", layers(8, linears)),
+    "llama8b": ("4 Llama-8B blocks", layers(4, lambda: llama_block(WIDTH, INNER, 32, 8))),
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """One provider at one number of tokens. Times in us, memory in MiB; None where it failed, and `error` says how.
+
+    weights_mib: what the model and its quantized weights hold between calls.
+    """
+
+    case: str
+    tokens: int
+    provider: str
+    plain_us: float | None = None
+    graph_us: float | None = None
+    plain_ratio: float | None = None
+    graph_ratio: float | None = None
+    weights_mib: float | None = None
+    output_error: float | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A compiled model and its inputs, ready to be timed."""
+
+    provider: str
+    call: Callable[[torch.Tensor], torch.Tensor]
+    weights_mib: float | None
+
+
+def prepare(provider: str, base: nn.Module, recipes: list[str]) -> Candidate:
+    """The compiled model; te providers are named by recipe, with "frozen" or, to compare with, "not frozen"."""
+    device = next(base.parameters()).device
+    before = memory(device)
+    module = copy.deepcopy(base).eval().requires_grad_(False)
+    if provider == REFERENCE:
+        call = torch.compile(module)
+    else:
+        import te_dynamo
+
+        recipe, _, how = provider.partition(", ")
+        assert recipe in recipes
+        if how == "frozen":
+            te_dynamo.freeze(module, drop_weights=True)
+        call = torch.compile(module, backend="te", options={"recipe": recipe})
+    with torch.no_grad():
+        call(torch.randn(1, 512, module_width(base), device=device, dtype=torch.bfloat16))
+    synchronize(device)
+    gc.collect()
+    held = (memory(device) - before) / 2**20 if device.type == "cuda" else None
+    return Candidate(provider, call, held)
+
+
+def module_width(module: nn.Module) -> int:
+    return next(m for m in module.modules() if isinstance(m, nn.Linear)).in_features
+
+
+def replayed(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], None]:
+    """The call captured as a CUDA graph."""
+    with torch.no_grad():
+        call(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(x)
+    return graph.replay
+
+
+def print_kernels(candidate: Candidate, x: torch.Tensor) -> None:
+    """The kernels of one call and their time."""
+    kernels = profile(_without_grad(candidate.call, x))
+    print(f"  {x.shape[1]:4d} {candidate.provider}: {sum(kernel.ms for kernel in kernels) * 1e3:.1f} us in kernels")
+    for kernel in kernels:
+        print(f"         {kernel.ms * 1e3:7.1f} us in {kernel.launches} of {kernel.name}", flush=True)
+
+
+def measure(
+    case: str,
+    tokens: list[int],
+    providers: list[str],
+    recipes: list[str],
+    rounds: int,
+    device: str,
+    kernels: bool = False,
+) -> list[Row]:
+    """A row for each number of tokens and provider, the reference first."""
+    title, make = CASES[case]
+    torch.manual_seed(0)
+    base = make().to(device, torch.bfloat16)
+    candidates, failed = [], {}
+    for provider in providers:
+        try:
+            candidates.append(prepare(provider, base, recipes))
+        except Exception as error:  # one provider's failure is a row, not the end of the run
+            if provider == REFERENCE:
+                raise
+            failed[provider] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        print(f"  {provider}: {failed.get(provider, 'ready')}", flush=True)
+    rows = []
+    for count in tokens:
+        x = torch.randn(1, count, module_width(base), device=device, dtype=torch.bfloat16)
+        rows += measure_tokens(title, x, candidates, rounds, device)
+        for candidate in candidates if kernels else ():
+            print_kernels(candidate, x)
+        rows += [Row(title, count, provider, error=error) for provider, error in failed.items()]
+    return rows
+
+
+def measure_tokens(title: str, x: torch.Tensor, candidates: list[Candidate], rounds: int, device: str) -> list[Row]:
+    """The providers in turn on one input."""
+    gpu = device.startswith("cuda")
+    rows, timed, reference = [], [], None
+    for candidate in candidates:
+        row = Row(title, x.shape[1], candidate.provider, weights_mib=candidate.weights_mib)
+        rows.append(row)
+        with torch.no_grad():
+            out = candidate.call(x).clone()
+        reference = out if reference is None else reference
+        row.output_error = relative_error([out], [reference])
+        if row.output_error > LARGEST_ERROR:
+            row.error = f"output error {row.output_error:.3f} against bf16"
+            continue
+        ways: list[tuple[str, Callable[[], Any]]] = [("plain_us", _without_grad(candidate.call, x))]
+        if gpu:
+            ways.append(("graph_us", replayed(candidate.call, x)))
+        timed += [(row, field, step, []) for field, step in ways]
+    for _ in range(rounds):
+        for _, _, step, samples in timed:
+            samples.append(statistics.median(time_step(step, device)))
+    for row, field, _, samples in timed:
+        setattr(row, field, statistics.median(samples) * 1e3)
+    for row in rows:
+        for field, ratio in (("plain_us", "plain_ratio"), ("graph_us", "graph_ratio")):
+            ours, theirs = getattr(row, field), getattr(rows[0], field)
+            if ours and theirs:
+                setattr(row, ratio, theirs / ours)
+        print(f"  {row.tokens:4d} {row.provider:36s} {_cells(row)}", flush=True)
+    return rows
+
+
+def _without_grad(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        with torch.no_grad():
+            call(x)
+
+    return step
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _cells(row: Row) -> str:
+    forms = (("plain_us", ".1f"), ("plain_ratio", ".2f"), ("graph_us", ".1f"), ("graph_ratio", ".2f"))
+    forms += (("weights_mib", ".0f"), ("output_error", ".4f"))
+    return " | ".join(_number(getattr(row, name), form) for name, form in forms)
+
+
+def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
+    """The report, a table for each case."""
+    lines = [f"# Forward of frozen models, {facts['device']}", ""]
+    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines += [
+        f"bf16 models without gradients, {rounds} rounds over all providers in turn, L2 cold; made by",
+        "`benchmarks/inference.py`. `frozen` is `te_dynamo.freeze(model, drop_weights=True)`. `graph` replays a CUDA",
+        "graph of the compiled call, `plain` calls it.",
+    ]
+    for case in dict.fromkeys(row.case for row in rows):
+        lines += ["", f"## {case}", ""]
+        lines += ["| tokens | provider | plain us | x bf16 | graph us | x bf16 | weights MiB | output error |"]
+        lines += ["| --- " * 8 + "|"]
+        for row in (row for row in rows if row.case == case):
+            cells = f"failed: {row.error.replace('|', '/')} |" + " |" * 4 if row.error else _cells(row)
+            lines.append(f"| {row.tokens} | {row.provider} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="of: %(default)s")
+    parser.add_argument("--tokens", default="1,16,64,512")
+    parser.add_argument("--recipes", default="float8_current_scaling")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--not-frozen", action="store_true", help="also without te_dynamo.freeze")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of a call")
+    parser.add_argument("--quick", action="store_true", help="the first case, 1 and 64 tokens, two rounds")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    args = parser.parse_args()
+    args.cases, args.recipes = args.cases.split(","), args.recipes.split(",")
+    args.tokens = [int(count) for count in args.tokens.split(",")]
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
+    if args.quick:
+        args.cases, args.tokens, args.rounds = args.cases[:1], [1, 64], min(args.rounds, 2)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    cold_caches()
+    torch._dynamo.config.recompile_limit = 64  # all providers of a case compile the same forward method
+    torch._dynamo.config.automatic_dynamic_shapes = (
+        False  # each number of tokens has its own tiles, as in a server's buckets
+    )
+    facts = environment.collect(args.device)
+    hows = ("frozen", "not frozen") if args.not_frozen else ("frozen",)
+    providers = [REFERENCE, *(f"{recipe}, {how}" for recipe in args.recipes for how in hows)]
+    rows: list[Row] = []
+    for case in args.cases:
+        print(CASES[case][0], flush=True)
+        rows += measure(case, args.tokens, providers, args.recipes, args.rounds, args.device, args.kernels)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"inference-{environment.device_slug(facts)}"
+    report = {"environment": facts, "rounds": args.rounds, "rows": [dataclasses.asdict(row) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(facts, rows, args.rounds))
+    print(f"Wrote {path}.md and .json")
+
+
+if __name__ == "__main__":
+    main()

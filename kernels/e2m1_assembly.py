@@ -1,0 +1,322 @@
+"""PTX of kernels/nvfp4.py: codes, block scales and the transform, on registers of one thread.
+
+Arithmetic of whole codes in fp32 keeps off the integer unit, which has half the rate. To the nearest, with v = |x * enc|:
+
+    code = bits(2^23 - 2 + min(v, 4) + sat(v / 2 - 2)) - bits(2^23 - 2)
+
+fp32 counts halves below 2^23 and ones above, so that the first sum is rounded as e2m1 is up to 4, and to the even code in
+a tie; above 4 it is an even number, to which the last term adds 0 or 1, a tie giving 0. min(v, 4) is 4 sat(v / 4), and
+saturation (to 0..1) costs nothing. The difference of the bits is taken of all eight codes of a word at once.
+
+Stochastically, with u = sat(|x| * multiplier), v / 6: u * 6 * 2^-126 has e2m1's exponents, its subnormals too, so that
+the code is in its bits from 22 on and below them the distance from there, to which 22 random bits are added.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = [
+    "RANDOM_STEP",
+    "amax_of_column_words",
+    "block_of_a_row",
+    "blocks_of_two_columns",
+    "word_of_values",
+]
+
+RANDOM_STEP = 0xFAF7922D
+"""Odd; element i of a block takes its bits from hash * RANDOM_STEP^i. Of 60000 candidates, the one whose pairs of elements
+are most evenly distributed (the shortest vector of the lattice of every two of a block's elements is the longest)."""
+
+HADAMARD_NEGATIVE = 0xD7E8  # bit i: the i-th of HADAMARD_SIGNS is -1
+
+_SIXTH_STEPS = "0f01C00000"  # 6 * 2^-126
+_NEAREST_ZERO = 0x4AFFFFFC  # the bits of 2^23 - 2
+
+
+def one_line(lines: list[str]) -> str:
+    """Inductor writes the constant into source text of its own, where an escape would not survive."""
+    return "{ " + " ".join(line.strip() for line in lines) + " }"
+
+
+def declare(kind: str, *names: str) -> str:
+    return f".reg .{kind} {', '.join(names)};"
+
+
+# --- codes --------------------------------------------------------------------------------------------------
+
+
+def nearest(value: str, nibble: int, word: str, scale: str, quadruple: bool) -> list[str]:
+    """Adds the code of |value| * scale, of a quarter of it if `quadruple`, to the word."""
+    quarter, half = ("0f3D800000", "0f3E000000") if quadruple else ("0f3E800000", "0f3F000000")
+    return [
+        f"abs.f32 v, {value}; mul.rn.f32 v, v, {scale};",
+        f"mul.rn.sat.f32 t, v, {quarter}; fma.rn.f32 t, t, 0f40800000, 0f4AFFFFFC;",
+        f"fma.rn.sat.f32 v, v, {half}, 0fC0000000; add.rn.f32 t, t, v; mov.b32 b, t;",
+        f"mad.lo.u32 {word}, b, {16**nibble}, {word};",
+    ]
+
+
+def stochastic(value: str, target: str, multiplier: str, seed: str, element: int) -> list[str]:
+    """target = the code of 6 sat(|value| * multiplier), rounded by the random bits of that element of the block, from bit 22
+    on: there are others below."""
+    return [
+        f"abs.f32 v, {value}; mul.rn.sat.f32 v, v, {multiplier}; mul.rn.f32 v, v, {_SIXTH_STEPS}; mov.b32 {target}, v;",
+        f"mul.lo.u32 r, {seed}, {pow(RANDOM_STEP, element, 2**32)}; shr.u32 r, r, 10; add.u32 {target}, {target}, r;",
+    ]
+
+
+def nearest_word(values: list[str], word: str, signs: str, scale: str, quadruple: bool = False) -> list[str]:
+    """word = the codes of eight values under the sign bits in `signs`."""
+    surplus = sum(_NEAREST_ZERO << 4 * nibble for nibble in range(8)) % 2**32
+    lines = [f"sub.u32 {word}, {signs}, {surplus};"]
+    for nibble, value in enumerate(values):
+        lines += nearest(value, nibble, word, scale, quadruple)
+    return lines
+
+
+def stochastic_word(values: list[str], word: str, signs: str, multiplier: str, seed: str, first: int) -> list[str]:
+    """The same, rounded stochastically as the elements from `first` on of a block."""
+    lines = [f"mov.b32 {word}, {signs};"]
+    for nibble, value in enumerate(values):
+        lines += stochastic(value, "b", multiplier, seed, first + nibble)
+        lines += [f"shr.u32 b, b, 22; mad.lo.u32 {word}, b, {16**nibble}, {word};"]
+    return lines
+
+
+class Eight(NamedTuple):
+    """What becomes a word: registers of eight values, of their signs, of what they are multiplied by and of their block's
+    hash, and which of its elements comes first."""
+
+    values: list[str]
+    word: str
+    signs: str
+    multiplier: str
+    seed: str
+    first: int
+
+
+def stochastic_words(low: Eight, high: Eight) -> list[str]:
+    """Two words at once: codes are moved to their places in pairs, in the halves of a register."""
+    lines = []
+    for nibble in range(8):
+        for eight, target in ((low, "b"), (high, "n")):
+            lines += stochastic(eight.values[nibble], target, eight.multiplier, eight.seed, eight.first + nibble)
+        lines += [f"prmt.b32 q{nibble % 4}, b, n, 0x7632;"]  # codes from bits 6 and 22 on
+        if nibble % 2:  # two codes from there, then four from bits 0 and 16 on
+            even, odd = f"q{nibble % 4 - 1}", f"q{nibble % 4}"
+            lines += [f"shl.b32 {odd}, {odd}, 4; lop3.b32 {even}, {odd}, {even}, 0x3C003C00, 0xE4;"]
+        if nibble % 4 == 3:
+            target = f"four{nibble // 4}"
+            lines += [f"shr.u32 q0, q0, 6; shl.b32 q2, q2, 2; lop3.b32 {target}, q0, q2, 0x00FF00FF, 0xE4;"]
+    for eight, selector in ((low, "0x5410"), (high, "0x7632")):
+        lines += [f"prmt.b32 {eight.word}, four0, four1, {selector}; or.b32 {eight.word}, {eight.word}, {eight.signs};"]
+    return lines
+
+
+CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "n", "r", "q0", "q1", "q2", "q3", "four0", "four1")
+
+
+def signs_of_values(values: list[str], signs: str, kept: str) -> list[str]:
+    """signs = the highest bits of eight values, each in its nibble, those of `kept`."""
+    lines = [f"mov.b32 {signs}, 0;"]
+    for value in reversed(values):
+        lines += [f"mov.b32 b, {value}; shf.l.wrap.b32 {signs}, b, {signs}, 4;"]
+    return [*lines, f"and.b32 {signs}, {signs}, {kept};"]
+
+
+def word_of_values(stochastically: bool, first: int) -> str:
+    """$0 = the codes of the fp32 values $1 to $8, those from `first` on of a block. $9: what they are multiplied by;
+    $10: the sign bits that are kept; stochastically, $11: the block's hash."""
+    values = [f"${1 + index}" for index in range(8)]
+    lines = [CODE_REGISTERS, declare("b32", "word", "signs"), *signs_of_values(values, "signs", "$10")]
+    if stochastically:
+        lines += stochastic_word(values, "word", "signs", "$9", "$11", first)
+    else:
+        lines += nearest_word(values, "word", "signs", "$9")
+    return one_line([*lines, "mov.b32 $0, word;"])
+
+
+# --- blocks of packed bf16 ----------------------------------------------------------------------------------
+
+
+def widen(word: str, low: str, high: str) -> str:
+    """The halves of a word in fp32."""
+    return f"shl.b32 b, {word}, 16; mov.b32 {low}, b; and.b32 b, {word}, 0xFFFF0000; mov.b32 {high}, b;"
+
+
+def largest(words: list[str], target: str) -> list[str]:
+    """target = words' largest magnitude, half by half; NaN is dropped."""
+    lines = [f"max.xorsign.abs.bf16x2 {target}, {words[0]}, {words[1]};"]
+    lines += [f"max.xorsign.abs.bf16x2 {target}, {target}, {word};" for word in words[2:]]
+    return [*lines, f"and.b32 {target}, {target}, 0x7FFF7FFF;"]
+
+
+def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str]) -> list[str]:
+    """code = the e4m3 scales of one or two blocks, the first lowest; encs = what their values are multiplied by.
+
+    tensor: sixth, inverse, lift and most of e2m1.load_tensor_scale; `e2m1.block_scale` says how the reciprocal is rounded.
+    """
+    sixth, inverse, lift, most = tensor
+    low, high = amaxes[0], amaxes[-1]
+    lines = [f"mul.rn.f32 v, {low}, {sixth}; mul.rn.f32 t, {high}, {sixth};"]
+    lines += [
+        f"cvt.rn.satfinite.e4m3x2.f32 c8, t, v; cvt.rn.f16x2.e4m3x2 b, c8; mov.b32 {{h0, h1}}, b; cvt.u32.u16 {code}, c8;"
+    ]
+    for half, enc in zip(("h0", "h1"), encs, strict=False):
+        lines += [
+            f"cvt.f32.f16 v, {half}; mul.rn.f32 v, v, {inverse}; mul.rn.f32 v, v, {lift}; neg.f32 negative, v;",
+            "rcp.approx.ftz.f32 t, v; fma.rn.f32 v, negative, t, 0f3F800000; fma.rn.f32 t, v, t, t;",
+            f"mul.rn.f32 t, t, {lift}; min.f32 {enc}, t, {most};",
+        ]
+    return lines
+
+
+SCALE_REGISTERS = declare("b16", "c8", "h0", "h1") + declare("f32", "negative")
+
+
+def multiplier_of(enc: str, quadruple: bool) -> list[str]:
+    """enc / 6, the multiplier of stochastic rounding, or a quarter of it for values that are four times too large."""
+    return [f"mul.rn.f32 {enc}, {enc}, 0f3D2AAAAB;"] + ([] if quadruple else [f"mul.rn.f32 {enc}, {enc}, 0f40800000;"])
+
+
+def block_of_a_row(stochastically: bool, scaled: bool) -> str:
+    """$0 (64 bits) = the codes of a row's block of 16 bf16 values, and unless `scaled` $1 = its scale, in the lowest byte.
+
+    Inputs, in this order: the block's eight words; `scaled`: what values are multiplied by, or else sixth, inverse, lift
+    and most; the sign bits that are kept; stochastically the block's hash.
+    """
+    inputs = iter(f"${index}" for index in range(1 if scaled else 2, 32))
+    words = [next(inputs) for _ in range(8)]
+    tensor = [next(inputs) for _ in range(1 if scaled else 4)]
+    kept, seed = next(inputs), next(inputs) if stochastically else ""
+    values = [f"x{index}" for index in range(16)]
+    lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *values, "enc"), declare("b32", "most", "scale")]
+    lines += [declare("b32", "e", "o", "s0", "s1", "word0", "word1")]
+    if scaled:
+        lines += [f"mov.f32 enc, {tensor[0]};"]
+    else:
+        lines += [*largest(words, "most"), widen("most", "x0", "x1"), "max.f32 x0, x0, x1;"]
+        lines += scales(["x0"], tensor, "scale", ["enc"])
+        if stochastically:
+            lines += multiplier_of("enc", False)
+    lines += [widen(word, values[2 * i], values[2 * i + 1]) for i, word in enumerate(words)]
+    for half in range(2):
+        a, b, c, d = words[4 * half : 4 * half + 4]
+        lines += [
+            # Bytes with the signs of elements 0 2 1 3 and 4 6 5 7, then of the even and of the odd ones.
+            f"prmt.b32 e, {a}, {b}, 0x7351; prmt.b32 o, {c}, {d}, 0x7351;",
+            f"prmt.b32 s{half}, e, o, 0x5410; prmt.b32 o, e, o, 0x7632; shr.u32 s{half}, s{half}, 4;",
+            f"lop3.b32 s{half}, o, s{half}, 0x80808080, 0xE4; and.b32 s{half}, s{half}, {kept};",
+        ]
+    if seed:
+        halves = [Eight(values[8 * i : 8 * i + 8], f"word{i}", f"s{i}", "enc", seed, 8 * i) for i in range(2)]
+        lines += stochastic_words(*halves)
+    else:
+        lines += nearest_word(values[:8], "word0", "s0", "enc") + nearest_word(values[8:], "word1", "s1", "enc")
+    return one_line([*lines, "mov.b64 $0, {word0, word1};", *([] if scaled else ["mov.b32 $1, scale;"])])
+
+
+def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) -> str:
+    """$0, $1 = the codes of the left column's block of 16 bf16 values, $2, $3 = the right one's, unless `scaled` $4 = their scales,
+    the left one's lowest.
+
+    Inputs, in this order: the sixteen rows' words; `scaled`: what values are multiplied by, or else sixth, inverse, lift and
+    most; the sign bits that are kept; stochastically the hashes of the left and the right block.
+    """
+    inputs = iter(f"${index}" for index in range(4 if scaled else 5, 40))
+    words = [next(inputs) for _ in range(16)]
+    tensor = [next(inputs) for _ in range(1 if scaled else 4)]
+    kept = next(inputs)
+    seeds = [next(inputs) if stochastically else "" for _ in range(2)]
+    left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
+    lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *left, *right, "enc0", "enc1")]
+    lines += [declare("b32", "most", "scale", "e", "o", "s0", "s1", *(f"word{index}" for index in range(4)))]
+    lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
+    if hadamard:
+        lines += [declare("f32", "amax0", "amax1")]
+        left, more = butterflies(left, "p", "amax0")
+        right, still_more = butterflies(right, "q", "amax1")
+        lines += [*more, *still_more]
+        lines += ["mul.rn.f32 amax0, amax0, 0f3E800000; mul.rn.f32 amax1, amax1, 0f3E800000;"]
+        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
+    elif not scaled:
+        lines += [*largest(words, "most"), declare("f32", "amax0", "amax1"), widen("most", "amax0", "amax1")]
+        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
+    else:
+        lines += [f"mov.f32 enc0, {tensor[0]}; mov.f32 enc1, {tensor[0]};"]
+    if stochastically and not scaled:
+        lines += [*multiplier_of("enc0", hadamard), *multiplier_of("enc1", hadamard)]
+    for half in range(2):
+        if hadamard:
+            lines += signs_of_values(left[8 * half : 8 * half + 8], "s0", kept)
+            lines += signs_of_values(right[8 * half : 8 * half + 8], "s1", kept)
+        else:
+            lines += signs_of_two_columns(words[8 * half : 8 * half + 8], kept)
+        eights = [
+            Eight(values[8 * half : 8 * half + 8], f"word{2 * side + half}", f"s{side}", f"enc{side}", seed, 8 * half)
+            for side, (values, seed) in enumerate(zip((left, right), seeds, strict=True))
+        ]
+        if stochastically:
+            lines += stochastic_words(*eights)
+        else:
+            for eight in eights:
+                lines += nearest_word(*eight[:4], hadamard)
+    lines += [f"mov.b32 ${index}, word{index};" for index in range(4)]
+    return one_line([*lines, *([] if scaled else ["mov.b32 $4, scale;"])])
+
+
+def signs_of_two_columns(words: list[str], kept: str) -> list[str]:
+    """s0, s1 = the sign bits of the left and the right halves of eight words, each in its nibble, those of `kept`."""
+    lines = []
+    for part, (a, b, c, d) in zip(("s0", "s1"), (words[:4], words[4:]), strict=True):
+        # Bytes with the signs of the left and the right column's rows 0 2, and 1 3; then each in its nibble.
+        lines += [f"prmt.b32 e, {a}, {c}, 0x7351; prmt.b32 o, {b}, {d}, 0x7351; shr.u32 e, e, 4;"]
+        lines += [f"lop3.b32 {part}, o, e, 0x80808080, 0xE4;"]
+    lines += ["prmt.b32 e, s0, s1, 0x5410; prmt.b32 o, s0, s1, 0x7632;"]
+    return [*lines, f"and.b32 s0, e, {kept}; and.b32 s1, o, {kept};"]
+
+
+# --- Hadamard transform -------------------------------------------------------------------------------------
+
+
+def butterflies(values: list[str], prefix: str, amax: str = "") -> tuple[list[str], list[str]]:
+    """(registers, lines that declare and fill them) of diag(signs) H16 times 16 values, four times the transform, in the
+    order of additions of `hadamard_reference`. amax: a register for their largest magnitude, NaN dropped."""
+    lines = []
+    for index, value in enumerate(values):
+        if HADAMARD_NEGATIVE >> index & 1:
+            lines += [f"neg.f32 {value}, {value};"]
+    for stage in range(4):
+        results = [f"{prefix}{stage}_{index}" for index in range(16)]
+        lines += [declare("f32", *results)]
+        if stage == 3 and amax:  # max(|a + b|, |a - b|) = |a| + |b|, rounded too
+            lines += [f"mov.f32 {amax}, 0f00000000;"]
+            for a, b in zip(values[::2], values[1::2], strict=True):
+                lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 v, v, t; max.f32 {amax}, {amax}, v;"]
+        for index in range(8):
+            a, b = values[2 * index : 2 * index + 2]
+            lines += [f"add.rn.f32 {results[index]}, {a}, {b}; sub.rn.f32 {results[8 + index]}, {a}, {b};"]
+        values = results
+    return values, lines
+
+
+def amax_of_column_words(rowwise: bool) -> str:
+    """$0 = the largest of $A and of four times the transformed magnitudes of two columns' blocks of 16 bf16 values; if `rowwise`
+    $1 = the largest magnitudes of $B and of the values, half by half, signs undefined. NaN prevails.
+
+    Inputs, in this order: the sixteen rows' words, A, if `rowwise` B.
+    """
+    inputs = iter(f"${index}" for index in range(2 if rowwise else 1, 32))
+    words = [next(inputs) for _ in range(16)]
+    left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
+    lines = [declare("f32", *left, *right, "v", "most"), declare("b32", "b", "largest")]
+    lines += [f"mov.f32 most, {next(inputs)};"]
+    if rowwise:
+        lines += [f"mov.b32 largest, {next(inputs)};"]
+        lines += [f"max.NaN.xorsign.abs.bf16x2 largest, largest, {word};" for word in words]
+    lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
+    for values, prefix in ((left, "p"), (right, "q")):
+        turned, more = butterflies(values, prefix)
+        lines += [*more, *(f"abs.f32 v, {value}; max.NaN.f32 most, most, v;" for value in turned)]
+    return one_line([*lines, "mov.f32 $0, most;", *(["mov.b32 $1, largest;"] if rowwise else [])])

@@ -1,0 +1,317 @@
+"""A tile of a bf16 [M, K] tensor to NVFP4, read as 32-bit words of two neighbours, the left one in the low half.
+
+Rows and columns each read the tile in the order in which a thread has whole blocks: 16 neighbours of a row, or 16 rows of two
+columns. The second reading finds it in the cache, and costs an eighth of an instruction an element where an exchange between
+threads would cost several. What a thread does with a block is one piece of assembly (kernels/e2m1_assembly.py).
+
+Rows of x must be whole 16 bytes, so that words never cross them.
+"""
+
+# Tuples of tensors grow in unrolled loops, of which mypy sees one turn.
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_words import both_halves, larger_halves, magnitudes
+from te_dynamo.kernels.e2m1 import block_hash, block_scale, multiplier_of, one_a_thread, store_scales, store_words
+from te_dynamo.kernels.e2m1_assembly import amax_of_column_words, block_of_a_row, blocks_of_two_columns
+from te_dynamo.kernels.fp8 import larger_or_nan
+
+__all__: list[str] = []
+
+ROW: tl.constexpr = tl.constexpr(block_of_a_row(False, False))
+ROW_SCALED: tl.constexpr = tl.constexpr(block_of_a_row(False, True))
+ROW_STOCHASTIC: tl.constexpr = tl.constexpr(block_of_a_row(True, False))
+ROW_STOCHASTIC_SCALED: tl.constexpr = tl.constexpr(block_of_a_row(True, True))
+COLUMN: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, False, False))
+COLUMN_SCALED: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, False, True))
+COLUMN_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, True, False))
+COLUMN_STOCHASTIC_SCALED: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, True, True))
+HADAMARD: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, False, False))
+HADAMARD_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, True, False))
+AMAX: tl.constexpr = tl.constexpr(amax_of_column_words(False))
+AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
+
+
+# --- load ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside."""
+    B: tl.constexpr = BLOCK_K // 16
+    row, column, M, K, _, _ = place
+    stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
+    index = tl.arange(0, 4 * B)
+    # Four neighbours each, which the compiler does not see, and threads beside each other in a row.
+    words = tl.multiple_of(tl.max_contiguous(index // 4 * 8 + 4 * HALF + index % 4, 4), 4)
+    rows, words = tl.arange(0, BLOCK_M)[:, None], words[None, :]
+    corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
+    if WHOLE:
+        four = tl.load(corner + (rows * stride + words))
+    else:
+        mask = (row + rows < M) & (column // 2 + words < stride)
+        four = tl.load(corner + (rows * stride + words), mask=mask, other=0)
+    even, odd = tl.split(tl.reshape(four, (BLOCK_M, B, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return (w0, w1, w2, w3)
+
+
+@triton.jit
+def load_column_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside."""
+    row, column, M, K = place[0], place[1], place[2], place[3]
+    stride = K // 8 * 4
+    rows, words = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K // 2)[None, :]
+    corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
+    tile = ()
+    for i in tl.static_range(16):
+        if WHOLE:
+            tile += (tl.load(corner + ((rows + i) * stride + words)),)
+        else:
+            mask = (row + rows + i < M) & (column // 2 + words < stride)
+            tile += (tl.load(corner + ((rows + i) * stride + words), mask=mask, other=0),)
+    return tile
+
+
+# --- amax ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def larger_transformed(w, most, words, ROWWISE: tl.constexpr):
+    """(`amax_of_column_words` of the sixteen tensors w and of most; if ROWWISE that of w and of words, otherwise words)."""
+    if ROWWISE:
+        most, words = tl.inline_asm_elementwise(
+            AMAXES,
+            "=f,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r",
+            w + (most, words),
+            dtype=(tl.float32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        most = tl.inline_asm_elementwise(
+            AMAX, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f", w + (most,), dtype=tl.float32, is_pure=True, pack=1
+        )
+    return most, words
+
+
+@triton.jit
+def square_amax(w, G: tl.constexpr, B: tl.constexpr):
+    """Amaxes [G, B] of blocks of 16x16 in the sixteen tensors w [G, 8 B]."""
+    most = magnitudes(w[0])
+    for i in tl.static_range(1, 16):
+        most = larger_halves(most, magnitudes(w[i]))
+    most = both_halves(tl.reduce(tl.reshape(most, (G, B, 8)), 2, larger_halves))
+    return (most & 0x7FFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amax_of_halves(words):
+    """fp32 of the larger magnitude of each word's halves, NaN prevailing."""
+    low, high = (words & 0x7FFF) << 16, words & 0x7FFF0000
+    return larger_or_nan(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+
+
+# --- codes --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
+    """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.load_tensor_scale`."""
+    ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
+    REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (",r" if STOCHASTIC else "")
+    arguments = w + tensor
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, key[0], key[1]),)
+    return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=(tl.int64, tl.int32), is_pure=True, pack=1)
+
+
+@triton.jit
+def scaled_row_codes(w, multiplier, signs, number, key, STOCHASTIC: tl.constexpr):
+    """`row_codes` of blocks whose values are multiplied by `multiplier`."""
+    ASM: tl.constexpr = ROW_STOCHASTIC_SCALED if STOCHASTIC else ROW_SCALED
+    REGISTERS: tl.constexpr = "=l,r,r,r,r,r,r,r,r,f,r" + (",r" if STOCHASTIC else "")
+    arguments = w + (multiplier, signs)
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, key[0], key[1]),)
+    return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int64, is_pure=True, pack=1)
+
+
+@triton.jit
+def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(words of the left columns' codes of rows 0 to 7 and of 8 to 15, those of the right ones', scales, the left ones'
+    lowest) of sixteen tensors. number: of the left columns' blocks; step: from there to the right ones'."""
+    TO_NEAREST: tl.constexpr = HADAMARD if TRANSFORMED else COLUMN
+    RANDOMLY: tl.constexpr = HADAMARD_STOCHASTIC if TRANSFORMED else COLUMN_STOCHASTIC
+    ASM: tl.constexpr = RANDOMLY if STOCHASTIC else TO_NEAREST
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (
+        ",r,r" if STOCHASTIC else ""
+    )
+    arguments = w + tensor
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
+    return tl.inline_asm_elementwise(
+        ASM,
+        REGISTERS,
+        arguments,
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def scaled_column_codes(w, multiplier, signs, number, step, key, STOCHASTIC: tl.constexpr):
+    """`column_codes`, without the scales, of blocks whose values are multiplied by `multiplier`."""
+    ASM: tl.constexpr = COLUMN_STOCHASTIC_SCALED if STOCHASTIC else COLUMN_SCALED
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r" + (",r,r" if STOCHASTIC else "")
+    arguments = w + (multiplier, signs)
+    if STOCHASTIC:
+        arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
+    return tl.inline_asm_elementwise(
+        ASM, REGISTERS, arguments, dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+# --- a tile -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def quantize_words(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    place,
+    by_rows,
+    by_columns,
+    key,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of one tile, WHOLE or not. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
+    `e2m1.load_tensor_scale`; key: the two words of `random`."""
+    square = (0, 0)  # scales and multipliers [BLOCK_M / 16, BLOCK_K / 16] of blocks of 16x16
+    if COLUMNWISE or TWO_D:
+        w = load_column_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
+    if TWO_D:
+        amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
+        scale, enc = block_scale(amax, by_rows if ROWWISE else by_columns)
+        square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier_of(enc, STOCHASTIC))
+    if COLUMNWISE:
+        quantize_columns(
+            w,
+            columnwise_data,
+            columnwise_scale_inv,
+            place,
+            by_columns,
+            square,
+            (key[1], key[0]),
+            TWO_D,
+            TRANSFORMED,
+            STOCHASTIC,
+            BLOCK_M,
+            BLOCK_K,
+            WHOLE,
+        )
+    if ROWWISE:
+        quantize_rows(x, data, scale_inv, place, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, WHOLE)
+
+
+@triton.jit
+def quantize_rows(
+    x,
+    data,
+    scale_inv,
+    place,
+    tensor,
+    square,
+    key,
+    TWO_D: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of the tile's rows; square is used if TWO_D."""
+    B: tl.constexpr = BLOCK_K // 16
+    row, column, M, K, row_words, _ = place
+    words = load_row_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_row_blocks(
+        x, place, 1, BLOCK_M, BLOCK_K, WHOLE
+    )
+    rows, blocks = tl.arange(0, BLOCK_M)[:, None], one_a_thread(B)[None, :]
+    row_blocks = row_words // 2
+    number = (row + rows) * row_blocks + (column // 16 + blocks)
+    if TWO_D:
+        scale, multiplier = of_sixteen_rows(square[0], BLOCK_M, B), of_sixteen_rows(square[1], BLOCK_M, B)
+        codes = scaled_row_codes(words, multiplier, tensor[4], number, key, STOCHASTIC)
+    else:
+        codes, scale = row_codes(words, tensor, number, key, STOCHASTIC)
+    corner = data.to(tl.pointer_type(tl.int64)) + (tl.cast(row, tl.int64) * row_blocks + column // 16)
+    places = corner + (rows * row_blocks + blocks)
+    if WHOLE:
+        tl.store(places, codes)
+    else:
+        tl.store(places, codes, mask=(row + rows < M) & (column // 16 + blocks < row_blocks))
+    # A byte from each thread: collecting them would take two barriers.
+    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, True, WHOLE)
+
+
+@triton.jit
+def of_sixteen_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
+    """[BLOCK_M, B] with every row of value [BLOCK_M / 16, B] sixteen times."""
+    return tl.reshape(tl.broadcast_to(value[:, None, :], (BLOCK_M // 16, 16, B)), (BLOCK_M, B))
+
+
+@triton.jit
+def quantize_columns(
+    w,
+    columnwise_data,
+    columnwise_scale_inv,
+    place,
+    tensor,
+    square,
+    key,
+    TWO_D: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of the columns of a tile, w of `load_column_blocks`; square is used if TWO_D."""
+    G: tl.constexpr = BLOCK_M // 16
+    W: tl.constexpr = BLOCK_K // 2
+    row, column, M, K, _, column_words = place
+    step = column_words // 2  # blocks of a column
+    number = (column + 2 * tl.arange(0, W)[None, :]) * step + (row // 16 + tl.arange(0, G)[:, None])
+    if TWO_D:
+        multiplier = of_eight_words(square[1], G, W)
+        l0, l1, r0, r1 = scaled_column_codes(w, multiplier, tensor[4], number, step, key, STOCHASTIC)
+        scale = of_eight_words(square[0], G, W)
+        scale = scale | (scale << 8)
+    else:
+        l0, l1, r0, r1, scale = column_codes(w, tensor, number, step, key, TRANSFORMED, STOCHASTIC)
+    words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, word of eight rows, column
+    words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
+    store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
+    scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
+    store_scales(
+        columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE
+    )
+
+
+@triton.jit
+def of_eight_words(value, G: tl.constexpr, W: tl.constexpr):
+    """[G, W] with every element of value [G, W / 8] eight times."""
+    return tl.reshape(tl.broadcast_to(value[:, :, None], (G, W // 8, 8)), (G, W))

@@ -1,0 +1,196 @@
+"""`freeze`, `unfreeze` and `invalidate`: what is kept of a model's weights between calls, by the user's word."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from te_dynamo.errors import TeError
+from te_dynamo.frozen import FROZEN, Frozen, drop, is_dropped, restore
+from te_dynamo.weight_cache import dequantized, forget_weights, renew_weights
+
+__all__ = ["freeze", "invalidate", "unfreeze", "watch"]
+
+
+def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
+    """Each weight of a linear that backend "te" compiles is quantized once, at the first call; returns the model.
+
+    model:        a module, or what torch.compile made of one; before or after its first call.
+    drop_weights: frees the high-precision values of `nn.Linear` weights once they are quantized. Names, shapes and dtype
+                  stay: state_dict() gives the quantized values in the weight's own dtype, load_state_dict() takes any and
+                  they are quantized anew. Read outside of a compiled linear they are NaN. A weight that something else in a
+                  compiled graph reads (a tied embedding) keeps its values.
+
+    A weight that is written afterwards is quantized again at the next call, if its version counter, address or identity shows
+    the write (`invalidate` otherwise). A call that would compute a frozen weight's gradient raises TeError: run under
+    torch.no_grad(), set requires_grad to False (to train adapters beside it), or `unfreeze`.
+
+    Raises TeError for parameters that a distributed wrapper moves or shares out (FSDP, DTensor) and for those made under
+    torch.inference_mode, which have no version counter.
+    """
+    model = _unwrapped(model)
+    added = []
+    for module, name, parameter, path in _parameters(model):
+        _check(parameter, module, path)
+        if parameter not in FROZEN:
+            FROZEN[parameter] = Frozen(path)
+            added.append(parameter)
+        _hooks.setdefault(module, _Hooks(module)).names[name] = path
+    if drop_weights:
+        for parameter in _of_linears_alone(model):
+            if not is_dropped(parameter):
+                drop(parameter)
+    _compile_again(added)
+    return model
+
+
+def unfreeze(model: nn.Module) -> nn.Module:
+    """Weights are quantized in each call again; returns the model. A dropped one gets the quantized values, in its own dtype."""
+    model = _unwrapped(model)
+    parameters = [parameter for _, _, parameter, _ in _parameters(model) if parameter in FROZEN]
+    for parameter in parameters:
+        if is_dropped(parameter):
+            restore(parameter, _values(parameter))
+        del FROZEN[parameter]
+    forget_weights(parameters)
+    for module in model.modules():
+        if module in _hooks:
+            _hooks.pop(module).remove()
+    _compile_again(parameters)
+    return model
+
+
+def invalidate(model: nn.Module) -> None:
+    """After a write to weights that torch does not show (`parameter.data.copy_`, a numpy view): all are quantized again.
+
+    What is kept of weights that are not frozen is freed meanwhile.
+    """
+    parameters = [parameter for _, _, parameter, _ in _parameters(_unwrapped(model))]
+    renew_weights(parameter for parameter in parameters if parameter in FROZEN)
+    forget_weights(parameter for parameter in parameters if parameter not in FROZEN)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, str]]:
+    """(owner, its name there, parameter, its path) of all that could be the weight of a linear."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point():
+                yield module, name, parameter, f"{prefix}.{name}".removeprefix(".")
+
+
+def _check(parameter: nn.Parameter, module: nn.Module, path: str) -> None:
+    if type(parameter) not in (nn.Parameter, FakeTensor) or getattr(module, "_is_fsdp_managed_module", False):
+        raise TeError(
+            f"te_dynamo.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
+            "change without a trace; freeze the plain model"
+        )
+    if parameter.is_inference():
+        raise TeError(
+            f"te_dynamo.freeze: {path!r} was made under torch.inference_mode and has no version counter; make the model "
+            "outside of it"
+        )
+
+
+def _of_linears_alone(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that only nn.Linear modules own."""
+    owners: dict[nn.Parameter, set[type]] = {}
+    for module, _, parameter, _ in _parameters(model):
+        owners.setdefault(parameter, set()).add(type(module))
+    return [parameter for parameter, types in owners.items() if types == {nn.Linear}]
+
+
+# --- state dicts of models with dropped weights ---------------------------------------------------------------
+
+
+class _Hooks:
+    """A module's hooks, and its frozen parameters: name -> path."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: dict[str, str] = {}
+        self.loading: set[str] = set()
+        self._handles = (
+            module.register_state_dict_post_hook(_save_values),
+            module.register_load_state_dict_pre_hook(_take_values),
+            module.register_load_state_dict_post_hook(_quantize_again),
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+_hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
+
+
+def _values(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a dropped parameter: its own while they are there, else the quantized ones."""
+    source = FROZEN[parameter].source
+    return dequantized(parameter) if source is None else source
+
+
+def _save_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in _hooks[module].names if module in _hooks else ():
+        parameter = module._parameters.get(name)
+        if parameter is not None and prefix + name in state_dict and is_dropped(parameter):
+            state_dict[prefix + name] = _values(parameter)
+
+
+def _take_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes room for what is loaded into dropped parameters."""
+    if module not in _hooks:
+        return
+    hooks = _hooks[module]
+    for name in hooks.names:
+        parameter = module._parameters.get(name)
+        if parameter is not None and prefix + name in state_dict and is_dropped(parameter):
+            hooks.loading.add(name)
+            restore(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+
+
+def _quantize_again(module: nn.Module, _: Any) -> None:
+    """Loaded values are dropped again, to be quantized at the next call; what assign=True put in place is frozen too."""
+    if module not in _hooks:
+        return
+    hooks = _hooks[module]
+    for name, path in hooks.names.items():
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        if parameter not in FROZEN:
+            FROZEN[parameter] = Frozen(path)
+        if name in hooks.loading:
+            drop(parameter)
+        renew_weights([parameter])
+    hooks.loading.clear()
+
+
+# --- graphs that were compiled before ---------------------------------------------------------------------------
+
+_watched: list[tuple[weakref.ref[CodeType], WeakIdKeyDictionary]] = []
+"""Code that Dynamo compiled with backend "te", and the parameters its linears read."""
+
+
+def watch(code: CodeType, parameters: Iterable[torch.Tensor]) -> None:
+    """`code` is compiled again once one of `parameters` is frozen or not frozen any more."""
+    _watched[:] = [(ref, read) for ref, read in _watched if ref() is not None]
+    _watched.append((weakref.ref(code), WeakIdKeyDictionary(dict.fromkeys(parameters))))
+
+
+def _compile_again(parameters: list[nn.Parameter]) -> None:
+    reset_code: Callable[[CodeType], None] = torch._dynamo.eval_frame.reset_code
+    for entry in list(_watched):
+        code = entry[0]()
+        if code is not None and any(parameter in entry[1] for parameter in parameters):
+            reset_code(code)
+            _watched.remove(entry)

@@ -1,0 +1,70 @@
+"""y_g = x_g @ weight_g^T for the pieces x_g of one tensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_dynamo.errors import InvalidOptionError, QuantizationError
+from te_dynamo.nn.base import QuantizedModule
+from te_dynamo.nn.linear import linear_parameters
+from te_dynamo.ops.grouped_linear import GroupedLinearConfig
+from te_dynamo.recipe import Float8CurrentScaling, Recipe
+
+__all__ = ["GroupedLinear"]
+
+
+class GroupedLinear(QuantizedModule):
+    """num_gemms linears without bias, each of its own rows. State: weight0, weight1, ... [out_features, in_features].
+
+    Only current scaling has grouped GEMMs: another recipe, or its backward in high precision, is an InvalidOptionError.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: str | Recipe = "float8_current_scaling",
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(recipe)
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        for group in range(num_gemms):
+            weight, _ = linear_parameters(out_features, in_features, False, device, params_dtype)
+            self.register_parameter(f"weight{group}", weight)
+
+    def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
+        if not isinstance(self.recipe, Float8CurrentScaling) or self.recipe.backward != "quantized":
+            raise InvalidOptionError(
+                f"te_dynamo.nn.GroupedLinear: {self.recipe.describe()} has no grouped GEMM; float8_current_scaling has"
+            )
+        return GroupedLinearConfig.for_weight(
+            self.recipe,
+            weight_transposed=False,
+            input_requires_grad=input_requires_grad,
+            weight_requires_grad=weight_requires_grad,
+        )
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Tensor:
+        """inp [M, in_features] -> [M, out_features]; m_splits: the rows of each group. is_first_microbatch: as in te_dynamo.nn.
+
+        The weights are put into one tensor in each call. Raises QuantizationError for splits that are not inp's rows.
+        """
+        if len(m_splits) != self.num_gemms or sum(m_splits) != inp.shape[0]:
+            raise QuantizationError(
+                f"te_dynamo.nn.GroupedLinear: m_splits {list(m_splits)} are not the {inp.shape[0]} rows in {self.num_gemms} groups"
+            )
+        weights: list[Tensor] = [getattr(self, f"weight{group}") for group in range(self.num_gemms)]
+        weight = torch.stack(weights)
+        config = self._config_for(inp, weight)
+        offs = torch.tensor(list(itertools.accumulate(m_splits)), dtype=torch.int32, device=inp.device)
+        if is_first_microbatch is None:
+            return torch.ops.te.grouped_linear(inp, weight, offs, config)[0]
+        buffers = self._workspace("weight", weight, config.weight_quantizer, is_first_microbatch)
+        return torch.ops.te.grouped_linear_with_workspace(inp, weight, offs, config, buffers)[0]

@@ -1,0 +1,168 @@
+"""Kept weights on a GPU: CUDA graphs, several streams, memory, launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import SwiGLU
+from torch import Tensor, nn
+
+import te_dynamo
+
+pytestmark = pytest.mark.gpu
+WIDTH = 512
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def model(width: int = WIDTH) -> nn.Module:
+    torch.manual_seed(0)
+    return SwiGLU(width).to("cuda", torch.bfloat16)
+
+
+def tokens(rows: int = 64, width: int = WIDTH) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+
+
+def expected(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.compile(lambda m, x: m(x), backend="te")(module, x)
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    other = model()
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("recipe", ["float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 64, 2048])
+def test_frozen_bits(recipe: str, rows: int) -> None:
+    module, x = model(), tokens(rows)
+    with torch.no_grad():
+        before = torch.compile(module, backend="te", options={"recipe": recipe})(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(te_dynamo.freeze(module, drop_weights=True), backend="te", options={"recipe": recipe})
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [16, 2048])
+def test_a_cuda_graph_sees_weights_that_were_frozen_anew(rows: int) -> None:
+    module, x = te_dynamo.freeze(model()), tokens(rows)
+    compiled = torch.compile(module, backend="te")
+    with torch.no_grad():
+        compiled(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = compiled(x)
+        graph.replay()
+        torch.testing.assert_close(out, expected(copy_of(module), x), rtol=0, atol=0)
+        module.down.weight.mul_(2)
+        compiled(x)
+        graph.replay()
+        torch.testing.assert_close(out, expected(copy_of(module), x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_cache": "step"}], ids=["default", "step"])
+def test_a_captured_training_step_quantizes_at_each_replay(options: dict[str, str]) -> None:
+    module, x = model(), tokens(256)
+    compiled = torch.compile(module, backend="te", options=options)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    module.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(x)
+    for _ in range(2):
+        with torch.no_grad():
+            module.up.weight.mul_(2)
+        graph.replay()
+        torch.testing.assert_close(out, expected(copy_of(module), x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "step"])
+def test_reduce_overhead(freeze: bool) -> None:
+    module, x = model(), tokens(256)
+    if freeze:
+        te_dynamo.freeze(module)
+        compiled = torch.compile(module, backend="te", mode="reduce-overhead")
+    else:
+        settings = torch._inductor.list_mode_options("reduce-overhead")
+        compiled = torch.compile(module, backend="te", options={"weight_cache": "step", **settings})
+    with torch.set_grad_enabled(not freeze):
+        for step in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = compiled(x).clone()
+            if not freeze:
+                y.sum().backward()
+            torch.testing.assert_close(y.detach(), expected(copy_of(module), x), rtol=0, atol=0)
+            if step % 2:
+                with torch.no_grad():
+                    module.gate.weight.add_(0.01)
+
+
+def test_another_stream_waits_for_the_buffers() -> None:
+    """The first call quantizes behind a long queue; a call on a stream of its own must not read earlier."""
+    module, x = te_dynamo.freeze(model(2048)), tokens(16, 2048)
+    compiled = torch.compile(module, backend="te")
+    with torch.no_grad():
+        right = compiled(x).clone()
+        te_dynamo.invalidate(module)
+        for parameter in module.parameters():  # so that old bytes would be wrong ones
+            parameter.mul_(-1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        compiled(x)
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            result = compiled(x)
+        torch.cuda.synchronize()
+    torch.testing.assert_close(result, -right, rtol=0.05, atol=0.05)
+
+
+def test_a_write_on_another_stream() -> None:
+    module, x = te_dynamo.freeze(model()), tokens()
+    compiled = torch.compile(module, backend="te")
+    with torch.no_grad():
+        compiled(x)
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(50_000_000)
+            module.down.weight.mul_(2)
+        torch.cuda.current_stream().wait_stream(other)
+        torch.testing.assert_close(compiled(x), expected(copy_of(module), x), rtol=0, atol=0)
+
+
+def test_dropping_halves_the_memory() -> None:
+    before = torch.cuda.memory_allocated()
+    module = model(2048)
+    held = torch.cuda.memory_allocated() - before
+    compiled = torch.compile(te_dynamo.freeze(module, drop_weights=True), backend="te")
+    with torch.no_grad():
+        compiled(tokens(16, 2048))
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 0.55 * held
+
+
+def test_a_frozen_call_launches_no_quantization_of_a_weight() -> None:
+    module, x = te_dynamo.freeze(model()), tokens()
+    compiled = torch.compile(module, backend="te")
+    with torch.no_grad():
+        compiled(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            compiled(x)
+            torch.cuda.synchronize()
+    names = [
+        event.name
+        for event in profiler.events()
+        if "amax" in event.name or "cast" in event.name or "quantize" in event.name
+    ]
+    assert len(names) <= 4, names  # x, and the activation

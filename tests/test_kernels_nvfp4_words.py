@@ -1,0 +1,148 @@
+"""NVFP4 of bf16 in words: the assembly of blocks on an emulator, whole kernels in Triton's interpreter.
+
+Run as a program, this file is the interpreted half: TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import DTYPES, assert_same_bits
+from ptx_emulator import PtxEmulator
+from test_kernels_nvfp4 import (
+    BOTH,
+    COLUMN,
+    GRADIENT,
+    HADAMARD,
+    KEY,
+    KINDS,
+    OPTIONS,
+    PLAIN,
+    ROW,
+    STOCHASTIC,
+    hashed_words,
+    kernel,
+    make,
+    reference,
+)
+
+from te_dynamo.kernels import e2m1_assembly as assembly
+from te_dynamo.kernels import nvfp4
+
+# -- blocks on the emulator ------------------------------------------------------------------------
+
+
+def tensor_scale(amax: torch.Tensor, count: int) -> list[np.ndarray]:
+    """`e2m1.load_tensor_scale`, as arguments of `count` blocks."""
+    f, value = np.float32, amax.numpy()[0]
+    with np.errstate(all="ignore"):
+        s = f(1) if value == 0 or np.isinf(value) else np.minimum(f(2688) / value, np.finfo(f).max)
+        inverse = f(1) / s
+    lift, most = f(2.0**64 if inverse < 2.0**-60 else 1), f(0 if np.isnan(value) else np.finfo(f).max)
+    kept = np.uint32(0 if np.isnan(value) else 0x88888888)
+    return [np.full(count, word) for word in (s * f(1 / 6), inverse, lift, most, kept)]
+
+
+def seeds(key: torch.Tensor, count: int) -> np.ndarray:
+    return hashed_words(key, count).astype(np.uint32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [PLAIN, STOCHASTIC], ids=["nearest", "stochastic"])
+def test_blocks_of_rows_equal_the_reference(options, kind) -> None:
+    x = make(kind, (512, 16), torch.bfloat16)
+    data, scale_inv, amax = reference(x, ROW, options)
+    words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
+    tail = [seeds(KEY, 512)] if options[2] else []
+    arguments = words + tensor_scale(amax, 512) + tail
+    codes, scale = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(options[2], False))
+    assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
+    assert np.array_equal(scale & 0xFF, scale_inv[:512, 0].numpy())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [PLAIN, HADAMARD, STOCHASTIC, GRADIENT], ids=str)
+def test_blocks_of_columns_equal_the_reference(options, kind) -> None:
+    x = make(kind, (16, 512), torch.bfloat16)
+    data, scale_inv, amax = reference(x, COLUMN, options)
+    words = list(x.view(torch.int32).numpy())
+    hashes = seeds(KEY.flip(0), 512)
+    tail = [np.ascontiguousarray(hashes[side::2]) for side in range(2)] if options[2] else []
+    arguments = words + tensor_scale(amax, 256) + tail
+    *codes, scale = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], options[2], False))
+    expected = data.numpy().view(np.uint32).reshape(256, 4).T
+    for word, wanted in zip(codes, expected, strict=True):
+        assert np.array_equal(word, wanted)
+    assert np.array_equal(scale, scale_inv[:512, 0].contiguous().numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_amaxes_of_columns_equal_the_reference(kind) -> None:
+    x = make(kind, (16, 512), torch.bfloat16)
+    words, zeros = list(x.view(torch.int32).numpy()), np.zeros(256, np.float32)
+    with np.errstate(all="ignore"):
+        transformed, halves = PtxEmulator([*words, zeros, zeros], 2).run(assembly.amax_of_column_words(True))
+        (alone,) = PtxEmulator([*words, zeros]).run(assembly.amax_of_column_words(False))
+        assert np.array_equal(transformed, alone)
+        amax = transformed.view(np.float32).max() / np.float32(4)
+    assert np.array_equal(amax, reference(x, COLUMN, HADAMARD)[2].numpy()[0], equal_nan=True)
+    values = torch.from_numpy((halves & 0x7FFF7FFF).view(np.int16)).view(torch.bfloat16).float()
+    assert np.array_equal(values.max().numpy(), x.float().abs().max().numpy(), equal_nan=True)
+
+
+def test_random_bits_of_a_block_are_evenly_spread() -> None:
+    """Every element's, and every pair's of a block: counts in 32 and in 32 x 32 cells are those of independent draws."""
+    bits = nvfp4.random_bits(KEY, 1 << 14, 1).numpy().reshape(-1, 16) >> 17
+    for i in range(16):
+        assert chi_square(np.bincount(bits[:, i], minlength=32)) < 80  # 31 degrees of freedom
+        for j in range(i):
+            assert chi_square(np.bincount(bits[:, i] * 32 + bits[:, j], minlength=1024)) < 1250  # 1023
+
+
+def chi_square(counts: np.ndarray) -> float:
+    mean = counts.sum() / len(counts)
+    return float(((counts - mean) ** 2 / mean).sum())
+
+
+# -- kernels in the interpreter --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kernels_equal_the_reference_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__]
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def main() -> None:
+    import interpreted
+
+    from te_dynamo.kernels import fp8
+
+    interpreted.install()
+    np.seterr(all="ignore")
+    nvfp4.multiprocessor_count = fp8.multiprocessor_count = lambda device: 1  # type: ignore[assignment]
+    nvfp4.PARTIALS = 4  # type: ignore[assignment]
+    for shape, kinds, dtypes in (
+        ((40, 136), KINDS, (torch.bfloat16,)),
+        ((128, 128), ("normal",), (torch.bfloat16,)),
+        ((303, 304), ("normal",), (torch.bfloat16,)),
+        ((35, 50), ("nan", "zero_row"), DTYPES),
+        ((1, 32), ("normal",), DTYPES),
+    ):
+        for kind, dtype, options in itertools.product(kinds, dtypes, OPTIONS):
+            x = make(kind, shape, dtype)
+            for usages in (ROW, COLUMN, BOTH) if kind == "zero_row" else (BOTH,):
+                assert_same_bits(kernel(x, usages, options), reference(x, usages, options))
+
+
+if __name__ == "__main__":
+    main()

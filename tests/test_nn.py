@@ -1,0 +1,149 @@
+"""te_dynamo.nn: Transformer Engine's names, microbatches, state, and the numbers of the operations they are made of."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_dynamo import nn as te_nn
+from te_dynamo.errors import InvalidOptionError, QuantizationError
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "Linear": (lambda: te_nn.Linear(32, 48), {"weight", "bias"}),
+    "LayerNormLinear": (
+        lambda: te_nn.LayerNormLinear(32, 48),
+        {"layer_norm_weight", "layer_norm_bias", "weight", "bias"},
+    ),
+    "LayerNormMLP": (
+        lambda: te_nn.LayerNormMLP(32, 64),
+        {"layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"},
+    ),
+    "LayerNormMLP swiglu": (
+        lambda: te_nn.LayerNormMLP(32, 64, bias=False, normalization="RMSNorm", activation="swiglu"),
+        {"layer_norm_weight", "fc1_weight", "fc2_weight"},
+    ),
+    "GroupedLinear": (lambda: te_nn.GroupedLinear(2, 32, 48), {"weight0", "weight1"}),
+}
+BY_MODULE = pytest.mark.parametrize("name", MODULES)
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODULES[name][0]()
+
+
+def call(module: nn.Module, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    splits = ([3, 5],) if isinstance(module, te_nn.GroupedLinear) else ()
+    return module(x, *splits, is_first_microbatch=is_first_microbatch)
+
+
+def tokens(seed: int = 1) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(8, 32, requires_grad=True)
+
+
+@BY_MODULE
+def test_state_has_transformer_engines_names(name: str) -> None:
+    module = made(name)
+    state = module.state_dict()
+    assert set(state) == MODULES[name][1]
+    other = MODULES[name][0]()
+    other.load_state_dict({**state, "_extra_state": torch.empty(0)})
+    torch.testing.assert_close(call(other, tokens()), call(module, tokens()), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*wieght"):
+        other.load_state_dict({**state, "wieght": torch.empty(0)})
+
+
+@BY_MODULE
+def test_microbatches_share_one_quantization(name: str) -> None:
+    gradients = []
+    for cached in (False, True):
+        module = made(name)
+        for step in range(2):
+            for micro in range(3):
+                first = micro == 0 if cached else None
+                call(module, tokens(micro), first).square().sum().backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.sub_(parameter.grad, alpha=1e-3 * (step + 1))
+        gradients.append([p.grad for p in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_what_is_kept_is_taken_until_the_next_first_microbatch() -> None:
+    module, x = made("Linear"), tokens()
+    before = call(module, x, True)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    torch.testing.assert_close(call(module, x, False), before, rtol=0, atol=0)
+    torch.testing.assert_close(call(module, x, True), call(module, x), rtol=0, atol=0)
+    assert not torch.equal(call(module, x, False), before)
+
+
+def test_inference_then_training_quantizes_the_columns_too() -> None:
+    module, x = made("Linear"), tokens()
+    with torch.no_grad():
+        y = call(module, x, True)
+    trained = call(module, x, False)
+    torch.testing.assert_close(trained, y, rtol=0, atol=0)
+    trained.sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(call(module, x).sum(), x)[0], rtol=0, atol=0)
+
+
+@BY_MODULE
+def test_copies_pickles_and_loads_keep_no_workspace(name: str) -> None:
+    module, x = made(name), tokens()
+    call(module, x, True)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2)
+        torch.testing.assert_close(call(other, x, False), call(other, x), rtol=0, atol=0)
+    module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()})
+    torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+
+
+def test_numbers_are_those_of_the_plain_modules() -> None:
+    x = tokens()
+    mlp = te_nn.LayerNormMLP(32, 64, zero_centered_gamma=True)
+    h = F.layer_norm(x, (32,), 1 + mlp.layer_norm_weight, mlp.layer_norm_bias)
+    plain = F.linear(
+        F.gelu(F.linear(h, mlp.fc1_weight, mlp.fc1_bias), approximate="tanh"), mlp.fc2_weight, mlp.fc2_bias
+    )
+    torch.testing.assert_close(mlp(x), plain, rtol=0.1, atol=0.05)
+    gated = made("LayerNormMLP swiglu")
+    gate, up = F.linear(F.rms_norm(x, (32,), eps=1e-5), gated.fc1_weight).chunk(2, -1)
+    torch.testing.assert_close(gated(x), F.linear(F.silu(gate) * up, gated.fc2_weight), rtol=0.1, atol=0.05)
+    grouped = made("GroupedLinear")
+    plain = torch.cat([x[:3] @ grouped.weight0.t(), x[3:] @ grouped.weight1.t()])
+    torch.testing.assert_close(call(grouped, x), plain, rtol=0.1, atol=0.05)
+
+
+def test_compiled_they_are_one_graph() -> None:
+    torch._dynamo.reset()
+    module, x = made("LayerNormLinear"), tokens()
+    compiled = torch.compile(module, backend="te", fullgraph=True, options={"codegen": "eager"})
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="did you mean 'RMSNorm'"):
+        te_nn.LayerNormLinear(32, 32, normalization="RMSnorm")
+    with pytest.raises(InvalidOptionError, match="unknown activation 'mish'"):
+        te_nn.LayerNormMLP(32, 32, activation="mish")
+    with pytest.raises(InvalidOptionError, match="a recipe is a name"):
+        te_nn.Linear(32, 32, recipe=None)
+    with pytest.raises(InvalidOptionError, match="mxfp8 has no grouped GEMM"):
+        te_nn.GroupedLinear(2, 32, 32, recipe="mxfp8")
+    with pytest.raises(QuantizationError, match=r"m_splits \[3, 4\] are not the 8 rows in 2 groups"):
+        te_nn.GroupedLinear(2, 32, 32)(tokens(), [3, 4])

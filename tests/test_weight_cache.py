@@ -1,0 +1,225 @@
+"""options={"weight_cache": "step"}: one quantization a weight an optimizer step; without it nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recipe_cases import BY_RECIPE
+from small_models import SwiGLU
+from test_freeze import CODEGENS, WIDTH, assert_same, fresh, linear, product, quantized, te, tokens
+from torch import Tensor, nn
+from weight_writes import HIDDEN_WRITES, WRITES
+
+import te_dynamo
+from te_dynamo import weight_cache
+from te_dynamo.errors import InvalidOptionError, TeError
+from te_dynamo.options import Options
+from te_dynamo.passes.workspaces import _managed_by_fsdp
+from te_dynamo.testing import capture_on_fake_cuda
+
+__all__ = ["fresh", "quantized"]  # fixtures
+STEP = {"weight_cache": "step"}
+
+
+def train(model: nn.Module, call: Callable[..., Any], batches: list[Tensor], steps: int) -> list[Tensor]:
+    """Gradients of every step, accumulated over the batches, and the weights at the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    results = []
+    for _ in range(steps):
+        for x in batches:
+            call(x).float().square().mean().backward()
+        results += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results + [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+def test_one_quantization_a_weight_a_step_and_the_same_bits(codegen: str, quantized) -> None:
+    batches = [tokens(), tokens() * 2, tokens() * 3]
+    results = []
+    for options in ({}, STEP):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = SwiGLU(WIDTH).bfloat16()
+        with te_dynamo.capture() as graphs:
+            results.append(train(model, te(model, codegen=codegen, **options), batches, steps=2))
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+    assert len(quantized) == 2 * 3
+    sources = [n.args[0] for n in graphs.graph("forward").nodes if str(n.target).startswith("te.quantize")]
+    weights = {parameter.shape for parameter in model.parameters()}
+    assert sources and not any(isinstance(s, list) or s.meta["val"].shape in weights for s in sources)
+
+
+@pytest.mark.slow
+@BY_RECIPE
+def test_every_recipe_trains_with_the_bits_it_has_without(recipe, quantized) -> None:
+    torch.manual_seed(0)
+    model, batches = nn.Linear(160, 96).bfloat16(), [tokens(160), tokens(160) * 2]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    expected = train(model, te(model, recipe=recipe), batches, 2)
+    torch._dynamo.reset()
+    model.load_state_dict(state)
+    for ours, theirs in zip(train(model, te(model, recipe=recipe, **STEP), batches, 2), expected, strict=True):
+        assert_same(ours, theirs)
+    assert len(quantized) == 2
+
+
+def test_a_forward_without_gradients_shares_what_training_made(quantized) -> None:
+    model, x = SwiGLU(WIDTH), tokens(dtype=torch.float32)
+    compiled = te(model, **STEP)
+    for _ in range(2):
+        y = compiled(x)
+        with torch.no_grad():
+            assert_same(compiled(x), y)
+    assert len(quantized) == 3
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+        compiled(x)  # rows alone would do here, but training wants both
+        held = [
+            buffer.data_ptr()
+            for table in weight_cache._entries.values()
+            for e in table.values()
+            for buffer in e.buffers.values()
+        ]
+    compiled(x)
+    assert len(quantized) == 6
+    after = [
+        buffer.data_ptr()
+        for table in weight_cache._entries.values()
+        for e in table.values()
+        for buffer in e.buffers.values()
+    ]
+    assert sorted(after) == sorted(held), "no second copy"
+
+
+@pytest.mark.parametrize("options", [{}, STEP], ids=["default", "step"])
+def test_no_write_that_torch_shows_is_missed(options: dict[str, str]) -> None:
+    model, x = linear(), tokens(32, torch.float32)
+    compiled = te(model, **options)
+    for name, write in WRITES.items():
+        compiled(x).sum().backward()
+        write(model, new := torch.randn(48, 32))
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x).detach(), product(x, model.weight), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(model.weight.detach(), new, msg=name)
+
+
+@pytest.mark.parametrize("write", HIDDEN_WRITES)
+def test_writes_that_torch_hides(write: str, quantized) -> None:
+    """Never missed by default; with the cache found by the check, and right again once they are told."""
+    model, x, new = linear().requires_grad_(False), tokens(32, torch.float32), torch.randn(48, 32)
+    default, kept, checked = (te(model, **o) for o in ({}, STEP, {**STEP, "weight_cache_check": True}))
+    before = product(x, model.weight)
+    for compiled in (default, kept, checked):
+        assert_same(compiled(x), before)
+    HIDDEN_WRITES[write](model, new)
+    assert_same(default(x), product(x, new))
+    assert_same(kept(x), before)
+    with pytest.raises(TeError, match=r"weight was written in a way .* te_dynamo\.invalidate"):
+        checked(x)
+    te_dynamo.invalidate(model)
+    for compiled in (kept, checked):
+        assert_same(compiled(x), product(x, new))
+
+
+def test_a_backward_reads_what_its_forward_read() -> None:
+    """Two forwards around a write, then both backwards: the kept buffers are not overwritten below the first."""
+    model, x = linear(), tokens(32, torch.float32).requires_grad_()
+    gradients = []
+    for options in ({}, STEP):
+        torch._dynamo.reset()
+        model.load_state_dict(linear().state_dict())
+        compiled = te(model, **options)
+        one = compiled(x)
+        with torch.no_grad():
+            model.weight.mul_(-3)
+        two = compiled(x)
+        te_dynamo.invalidate(model)
+        compiled(x)
+        gradients.append([torch.autograd.grad(y.sum(), (x, model.weight)) for y in (one, two)])
+    for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+
+
+def test_a_second_backward_under_retain_graph() -> None:
+    model, x = linear(), tokens(32, torch.float32)
+    loss = te(model, **STEP)(x).sum()
+    first, second = (torch.autograd.grad(loss, model.weight, retain_graph=True) for _ in range(2))
+    assert_same(*first, *second)
+
+
+def test_parameters_without_a_version_counter_are_not_kept(quantized) -> None:
+    with torch.inference_mode():
+        model, x = linear(), tokens(32, torch.float32)
+        compiled = te(model, **STEP)
+        for _ in range(2):
+            assert_same(compiled(x), product(x, model.weight))
+            model.weight.mul_(2)
+    assert len(quantized) == 2
+
+
+def test_an_exception_in_the_middle_of_a_step() -> None:
+    model, x = linear(), tokens(32, torch.float32)
+    compiled = te(model, **STEP)
+
+    def fails(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    y = compiled(x)
+    handle = model.weight.register_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    handle.remove()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    model.weight.grad = None
+    y = compiled(x)
+    assert_same(y.detach(), product(x, model.weight))
+    y.sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_weights_of_fsdp_are_never_kept() -> None:
+    """Dynamo takes a managed module's parameters through a source of FSDP's."""
+    from torch._dynamo.source import AttrSource, FSDPNNModuleSource, LocalSource
+
+    def placeholder(source: Any) -> torch.fx.Node:
+        node = torch.fx.Graph().placeholder("w")
+        node._dynamo_source = source
+        return node
+
+    module = LocalSource("self")
+    assert _managed_by_fsdp(placeholder(AttrSource(AttrSource(FSDPNNModuleSource(module), "fc"), "weight")))
+    assert not _managed_by_fsdp(placeholder(AttrSource(module, "weight")))
+    assert not _managed_by_fsdp(placeholder(None))
+
+
+def test_graphs_on_a_gpu_hold_references_to_the_stack() -> None:
+    graphs = capture_on_fake_cuda(
+        lambda: SwiGLU(512).bfloat16(),
+        lambda device: (torch.randn(2048, 512, device=device, dtype=torch.bfloat16, requires_grad=True),),
+        options=STEP,
+    )
+    forward, backward = graphs["forward"], graphs["backward"]
+    assert "te.quantize_stacked(" not in forward and forward.count("te.gemm_stacked(") == 1
+    assert "workspace_0_transpose: f8e4m3[512, 2048] = input" in backward
+    assert backward.count("te.gemm_stacked(") == 2 and "aten.clone(" not in backward
+    rows = [(row.weight, row.kept, row.nbytes) for row in graphs.reports[0].workspaces]
+    assert rows == [
+        ("gate.weight, up.weight", "for a step", 2 * 2048 * 512 + 8),
+        ("down.weight", "for a step", 2 * 512 * 1024 + 4),
+    ]
+
+
+@pytest.mark.parametrize("options", [{"weight_cache": "forever"}, {"weight_cache_check": "yes"}])
+def test_wrong_values_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(InvalidOptionError, match=next(iter(options))):
+        Options.parse(options)
