@@ -80,8 +80,9 @@ one load's columns. 4-byte elements, half as many a load, take twice the warps."
 WORDS_TILE: Tile = (64, 128, 4)
 """Of a program that quantizes words: 64 values a thread."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 3
-"""Of a launch that quantizes words: as many as are resident, of 168 registers a thread. Of other input two are, and four run."""
+PROGRAMS_PER_MULTIPROCESSOR = {(True, True): 3, (True, False): 6, (False, True): 4}
+"""By (rowwise, columnwise), of a launch that quantizes words: as many as are resident, of 168, 80 and 128 registers a thread. Of
+other input two are, and four run."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -319,7 +320,7 @@ def quantize_nvfp4(
     whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
     programs = min(
         program_count(rows, columns, block_m, block_k, x.device),
-        (PROGRAMS_PER_MULTIPROCESSOR if packed else 4) * multiprocessor_count(x.device),
+        (PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4) * multiprocessor_count(x.device),
     )
     words = {"PACKED": packed, "WHOLE": whole}
     wider = max(x.element_size() // 2, 1)
