@@ -31,8 +31,8 @@ FORMS = {
 }
 
 
-def tile(dtype: str) -> dict[str, int]:
-    rows, columns, warps = nvfp4.TILE
+def tile(dtype: str, words: bool = False) -> dict[str, int]:
+    rows, columns, warps = nvfp4.WORDS_TILE if words else nvfp4.TILE
     return {"BLOCK_M": rows, "BLOCK_K": columns, "num_warps": warps * (2 if dtype == "*fp32" else 1)}
 
 
@@ -54,7 +54,7 @@ def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: 
         name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability} {shape}",
         kernel=nvfp4_kernels.quantize_nvfp4_kernel,
         args={**pointers, **dict.fromkeys(sizes, "i32")},
-        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **tile(dtype)},
+        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **tile(dtype, packed)},
         aligned=(*pointers, *(() if shape == "odd" else sizes)),
         has=("cvt.rn.satfinite.e4m3x2.f32", *(() if shape == "odd" else ("ld.global.v4.b32", *wide_stores))),
         lacks=() if shape == "odd" else lacks,
