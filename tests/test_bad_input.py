@@ -52,7 +52,7 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
         ({"max_autotone": True}, "unknown option 'max_autotone'; did you mean 'max_autotune'"),
         (
             {"zzzzzz": 1},
-            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'rules', those of torch._ind",
+            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'rules', 'weight_cache', 'weight_cache_check'",
         ),
         ({3: 1}, "unknown option 3; valid: 'codegen'"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune' takes a value of type bool, got 'yes'"),
