@@ -201,7 +201,7 @@ def quantize_mxfp8(
     for by_rows, by_columns in launches:
         usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
         if scale_block == 128 and by_columns:
-            tile_rows, group, warps = tile or tile_128(arguments["PACKED"], arguments["WHOLE"])
+            tile_rows, group, warps = tile or tile_128(arguments["PACKED"])
             grid = grouped_grid(rows, columns, tile_rows, group)
             walk = {"TILES": tile_rows // 128, "GROUP_M": group}
             launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, **walk, num_warps=warps)
@@ -304,12 +304,9 @@ Tile = tuple[int, int, int]
 multiple of 128, rows of tiles walked together, warps)."""
 
 
-def tile_128(packed: bool, whole: bool) -> Tile:
-    """Of blocks of 128 along columns, the fastest on an H200 at 8192x4096; values that are not packed need twice the registers,
-    masks too many for several tiles a program."""
-    if packed:
-        return (512, 1, 8) if whole else (128, 1, 4)
-    return 128, 8, 8
+def tile_128(packed: bool) -> Tile:
+    """Of blocks of 128 along columns, the fastest on an H200 at 8192x4096; values that are not packed need twice the registers."""
+    return (128, 1, 4) if packed else (128, 8, 8)
 
 
 def row_tile(columns: Size, packed: bool) -> Tile:
