@@ -206,7 +206,9 @@ def quantize_mxfp8(
             walk = {"TILES": tile_rows // 128, "GROUP_M": group}
             launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, **walk, num_warps=warps)
         else:
-            block_m, block_k, warps = tile or (tile_32(columns) if by_columns else row_tile(columns, packs(x)))
+            block_m, block_k, warps = tile or (
+                tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
+            )
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
@@ -309,11 +311,12 @@ def tile_128(packed: bool) -> Tile:
     return (128, 1, 4) if packed else (128, 8, 8)
 
 
-def row_tile(columns: Size, packed: bool) -> Tile:
-    """Without columnwise data: packed, as wide as fills whole sectors with a row's codes of blocks of 128."""
+def row_tile(columns: Size, packed: bool, swizzled: bool) -> Tile:
+    """Without columnwise data: packed, as wide as fills whole sectors with the codes of a row; swizzled, they lie apart."""
     if not packed:
         return tile_32(columns) if isinstance(columns, int) and columns % 16 else (64, 128, 4)
-    block_k = math.gcd(round_up(columns, 128), 1024) if isinstance(columns, int) else 128
+    wide = isinstance(columns, int) and not swizzled
+    block_k = math.gcd(round_up(columns, 128), 1024) if wide else 128
     return 8192 // block_k, block_k, 4
 
 

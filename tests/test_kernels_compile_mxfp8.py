@@ -49,7 +49,7 @@ def quantize_case(
         constants |= {"TILES": tile_rows // 128, "GROUP_M": group, "num_warps": warps}
     else:
         columns = 4096 if aligned_k else 4095
-        block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed)
+        block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed, swizzled)
         constants |= {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
     kind = "e4m3x2" if fp8 == "*fp8e4nv" else "e5m2x2"
     rowwise = ("data", "scale_inv") if usage[0] else ()
