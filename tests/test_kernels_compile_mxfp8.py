@@ -45,7 +45,7 @@ def quantize_case(
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0, "SWIZZLED": swizzled}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
     if turned:
-        tile_rows, group, warps = mxfp8.tile_128(packed, whole)
+        tile_rows, group, warps = mxfp8.tile_128(packed)
         constants |= {"TILES": tile_rows // 128, "GROUP_M": group, "num_warps": warps}
     else:
         columns = 4096 if aligned_k else 4095
