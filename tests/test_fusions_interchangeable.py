@@ -49,6 +49,10 @@ class SwigluResidual(nn.Module):
         return h + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class SharedSwigluResidual(SwigluResidual):
+    """With gate and up in one GEMM, in every combination."""
+
+
 FUSED = {
     GeluResidual: (
         {"fuse_gemm_bias", "fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
@@ -58,7 +62,12 @@ FUSED = {
         {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
         {"fuse_swiglu_backward_quantize"},
     ),
+    SharedSwigluResidual: (
+        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_swiglu"},
+        {"fuse_swiglu_backward_quantize"},
+    ),
 }
+JOINT = {SharedSwigluResidual: {"fuse_shared_input"}}
 
 
 def test_every_shipped_fusion_of_one_half_is_in_a_model() -> None:
@@ -71,15 +80,16 @@ def test_all_four_combinations_give_the_same_bits(model: type[nn.Module]) -> Non
     torch.manual_seed(3)
     x = torch.randn(19, HIDDEN, dtype=torch.bfloat16)
     forward, backward = FUSED[model]
+    joint = JOINT.get(model, set())
     results = {}
     for fused_forward in (False, True):
         for fused_backward in (False, True):
-            chosen = NAMES["forward"] * fused_forward + NAMES["backward"] * fused_backward
+            chosen = [*joint, *NAMES["forward"] * fused_forward, *NAMES["backward"] * fused_backward]
             with capture() as graphs:
                 run = compiled_run(model, {"codegen": "eager", "fusions": chosen})
                 results[fused_forward, fused_backward] = run(x)
             fired = {name for _, name, _ in graphs.reports[0].fusions}
-            assert fired == (forward if fused_forward else set()) | (backward if fused_backward else set())
+            assert fired == joint | (forward if fused_forward else set()) | (backward if fused_backward else set())
     for result in results.values():
         assert_same_bits(result, results[False, False])
 

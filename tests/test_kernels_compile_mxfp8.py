@@ -62,7 +62,15 @@ def quantize_case(
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
         has=(
             f"cvt.rn.satfinite.{kind}.f32",
-            *(("cp.async.cg.shared.global" if turned and packed and whole else "ld.global.v4",) if aligned_k else ()),
+            *(
+                (
+                    "cp.async.cg.shared.global"
+                    if turned and packed and whole and constants["TILES"] > 1
+                    else "ld.global.v4",
+                )
+                if aligned_k
+                else ()
+            ),
             *(("st.global.v4" if turned or not packed else "st.global.v2",) if aligned_k else ()),
             # Two values an instruction.
             *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
