@@ -216,8 +216,8 @@ def mxfp8_row_tiles() -> Iterator[Tile]:
 
 
 def mxfp8_128_tiles() -> Iterator[Tile]:
-    """Tiles of MXFP8 in blocks of 128: (rows of a program, rows of tiles walked together, warps)."""
-    yield from itertools.product((128, 256, 512), (1, 2, 4, 8), (4, 8))
+    """Tiles of MXFP8 in blocks of 128: (128, rows of tiles walked together, warps)."""
+    yield from itertools.product((128,), (1, 4, 8, 16), (4, 8, 16))
 
 
 def mxfp8_dequantize_tiles() -> Iterator[Tile]:

@@ -201,10 +201,9 @@ def quantize_mxfp8(
     for by_rows, by_columns in launches:
         usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
         if scale_block == 128 and by_columns:
-            tile_rows, group, warps = tile or tile_128(arguments["PACKED"])
-            grid = grouped_grid(rows, columns, tile_rows, group)
-            walk = {"TILES": tile_rows // 128, "GROUP_M": group}
-            launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, **walk, num_warps=warps)
+            _, group, warps = tile or tile_128(arguments["PACKED"])
+            grid = grouped_grid(rows, columns, 128, group)
+            launch(quantize_mxfp8_128_kernel, grid, **arguments, **usage, GROUP_M=group, num_warps=warps)
         else:
             block_m, block_k, warps = tile or (
                 tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
@@ -302,8 +301,8 @@ def _allocate(
 
 
 Tile = tuple[int, int, int]
-"""(rows, columns, warps); rows divide 128, columns the tensor's, rounded up to 128. Of blocks of 128 along columns: (rows, a
-multiple of 128, rows of tiles walked together, warps)."""
+"""(rows, columns, warps); rows divide 128, columns the tensor's, rounded up to 128. Of blocks of 128 along columns: (128, rows of
+tiles walked together, warps)."""
 
 
 def tile_128(packed: bool) -> Tile:

@@ -322,15 +322,13 @@ def quantize_elements(
 
 
 @triton.jit
-def store_repeated_codes(scale_inv, codes, first_i, first_j, SIZE, COUNT: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Writes codes of blocks of 128, COUNT ones in the bytes of codes [128], four times each, as words: zero past SIZE."""
-    stride = tl.cdiv(SIZE, 128) * 4
-    t = tl.arange(0, COUNT)[None, :]
-    j = first_j + 4 * t
-    places = scale_inv + scale_offsets(first_i + tl.arange(0, 128)[:, None], j, stride, SWIZZLED)
-    missing = tl.minimum(tl.maximum(j + 4 - tl.cdiv(SIZE, 32), 0), 3)
-    words = ((codes[:, None] >> (8 * t)) & 0xFF) * (0x01010101 >> (missing * 8))
-    tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words, mask=j < stride)
+def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
+    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32."""
+    i = first_i + tl.arange(0, 128)
+    offsets = scale_offsets(i, first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED)
+    missing = tl.maximum(first_j + 4 - BLOCKS, 0)
+    words = code * (0x01010101 >> (missing * 8))
+    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + offsets // 4, words)
 
 
 @triton.jit
@@ -346,55 +344,47 @@ def quantize_mxfp8_128_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    TILES: tl.constexpr,
     GROUP_M: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 128 along columns, which are transposed, or along both: TILES tiles of 128 x 128, one below the other, so that
-    codes of a column are written side by side."""
-    first, column = grouped_tile(128 * TILES, GROUP_M)
-    if first >= M:
+    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
+    row, column = grouped_tile(128, GROUP_M)
+    if row >= M:
         return
-    codes = tl.zeros((128,), tl.int32)
-    # The next two tiles are on their way to shared memory while this one is quantized.
-    STAGES: tl.constexpr = 3 if TILES > 1 else 1
-    for t in tl.range(1 if TILES == 1 else tl.minimum(tl.cdiv(M - first, 128), TILES), num_stages=STAGES):
-        row = first + 128 * t
-        if PACKED:
-            code = quantize_words_128(
-                x,
-                data,
-                scale_inv,
-                columnwise_data,
-                row,
-                column,
-                M,
-                K,
-                FMAX,
-                ROWWISE,
-                COLUMNWISE,
-                SWIZZLED,
-                WHOLE,
-            )
-        else:
-            code = quantize_elements_128(
-                x,
-                data,
-                scale_inv,
-                columnwise_data,
-                row,
-                column,
-                M,
-                K,
-                FMAX,
-                ROWWISE,
-                COLUMNWISE,
-                SWIZZLED,
-            )
-        codes |= code << (8 * t)
-    if COLUMNWISE:
-        store_repeated_codes(columnwise_scale_inv, codes, column, first // 32, M, TILES, SWIZZLED)
+    if PACKED:
+        quantize_words_128(
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            ROWWISE,
+            COLUMNWISE,
+            SWIZZLED,
+            WHOLE,
+        )
+    else:
+        quantize_elements_128(
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            ROWWISE,
+            COLUMNWISE,
+            SWIZZLED,
+        )
 
 
 @triton.jit
@@ -403,6 +393,7 @@ def quantize_words_128(
     data,
     scale_inv,
     columnwise_data,
+    columnwise_scale_inv,
     row,
     column,
     M,
@@ -413,7 +404,7 @@ def quantize_words_128(
     SWIZZLED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The tile at (row, column) of bf16 x (kernels/block_words.py); its columns' codes."""
+    """The tile at (row, column) of bf16 x: kernels/block_words.py."""
     x0 = load_words(x, row, column, M, K, 0, 128, WHOLE)
     x1 = load_words(x, row, column, M, K, 1, 128, WHOLE)
     x2 = load_words(x, row, column, M, K, 2, 128, WHOLE)
@@ -423,15 +414,15 @@ def quantize_words_128(
         upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
         lower_codes, lower = word_codes(row_pair_amax(x2, x3, 128), FMAX)
         codes = interleave(upper_codes & 0xFF, upper_codes >> 16, lower_codes & 0xFF, lower_codes >> 16, 128)
-        store_repeated_codes(scale_inv, codes, row, column // 32, K, 1, SWIZZLED)
+        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
     if COLUMNWISE:
         codes, columns = word_codes(column_pair_amax(x0, x1, x2, x3), FMAX)
-        column_codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
+        codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
+        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, 128, WHOLE)
     if COLUMNWISE:
         store_column_codes(columnwise_data, x0, x1, x2, x3, columns, row, column, M, K, 128, WHOLE)
-    return column_codes if COLUMNWISE else 0
 
 
 @triton.jit
@@ -440,6 +431,7 @@ def quantize_elements_128(
     data,
     scale_inv,
     columnwise_data,
+    columnwise_scale_inv,
     row,
     column,
     M,
@@ -449,7 +441,7 @@ def quantize_elements_128(
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):
-    """The tile at (row, column) of x of any dtype (kernels/block_tile.py); its columns' codes."""
+    """The tile at (row, column) of x of any dtype: kernels/block_tile.py."""
     x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
     # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
     if ROWWISE:
@@ -459,16 +451,16 @@ def quantize_elements_128(
         code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
     if COLUMNWISE:
         column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
+        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
         store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
         store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
         store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
         row_code = interleave(code_0, code_1, code_2, code_3, 128)
-        store_repeated_codes(scale_inv, row_code, row, column // 32, K, 1, SWIZZLED)
+        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
     if COLUMNWISE:
         store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
-    return column_code if COLUMNWISE else 0
 
 
 @triton.jit

@@ -45,8 +45,8 @@ def quantize_case(
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0, "SWIZZLED": swizzled}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
     if turned:
-        tile_rows, group, warps = mxfp8.tile_128(packed)
-        constants |= {"TILES": tile_rows // 128, "GROUP_M": group, "num_warps": warps}
+        _, group, warps = mxfp8.tile_128(packed)
+        constants |= {"GROUP_M": group, "num_warps": warps}
     else:
         columns = 4096 if aligned_k else 4095
         block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed, swizzled)
@@ -62,16 +62,7 @@ def quantize_case(
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
         has=(
             f"cvt.rn.satfinite.{kind}.f32",
-            *(
-                (
-                    "cp.async.cg.shared.global"
-                    if turned and packed and whole and constants["TILES"] > 1
-                    else "ld.global.v4",
-                )
-                if aligned_k
-                else ()
-            ),
-            *(("st.global.v4" if turned or not packed else "st.global.v2",) if aligned_k else ()),
+            *(("ld.global.v4", "st.global.v4" if turned or not packed else "st.global.v2") if aligned_k else ()),
             # Two values an instruction.
             *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
         ),
