@@ -94,7 +94,7 @@ def kernels_everywhere() -> Iterator[None]:
 
 def warm_up(backend: str, device: str) -> None:
     """Compiles one linear: what is imported and started once a process is no part of a model's compilation."""
-    x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(1024, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(nn.Linear(64, 64).bfloat16().to(device), backend=backend)(x).sum().backward()
 
 

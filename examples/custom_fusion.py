@@ -145,7 +145,7 @@ def in_an_unmodified_model(x):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    x = torch.randn(32, 64, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.randn(1024, 64, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
     in_a_sequential(x)
     in_an_unmodified_model(x)
     print("fused and unfused agree")

@@ -29,6 +29,8 @@ from te_dynamo.ops import LinearConfig
 from te_dynamo.ops.fakes import quantized, quantized_stack
 from te_dynamo.ops.stacked import segments_stack
 from te_dynamo.passes.fusions.producer import has_fused_kernels
+from te_dynamo.passes.match.cost import LEFT_FOR_COST
+from te_dynamo.passes.match.products import without_casts
 from te_dynamo.passes.match.values import emit, emit_getitem, emit_method, tensor_of
 from te_dynamo.passes.match.where import parameter_name, source_line
 from te_dynamo.quantizers import Quantizer
@@ -83,8 +85,11 @@ class _Reader:
 
 
 def weights_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[nn.Parameter]:
-    """The parameters that the graph's te linears quantize."""
-    return [reader.weight for reader in _readers(gm.graph, example_inputs)]
+    """The parameters that the graph's te linears quantize, and those that they would if the weights were frozen."""
+    left = {without_casts(node.args[1]) for node in gm.graph.nodes if node.meta.get(LEFT_FOR_COST)}
+    values = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
+    unread = [value for placeholder, value in values if placeholder in left and _is_plain_parameter(value)]
+    return [*(reader.weight for reader in _readers(gm.graph, example_inputs)), *unread]
 
 
 def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool, report: Report) -> Supplied | None:

@@ -34,6 +34,7 @@ from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
 from te_dynamo.passes.late_columns import make_columns_late
 from te_dynamo.passes.match import match
+from te_dynamo.passes.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.operations import fuse_operations
 from te_dynamo.passes.recompute import save_products_only
 from te_dynamo.passes.usage import drop_unread_usages
@@ -119,6 +120,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     compilation.record("match", gm.graph)
     _warn_if_emulated(compilation.report, gm)
+    _warn_if_left_for_cost(gm)
     compiler = _compile_with_inductor if options.codegen == "inductor" else _compile_eager
     if supplied is None:
         return compiler(gm, example_inputs, compilation)
@@ -241,3 +243,16 @@ def _warn_if_emulated(report: Report, gm: GraphModule) -> None:
                     stacklevel=2,
                 )
             return
+
+
+def _warn_if_left_for_cost(gm: GraphModule) -> None:
+    """One warning a process where linears are left as they are because the recipe would be slower."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    left = [reason for graph in graphs for node in graph.nodes if (reason := node.meta.get(LEFT_FOR_COST))]
+    if left and LEFT_FOR_COST not in _warned:
+        _warned.add(LEFT_FOR_COST)
+        warnings.warn(
+            f"te_dynamo: {len(left)} linears stay in the model's precision, which is faster for them: {left[0]}. "
+            "te_dynamo.explain lists all",
+            stacklevel=2,
+        )

@@ -99,7 +99,7 @@ class Matched:
         return "\n".join(self.texts)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        match(gm, self.options, self.report)
+        match(gm, self.options, self.report, example_inputs)
         self.graphs.append(gm)
         self.texts.append(text(gm))
         if self.run in ("plain", "aot"):

@@ -41,6 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def few_rows_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows.
+
+    Marked `cost_rule` are those of that rule.
+    """
+    if "cost_rule" not in request.keywords:
+        monkeypatch.setattr("te_dynamo.passes.match.linear.linear_cost_reason", lambda *_: "")
+
+
+@pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """No compiled code, guard or recompilation count crosses from one test to the next."""
     torch._dynamo.reset()

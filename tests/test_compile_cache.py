@@ -56,7 +56,7 @@ PROGRAM = textwrap.dedent(
     mlp = MLP().to(device, torch.bfloat16)
     if frozen:
         te_dynamo.freeze(mlp, drop_weights=True).requires_grad_(False)
-    model, x = torch.compile(mlp, backend="te", options=options), torch.randn(16, 32, device=device, dtype=torch.bfloat16)
+    model, x = torch.compile(mlp, backend="te", options=options), torch.randn(1024, 32, device=device, dtype=torch.bfloat16)
     losses = []
     for _ in range(2):
         loss = model(x).float().square().sum()

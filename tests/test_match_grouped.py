@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import te_dynamo
-from te_dynamo.passes.match.cost import cost_reason
+from te_dynamo.passes.match.cost import experts_cost_reason
 from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from te_dynamo.testing import fake_cuda
 
@@ -308,5 +308,5 @@ def test_a_rule_that_names_them_has_them_in_fp8(rule, matched: bool) -> None:
 def test_more_tokens_repay_what_fewer_do() -> None:
     """Cost grows with the experts, gain with the tokens: between none and enough of them lies one border."""
     for training in (False, True):
-        worth = [cost_reason(tokens_, 4096, 4096, 8, training) == "" for tokens_ in range(1024, 65536, 1024)]
+        worth = [experts_cost_reason(tokens_, 4096, 4096, 8, training) == "" for tokens_ in range(1024, 65536, 1024)]
         assert worth == sorted(worth) and not worth[0] and worth[-1]

@@ -181,6 +181,9 @@ def test_backward_twice_with_retain_graph(codegen: str) -> None:
 
 # ---- shapes that change
 
+FEW_ROWS = 4 * SAME
+"""Sums of fp32 round differently from processor to processor, and in few rows one value that takes e5m2's other code shows."""
+
 
 @pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic", "automatic"])
@@ -194,7 +197,7 @@ def test_sequence_lengths_compile_once(how: str, codegen: str) -> None:
             torch._dynamo.mark_dynamic(x, 1)
         actual = gradients(compiled, model, x)
         with fp8_linears():
-            assert_close(actual, gradients(model, model, x), SAME)
+            assert_close(actual, gradients(model, model, x), FEW_ROWS)
     # automatic: the first length, then one for all others
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if how == "automatic" else 1)
 
@@ -209,7 +212,7 @@ def test_batch_sizes_and_lengths_compile_once() -> None:
         x = torch.randn(batch, rows, 32)
         actual = gradients(compiled, model, x)
         with fp8_linears():
-            assert_close(actual, gradients(model, model, x), SAME)
+            assert_close(actual, gradients(model, model, x), FEW_ROWS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

@@ -9,7 +9,7 @@ forward, backward and what is saved.
     checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
     linear.py       F.linear: always tried, always recorded
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
-    cost.py         whether the experts' GEMMs repay their quantization
+    cost.py         whether a linear's GEMMs repay the quantization of its weight
     experts.py      a loop over experts that each take a piece of one split
     products.py     linears in another dress (matmul, einsum, attention): never rewritten, always recorded
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
@@ -42,6 +42,7 @@ from torch import fx
 
 from te_dynamo.options import Options
 from te_dynamo.passes.match.bodies import Matcher
+from te_dynamo.passes.match.cost import kept_weights_known
 from te_dynamo.passes.match.root import in_whole_model
 from te_dynamo.passes.match.sequence import fused_operations
 from te_dynamo.report import Report
@@ -54,13 +55,18 @@ def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: 
     and for every norm and activation that was matched or left.
 
     example_inputs: what Dynamo gives a backend beside the graph; the parameters among them tell where in the whole model
-    the graph's paths begin.
+    the graph's paths begin, and which weights are frozen.
     """
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
-    with _disable_saved_tensors_hooks_during_tracing(), in_whole_model(gm.graph, example_inputs):
+    by_step = options.weight_cache == "step"
+    with (
+        _disable_saved_tensors_hooks_during_tracing(),
+        in_whole_model(gm.graph, example_inputs),
+        kept_weights_known(gm.graph, example_inputs, by_step),
+    ):
         report.matches.extend(Matcher(options).match(gm))
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

@@ -1,34 +1,105 @@
-"""Whether the products of a mixture's experts repay what quantizing them costs.
+"""Whether a linear's FP8 GEMMs repay what quantizing its weight costs: on a GPU, where a user would notice.
 
     gain = 2 M N K (1 / speed in bf16 - 1 / speed in FP8)        for each of fprop, dgrad and wgrad that runs
     cost = bytes that quantization reads and writes / bandwidth
 
-Every expert's weight is quantized, however few tokens chose it: a linear of one weight repays that with its thousands of rows,
-experts with a few hundred each do not. Speeds are those of an H200 (benchmarks/grouped.py); only their ratios decide.
+A weight that is quantized in each call is read and written whole, however few rows it multiplies: below some hundred rows bf16 is
+faster whatever N and K, below those of one token several times as fast. A weight that is kept (te_dynamo.freeze,
+weight_cache="step") costs nothing here. x's and dy's quantization is not counted for a linear: other linears may share it, a
+norm or an activation may write it. For experts all is counted: each has a weight, and few rows.
+
+Speeds are those of an H200 (benchmarks/gemm.py, grouped.py, quantize.py); only their ratios decide.
 """
 
 from __future__ import annotations
 
-__all__ = ["cost_reason"]
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from te_dynamo.frozen import FROZEN
+from te_dynamo.passes.match.products import without_casts
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+
+__all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_known", "linear_cost_reason"]
 
 _BF16_FLOPS_PER_US = 700e6
-_FP8_FLOPS_PER_US = {"forward": 1300e6, "training": 980e6}  # wgrad, whose groups begin at any token, is the slowest
+_FP8_FLOPS_PER_US = {"fprop": 1300e6, "dgrad": 1170e6, "wgrad": 1170e6}
+_GROUPED_FLOPS_PER_US = {"forward": 1300e6, "training": 980e6}  # wgrad, whose groups begin at any token, is the slowest
 _BYTES_PER_US = 4.2e6
-_READ_BYTES = 2 + 2  # of bf16 and fp16: once for the amax, once to cast
+_BY_RULE = "(estimated for an H200); a rule that names it has it in FP8 all the same"
+
+LEFT_FOR_COST = "te_dynamo_left_for_cost"
+"""In the meta of a linear that stays what it is for what quantization costs: the reason."""
+
+_KEPT = "te_dynamo_kept"
+_by_step: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_by_step", default=False)
 
 
-def cost_reason(m: int, n: int, k: int, groups: int, training: bool) -> str:
+def linear_cost_reason(m: int, n: int, k: int, gemms: Sequence[str], recipe: Recipe, readers: int = 1) -> str:
+    """Why a linear of a weight [N, K] that is quantized in this call, multiplying M rows, stays in 16 bits; "" where FP8 is faster.
+
+    gemms:   which of "fprop", "dgrad" and "wgrad" run. recipe: what quantizes.
+    readers: how many linears of M rows share the quantized weight.
+    """
+    read = _bytes_read(recipe)
+    if not read:
+        return ""
+    written = 2 if "dgrad" in gemms else 1
+    cost_us = n * k * (read + written) / _BYTES_PER_US
+    gain_us = sum(2 * m * readers * n * k * (1 / _BF16_FLOPS_PER_US - 1 / _FP8_FLOPS_PER_US[gemm]) for gemm in gemms)
+    if cost_us <= gain_us:
+        return ""
+    keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
+    return f"{m} rows are too few: quantizing its weight takes {cost_us:.0f} us, FP8 GEMMs save {gain_us:.0f} us; {keep} {_BY_RULE}"
+
+
+def _bytes_read(recipe: Recipe) -> int:
+    """Bytes read of a 16-bit element, once for the tensor's amax and once to cast; 0 for a recipe that a Hopper GPU emulates:
+    it is slower at any size, and chosen for its numbers."""
+    if isinstance(recipe, Float8CurrentScaling):
+        return 2 + 2
+    native = isinstance(recipe, Float8BlockScaling) or (
+        isinstance(recipe, MXFP8BlockScaling) and recipe.scale_block == 128
+    )
+    return 2 if native else 0
+
+
+def experts_cost_reason(m: int, n: int, k: int, groups: int, training: bool, kept: bool = False) -> str:
     """Why G experts of [N, K] on M tokens in all stay in 16 bits, "" where FP8 is faster.
 
     training: whether gradients are computed: then a copy for wgrad or dgrad is written beside each forward's, dy is quantized too.
+    kept:     whether the quantized weights outlive the call.
     """
     gain = 2 * m * n * k * (3 if training else 1)
-    gain_us = gain / _BF16_FLOPS_PER_US - gain / _FP8_FLOPS_PER_US["training" if training else "forward"]
-    elements = groups * n * k + m * k + (m * n if training else 0)
-    cost_us = elements * (_READ_BYTES + (2 if training else 1)) / _BYTES_PER_US
+    gain_us = gain / _BF16_FLOPS_PER_US - gain / _GROUPED_FLOPS_PER_US["training" if training else "forward"]
+    elements = (0 if kept else groups * n * k) + m * k + (m * n if training else 0)
+    cost_us = elements * (2 + 2 + (2 if training else 1)) / _BYTES_PER_US
     if cost_us <= gain_us:
         return ""
     return (
         f"{m // groups} tokens for each of {groups} experts are too few: quantizing takes {cost_us:.0f} us, FP8 GEMMs save "
-        f"{gain_us:.0f} us (estimated for an H200); a rule that names it has it in FP8 all the same"
+        f"{gain_us:.0f} us {_BY_RULE}"
     )
+
+
+@contextlib.contextmanager
+def kept_weights_known(graph: fx.Graph, example_inputs: Sequence[Any], by_step: bool) -> Iterator[None]:
+    """Inside, `is_kept` tells of the graph's weights and, with the option weight_cache="step", of all."""
+    for placeholder, value in zip(graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        if value in FROZEN:
+            placeholder.meta[_KEPT] = True
+    token = _by_step.set(by_step)
+    try:
+        yield
+    finally:
+        _by_step.reset(token)
+
+
+def is_kept(weight: fx.Node) -> bool:
+    """Whether the quantized copy of a weight, or of its cast or transposition, outlives the call."""
+    stored = without_casts(weight)
+    return _by_step.get() or (stored is not None and _KEPT in stored.meta)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.ops.grouped_linear import GroupedLinearConfig
-from te_dynamo.passes.match.cost import cost_reason
+from te_dynamo.passes.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
 from te_dynamo.passes.match.linear import RecipeFor, hint, linear_record, named_by_rule
 from te_dynamo.passes.match.products import Sizes, is_parameter
 from te_dynamo.passes.match.values import (
@@ -62,7 +62,7 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
         if not record.reason and not named_by_rule(recipe_for, record.module):
-            record.reason = _cost_reason(node, x, weight)
+            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return [record]
@@ -173,7 +173,8 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node) -> str:
     value = tensor_of(node)
     if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
         return ""
-    return cost_reason(m, n, k, fixed(tensor_of(weight).shape[0]) or 1, value.requires_grad)
+    groups = fixed(tensor_of(weight).shape[0]) or 1
+    return experts_cost_reason(m, n, k, groups, value.requires_grad, is_kept(weight))
 
 
 def recipe_reason(recipe: Recipe) -> str:

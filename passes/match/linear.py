@@ -18,6 +18,7 @@ from torch import fx
 
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.match.autocast import may_be_autocast
+from te_dynamo.passes.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
 from te_dynamo.passes.match.products import Sizes, products_of, without_casts
 from te_dynamo.passes.match.values import (
     FLOATS,
@@ -69,6 +70,8 @@ def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
     record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, bias, recipe)
+        if not record.reason and not named_by_rule(recipe_for, record.module):
+            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return record
@@ -132,6 +135,21 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
     if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
     return ""
+
+
+def _cost_reason(node: fx.Node, x: Any, weight: Any, recipe: Recipe) -> str:
+    """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
+    m, n, k = map(hint, _sizes(x, weight))
+    out = tensor_of(node)
+    if out.device.type != "cuda" or out.dtype.itemsize != 2 or not m or is_kept(weight):
+        return ""
+    quantized = recipe.backward == "quantized" and out.requires_grad
+    gemms = ["fprop"]
+    gemms += ["dgrad"] if quantized and tensor_of(x).requires_grad else []
+    gemms += ["wgrad"] if quantized and tensor_of(weight).requires_grad else []
+    # Linears of one weight share its quantized copy.
+    readers = sum(calls(user, LINEAR) or user.target is torch.ops.te.linear.default for user in weight.users)
+    return linear_cost_reason(m, n, k, gemms, recipe, readers)
 
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
