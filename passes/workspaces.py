@@ -194,7 +194,7 @@ def _stacks(graph: fx.Graph, readers: list[_Reader]) -> Iterable[list[_Reader]]:
     for reader in sorted(linears, key=lambda reader: order[reader.node]):
         x, _, bias, _ = reader.node.args
         config, frozen = reader.config, reader.weight in FROZEN
-        if bias is None and has_fused_kernels(config.weight_quantizer):
+        if bias is None and has_fused_kernels(config.weight_quantizer) and not config.weight_transposed:
             by_input.setdefault((x, config, reader.operand.dtype, frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)
