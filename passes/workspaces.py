@@ -86,7 +86,8 @@ class _Reader:
 
 def weights_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[nn.Parameter]:
     """The parameters that the graph's te linears quantize, and those that they would if the weights were frozen."""
-    left = {without_casts(node.args[1]) for node in gm.graph.nodes if node.meta.get(LEFT_FOR_COST)}
+    nodes = [node for node in gm.graph.nodes if node.meta.get(LEFT_FOR_COST)]
+    left = {without_casts(operand) for node in nodes for operand in node.all_input_nodes}
     values = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
     unread = [value for placeholder, value in values if placeholder in left and _is_plain_parameter(value)]
     return [*(reader.weight for reader in _readers(gm.graph, example_inputs)), *unread]
@@ -199,7 +200,7 @@ def _stacks(graph: fx.Graph, readers: list[_Reader]) -> Iterable[list[_Reader]]:
     for reader in sorted(linears, key=lambda reader: order[reader.node]):
         x, _, bias, _ = reader.node.args
         config, frozen = reader.config, reader.weight in FROZEN
-        if bias is None and has_fused_kernels(config.weight_quantizer):
+        if bias is None and has_fused_kernels(config.weight_quantizer) and not config.weight_transposed:
             by_input.setdefault((x, config, reader.operand.dtype, frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)

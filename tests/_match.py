@@ -22,7 +22,7 @@ FP8 = "float8_current_scaling"
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> list[Tensor]:
     assert x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
-    return [F.linear(x, weight, bias)]
+    return [F.linear(x, weight.t() if config.weight_transposed else weight, bias)]
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, config: GroupedLinearConfig) -> list[Tensor]:
@@ -152,7 +152,8 @@ def _argument(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_argument, value))})"
     if isinstance(value, LinearConfig):
-        return f"dx={value.input_requires_grad} dw={value.weight_requires_grad}"
+        stored = " [K, N]" if value.weight_transposed and not isinstance(value, GroupedLinearConfig) else ""
+        return f"dx={value.input_requires_grad} dw={value.weight_requires_grad}{stored}"
     return repr(value) if isinstance(value, (int, float, str, bool, type(None), torch.dtype, slice)) else "..."
 
 

@@ -7,11 +7,13 @@ forward, backward and what is saved.
 
     bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
     checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
-    linear.py       F.linear: always tried, always recorded
+    attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
+    inline.py       a call replaced by the torch calls that a Python function makes for it
+    linear.py       linears: always tried, always recorded
+    products.py     the ways in which models write them: F.linear, x @ weight, addmm, einsum
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     cost.py         whether a linear's GEMMs repay the quantization of its weight
     experts.py      a loop over experts that each take a piece of one split
-    products.py     linears in another dress (matmul, einsum, attention): never rewritten, always recorded
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
     rms_norm.py     RMSNorm written out in the model
     sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
@@ -23,8 +25,8 @@ forward, backward and what is saved.
     root.py         where in the whole model these paths begin, behind a graph break too
     values.py       what a node calls, which tensor it gives, how a te node replaces it
 
-Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); that of
-linears returns a list, since one call may hide several. Nothing that looks like a linear is passed over without a
+Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of
+linears return lists, since one call may hide several. Nothing that looks like a linear is passed over without a
 record. An unsupported shape, dtype or device is a reason, not an error.
 
 To add a pattern: write a function of that form for the node at which the pattern is easiest to recognise,

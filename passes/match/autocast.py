@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 
-__all__ = ["may_be_autocast"]
+__all__ = ["autocast_around", "may_be_autocast"]
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
@@ -18,9 +21,28 @@ def may_be_autocast(node: fx.Node, device: torch.device) -> bool:
         return True
     if torch.is_autocast_enabled(device.type):
         return True
-    open_regions = 0
+    return bool(_open_regions(node))
+
+
+@contextlib.contextmanager
+def autocast_around(node: fx.Node) -> Iterator[None]:
+    """Inside, autocast is as in the regions of this graph around `node`."""
+    entered = [_ENTER(*region.args, **region.kwargs) for region in _open_regions(node)]
+    try:
+        yield
+    finally:
+        for mode in reversed(entered):
+            _EXIT(mode)
+
+
+def _open_regions(node: fx.Node) -> list[fx.Node]:
+    """What enters the regions around `node`, the outermost first."""
+    regions: list[fx.Node] = []
     for earlier in node.graph.nodes:
         if earlier is node:
             break
-        open_regions += (earlier.target is _ENTER) - (earlier.target is _EXIT)
-    return open_regions > 0
+        if earlier.target is _ENTER:
+            regions.append(earlier)
+        elif earlier.target is _EXIT:
+            regions.pop()
+    return regions

@@ -16,6 +16,7 @@ from torch import fx
 
 from te_dynamo.options import Options
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
+from te_dynamo.passes.match.attention import match_attention
 from te_dynamo.passes.match.checkpoint import ask_for_what_was_replaced
 from te_dynamo.passes.match.experts import match_expert_loop
 from te_dynamo.passes.match.grouped import match_grouped
@@ -57,10 +58,12 @@ class Matcher:
         """
         recipe_for = recipe_for or self.options.recipe_for
         records: list[tuple[int, MatchRecord]] = []
+        whole = {node: match_attention(node, recipe_for, outside) for node in list(gm.graph.nodes)}
         place = {node: index for index, node in enumerate(gm.graph.nodes)}
         for body, calls in _bodies(gm).items():
             for call, record in self._match_body(body, calls, recipe_for, outside):
                 records.append((place[call], record))
+        records += [(place[node], record) for node, left in whole.items() for record in left]
         with effects_known(gm.graph):
             for matcher in _LINEARS:
                 for node, index in place.items():

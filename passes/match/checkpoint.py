@@ -66,11 +66,13 @@ def _saves(answered: Any) -> bool:
 
 def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any) -> Iterator[Call]:
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    yield _aten.linear.default, (x, weight, bias)
+    k_by_n = weight if config.weight_transposed else weight.t()
+    if not config.weight_transposed:
+        yield _aten.linear.default, (x, weight, bias)
     if bias is None:
-        yield _aten.mm.default, (rows, weight.t())
+        yield _aten.mm.default, (rows, k_by_n)
     else:
-        yield _aten.addmm.default, (bias, rows, weight.t())
+        yield _aten.addmm.default, (bias, rows, k_by_n)
 
 
 def _of_grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: Any) -> Iterator[Call]:

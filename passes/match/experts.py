@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from te_dynamo.passes.match.grouped import emit_grouped_linear, recipe_reason, shape_reason
-from te_dynamo.passes.match.linear import LINEAR, RecipeFor, linear_record
+from te_dynamo.passes.match.linear import RecipeFor, linear_record
 from te_dynamo.passes.match.mutation import refuses
+from te_dynamo.passes.match.products import LINEAR
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,

@@ -1,9 +1,10 @@
-"""F.linear -> te.linear, for every linear that a recipe covers and its GEMMs can take.
+"""A linear, however it is written (products.py) -> te.linear, for every one that a recipe covers and its GEMMs can take.
 
     y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
+    y = torch.addmm(bias, x, weight)            ->    the same with LinearConfig(weight_transposed=True)
 
 Under autocast the result has another dtype than the operands; the casts that autocast would make become
-nodes. What else multiplies by a weight is left, and recorded (products.py).
+nodes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.match.autocast import may_be_autocast
 from te_dynamo.passes.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
-from te_dynamo.passes.match.products import Sizes, products_of, without_casts
+from te_dynamo.passes.match.products import Product, Sizes, product_of, transpositions, without_casts
 from te_dynamo.passes.match.values import (
     FLOATS,
-    arguments,
-    calls,
     dtype_name,
     emit,
     emit_getitem,
@@ -37,58 +35,48 @@ from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
-__all__ = ["LINEAR", "RecipeFor", "hint", "linear_record", "match_linear", "named_by_rule"]
+__all__ = ["RecipeFor", "hint", "linear_record", "match_linear", "named_by_rule"]
 
 RecipeFor = Callable[[str], tuple[Recipe | None, str]]
 """(recipe, which rule chose it or why it is None) by module path."""
 
-LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
-
 
 def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
-    """Replaces `node` by te.linear where it is a linear that may become one; its record, and one for each linear
-    that another call hides. None for any other node.
+    """Replaces `node` by te.linear where it is a linear that may become one; its record, or none for any other node.
 
     recipe_for: (recipe, which rule chose it or why it is None) by module path.
     outside: a reason that holds for the whole graph (a body that is not rewritten), "" normally.
     """
-    if calls(node, LINEAR):
-        return [_match(node, recipe_for, outside)]
-    records = []
-    for product in products_of(node):
-        record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
-        if recipe is not None:
-            record.reason = outside or product.reason
-        record.matched, record.recipe = False, ""
-        records.append(record)
-    return records
-
-
-def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
-    given = arguments(node, "input", "weight", "bias") or {}
-    x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
-    record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
+    product = product_of(node)
+    if product is None:
+        return []
+    record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
-        record.reason = outside or _reason(node, x, weight, bias, recipe)
+        record.reason = outside or product.reason or _reason(node, product, recipe)
         if not record.reason and not named_by_rule(recipe_for, record.module):
-            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
+            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, product, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
-        return record
-    out = tensor_of(node)
+    else:
+        _replace(node, product, recipe)
+    return [record]
+
+
+def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
+    out, x, weight = tensor_of(node), product.x, product.weight
     config = LinearConfig.from_recipe(
         recipe,
         input_requires_grad=out.requires_grad and tensor_of(x).requires_grad,
         weight_requires_grad=out.requires_grad and tensor_of(weight).requires_grad,
+        weight_transposed=product.transposed,
     )
-    graph = node.graph
+    graph, written = node.graph, node.all_input_nodes
     with graph.inserting_before(node):
-        operands = [o if o is None else _cast(o, out.dtype, node) for o in (x, weight, bias)]
+        operands = [o if o is None else _cast(o, out.dtype, node) for o in (x, weight, product.bias)]
         saved = emit(graph, torch.ops.te.linear.default, (*operands, config), node)
         new = emit_getitem(graph, saved, 0)
     node.replace_all_uses_with(new)
-    erase_unused(graph, [node])
-    return record
+    erase_unused(graph, [node, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
 
 
 def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
@@ -97,14 +85,15 @@ def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     return emit_method(like.graph, "to", (operand, dtype), like)
 
 
-def _reason(node: fx.Node, x: Any, weight: Any, bias: Any, recipe: Recipe) -> str:
+def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why this linear stays what it is, "" when it becomes te.linear."""
+    x, weight, bias = product.x, product.weight, product.bias
     if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))):
         return "its operands are not all tensors of the graph"
     return (
         left_as_plain(node, x, weight, bias)
         or _dtype_reason(node, x, weight, bias)
-        or _shape_reason(x, weight, bias, recipe)
+        or _shape_reason(x, weight, bias, recipe, product.transposed)
     )
 
 
@@ -121,11 +110,11 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
     return ""
 
 
-def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe) -> str:
+def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe, transposed: bool) -> str:
     shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
     if len(shape) != 2 or rank < 1:
         return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
-    n, k = map(fixed, shape)
+    n, k = map(fixed, reversed(shape) if transposed else shape)
     if n is None or k is None:
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
@@ -137,19 +126,19 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
     return ""
 
 
-def _cost_reason(node: fx.Node, x: Any, weight: Any, recipe: Recipe) -> str:
+def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
-    m, n, k = map(hint, _sizes(x, weight))
-    out = tensor_of(node)
+    m, n, k = map(hint, product.sizes)
+    out, x, weight = tensor_of(node), product.x, product.weight
     if out.device.type != "cuda" or out.dtype.itemsize != 2 or not m or is_kept(weight):
         return ""
     quantized = recipe.backward == "quantized" and out.requires_grad
     gemms = ["fprop"]
     gemms += ["dgrad"] if quantized and tensor_of(x).requires_grad else []
     gemms += ["wgrad"] if quantized and tensor_of(weight).requires_grad else []
-    # Linears of one weight share its quantized copy.
-    readers = sum(calls(user, LINEAR) or user.target is torch.ops.te.linear.default for user in weight.users)
-    return linear_cost_reason(m, n, k, gemms, recipe, readers)
+    return linear_cost_reason(
+        m, n, k, gemms, recipe, len(weight.users)
+    )  # linears of one weight share its quantized copy
 
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
@@ -169,14 +158,6 @@ def named_by_rule(recipe_for: RecipeFor, module: str) -> bool:
     """Whether the recipe of a linear is a rule's choice, not that of the whole model."""
     recipe, why = recipe_for(module)
     return recipe is not None and why != ""
-
-
-def _sizes(x: Any, weight: Any) -> Sizes:
-    """(M, N, K) of F.linear(x, weight), () where the graph does not say."""
-    value, w = tensor_of(x), tensor_of(weight)
-    if value is None or w is None or value.dim() < 1 or w.dim() != 2:
-        return ()
-    return (math.prod(value.shape[:-1]), w.shape[0], value.shape[-1])
 
 
 def hint(size: Any) -> int:

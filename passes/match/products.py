@@ -1,16 +1,18 @@
-"""Linears that a model does not write as linears: recorded, so that none is silent, and left as they are.
+"""The ways in which a model writes a linear, read as x, weight and bias.
 
-    x @ weight, torch.matmul, torch.mm, torch.addmm (GPT-2's Conv1D)     a product with a 2-D parameter
-    torch.einsum("btd,dn->btn", x, weight)                               the same
-    F.multi_head_attention_forward                                       nn.MultiheadAttention's projections
+    F.linear(x, weight, bias)                        weight [N, K]
+    x @ weight, torch.matmul, torch.mm               a 2-D parameter [K, N]
+    torch.addmm(bias, x, weight)                     the same; GPT-2's Conv1D
+    torch.einsum("btd,dn->btn", x, weight)           the same, or [N, K] by "nd"
+    x @ weight.t(), .T, .mT, transpose(0, 1)         the parameter as it is stored, [N, K]
 
-Attention's own products have no parameter and are none of these.
+Attention's own products have no parameter and are none of these. A linear in a form that te.linear does not compute
+(weight @ x, alpha=2) comes with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import operator
 from typing import Any
@@ -19,42 +21,56 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.passes.match.values import calls, tensor_of
+from te_dynamo.passes.match.values import arguments, calls, fixed, tensor_of
 
-__all__ = ["Product", "Sizes", "is_parameter", "products_of", "without_casts"]
+__all__ = ["LINEAR", "Product", "Sizes", "is_parameter", "product_of", "transpositions", "without_casts"]
 
 Sizes = tuple[Any, ...]
 """(M, N, K), each an int or a SymInt; () where the graph does not say."""
 
+LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
+
 _MATMUL = {torch.matmul, torch.mm, operator.matmul}
 _MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
+_SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims}
+_SWAP_METHODS = {"transpose", "swapaxes", "swapdims"}
 # Dynamo spells x.mT and x.T as getattr, from torch 2.14 on as these operations.
-_TRANSPOSED = {torch.t, torch.transpose, torch.ops.aten.mT, torch.ops.aten.numpy_T}
-_TRANSPOSED_METHODS = {"t", "transpose"}
+_TRANSPOSED = {torch.t, torch.permute, torch.ops.aten.mT, torch.ops.aten.numpy_T} | _SWAPS
+_TRANSPOSED_METHODS = {"t", "permute"} | _SWAP_METHODS
 _CAST_METHODS = {"to", "type_as", "float", "bfloat16", "half"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One linear in another dress: its weight, its sizes and why it stays."""
+    """One linear: y = x @ weight^T + bias, the weight as it is stored.
 
-    weight: Any  # the node of the weight
+    transposed: the weight is [K, N].
+    reason: why te.linear does not compute it, "" where it may.
+    """
+
+    x: Any
+    weight: Any
+    bias: Any
+    transposed: bool
     sizes: Sizes
-    reason: str
+    reason: str = ""
 
 
-def products_of(node: fx.Node) -> list[Product]:
-    """The linears that a node hides; none for any other node."""
-    if calls(node, {torch.addmm}, {"addmm"}):
-        mats = node.args[1:3] if len(node.args) >= 3 else (node.kwargs.get("mat1"), node.kwargs.get("mat2"))
-        return _matmul(*mats)
-    if calls(node, _MATMUL, _MATMUL_METHODS) and len(node.args) == 2:
-        return _matmul(*node.args)
-    if calls(node, {torch.einsum}):
-        return _einsum(node)
-    if calls(node, {F.multi_head_attention_forward}):
-        return _attention(node)
-    return []
+def product_of(node: fx.Node) -> Product | None:
+    """The linear that a node is; None for any other node."""
+    if calls(node, LINEAR):
+        given = arguments(node, "input", "weight", "bias") or {}
+        x, weight = given.get("input"), given.get("weight")
+        found: Product | None = Product(x, weight, given.get("bias"), False, _sizes(x, weight))
+    elif calls(node, {torch.addmm}, {"addmm"}):
+        found = _addmm(node)
+    elif calls(node, _MATMUL, _MATMUL_METHODS):
+        second = "mat2" if node.target in (torch.mm, "mm") else "other"
+        given = arguments(node, "input", second, "out") or {}
+        found = _matmul(given.get("input"), given.get(second), _writes(given))
+    else:
+        found = _einsum(node) if calls(node, {torch.einsum}) else None
+    return found and _as_stored(found)
 
 
 def without_casts(node: Any) -> fx.Node | None:
@@ -67,60 +83,6 @@ def without_casts(node: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
-def _matmul(left: Any, right: Any) -> list[Product]:
-    a, b = tensor_of(left), tensor_of(right)
-    if a is None or b is None or a.dim() < 1 or b.dim() < 1:
-        return []
-    reason = "written as matmul; write F.linear or nn.Linear to have it in the recipe"
-    if is_parameter(right):
-        return [Product(right, (math.prod(a.shape[:-1]), b.shape[1], b.shape[0]), reason)]
-    if is_parameter(left):  # weight @ x: the columns of x are the rows of a linear
-        rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
-        return [Product(left, (rows, a.shape[0], a.shape[1]), reason)]
-    return []
-
-
-def _einsum(node: fx.Node) -> list[Product]:
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    weight = next((o for o in operands if is_parameter(o)), None)
-    if (
-        weight is None
-        or len(operands) != 2
-        or not isinstance(equation, str)
-        or any(tensor_of(o) is None for o in operands)
-    ):
-        return []
-    sizes: Sizes = ()
-    if "..." not in equation and "->" in equation:
-        inputs, _, output = equation.replace(" ", "").partition("->")
-        labels = inputs.split(",")
-        extent = {
-            c: s
-            for o, term in zip(operands, labels, strict=True)
-            for c, s in zip(term, tensor_of(o).shape, strict=True)
-        }
-        held = set(labels[operands.index(weight)])
-        n, k = (math.prod(extent[c] for c in held if (c in output) == kept) for kept in (True, False))
-        sizes = (math.prod(size for c, size in extent.items() if c not in held), n, k)
-    return [Product(weight, sizes, "written as einsum; write F.linear or nn.Linear to have it in the recipe")]
-
-
-def _attention(node: fx.Node) -> list[Product]:
-    """q, k, v and output projection of nn.MultiheadAttention."""
-    given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs).arguments
-    width, reason = given["embed_dim_to_check"], "inside nn.MultiheadAttention; write its projections as nn.Linear"
-    packed = given.get("in_proj_weight")
-    found = []
-    for name in ("query", "key", "value"):
-        x, weight = tensor_of(given[name]), packed if packed is not None else given.get(f"{name[0]}_proj_weight")
-        sizes = () if x is None else (math.prod(x.shape[:-1]), width, x.shape[-1])
-        found.append(Product(weight, sizes, reason))
-    query = found[0].sizes
-    return [*found, Product(given["out_proj_weight"], query and (query[0], width, width), reason)]
-
-
 def is_parameter(node: Any, rank: int = 2) -> bool:
     """Whether an operand of that rank is a weight: a parameter, or a leaf that learns, below transposes and casts."""
     weight, value = without_casts(node), tensor_of(node)
@@ -129,3 +91,117 @@ def is_parameter(node: Any, rank: int = 2) -> bool:
     held = isinstance(weight.type, type) and issubclass(weight.type, torch.nn.Parameter)
     leaf = tensor_of(weight)
     return held or "_parameters_" in str(weight.target) or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
+
+
+def transpositions(node: Any) -> list[fx.Node]:
+    """The transpositions of a matrix that `node` is, the outermost first; [] for any other node."""
+    found = []
+    while _is_transposition(node):
+        found.append(node)
+        node = node.args[0]
+    return found
+
+
+def _as_stored(product: Product) -> Product:
+    """The same linear of the weight below the transpositions that the user wrote for it."""
+    views = transpositions(product.weight)
+    weight = views[-1].args[0] if views else product.weight
+    return dataclasses.replace(product, weight=weight, transposed=product.transposed != (len(views) % 2 == 1))
+
+
+def _is_transposition(node: Any) -> bool:
+    """Whether it is the transpose of a matrix."""
+    if not isinstance(node, fx.Node) or not node.args or node.kwargs:
+        return False
+    value = tensor_of(node.args[0])
+    if value is None or value.dim() != 2:
+        return False
+    if calls(node, {getattr}):
+        return node.args[1] in ("T", "mT")
+    dims: tuple[Any, ...] = node.args[1:]
+    if calls(node, _SWAPS, _SWAP_METHODS):
+        return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 2 for d in dims} == {0, 1}
+    if calls(node, {torch.permute}, {"permute"}):
+        order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        return len(order) == 2 and all(isinstance(d, int) for d in order) and [d % 2 for d in order] == [1, 0]
+    return calls(node, _TRANSPOSED, {"t"})
+
+
+def _addmm(node: fx.Node) -> Product | None:
+    given = arguments(node, "input", "mat1", "mat2", "beta", "alpha", "out")
+    if given is None or len(node.args) > 3:  # alpha and beta by position, a signature that torch deprecates
+        return None
+    scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
+    reason = "torch.addmm with alpha or beta; write the factors outside of it" if scaled else _writes(given)
+    found = _matmul(given.get("mat1"), given.get("mat2"), reason)
+    return found and dataclasses.replace(found, bias=given.get("input"))
+
+
+def _writes(given: dict[str, Any]) -> str:
+    return "it writes to out=" if given.get("out") is not None else ""
+
+
+def _matmul(left: Any, right: Any, reason: str) -> Product | None:
+    a, b = tensor_of(left), tensor_of(right)
+    if a is None or b is None or a.dim() < 1 or b.dim() < 1:
+        return None
+    if is_parameter(right):
+        return Product(left, right, None, True, _sizes(left, right, True), reason or _of_parameters(left))
+    if is_parameter(left):  # the columns of x are the rows of a linear
+        rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
+        reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
+        return Product(right, left, None, False, (rows, *a.shape), reason)
+    return None
+
+
+def _of_parameters(x: Any) -> str:
+    return "a product of two parameters, no linear of an input" if is_parameter(x) else ""
+
+
+def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
+    a, b = tensor_of(x), tensor_of(weight)
+    if a is None or b is None or a.dim() < 1 or b.dim() != 2:
+        return ()
+    return (math.prod(a.shape[:-1]), b.shape[1 if transposed else 0], a.shape[-1])
+
+
+def _einsum(node: fx.Node) -> Product | None:
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    index = next((i for i in (1, 0) if len(operands) == 2 and is_parameter(operands[i])), None)
+    if index is None or not isinstance(equation, str) or any(tensor_of(o) is None for o in operands):
+        return None
+    x, weight = operands[1 - index], operands[index]
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    transposed = _contracts_last(terms[1 - index], terms[index], output) if len(terms) == 2 else None
+    if transposed is not None and fixed(tensor_of(x).shape[-1]) == tensor_of(weight).shape[0 if transposed else 1]:  # type: ignore[union-attr]
+        return Product(x, weight, None, transposed, _sizes(x, weight, transposed), _of_parameters(x))
+    reason = f"einsum {equation!r}; write 'btk,kn->btn' or x @ weight to have it in the recipe"
+    return Product(x, weight, None, False, _einsum_sizes(terms, operands, weight, output), reason)
+
+
+def _einsum_sizes(terms: list[str], operands: list[Any], weight: Any, output: str) -> Sizes:
+    """Of an einsum in any order of dimensions."""
+    if "." in "".join(terms) or not output:
+        return ()
+    extent = {
+        c: s
+        for o, term in zip(operands, terms, strict=True)
+        for c, s in zip(term, tensor_of(o).shape, strict=True)  # type: ignore[union-attr]
+    }
+    held = set(terms[operands.index(weight)])
+    n, k = (math.prod(extent[c] for c in held if (c in output) == kept) for kept in (True, False))
+    return (math.prod(size for c, size in extent.items() if c not in held), n, k)
+
+
+def _contracts_last(x: str, weight: str, output: str) -> bool | None:
+    """Whether "x,weight->output" is a linear of x's last dimension by a weight [K, N] (True) or [N, K] (False); else None."""
+    if len(set(weight)) != 2 or len(weight) != 2 or not x[-1:].isalpha() or x[-1] not in weight:
+        return None
+    k, rows = x[-1], x[:-1].removeprefix("...")
+    n = weight.replace(k, "")
+    if len({*rows, k, n}) != len(rows) + 2 or "." in rows or output != x[:-1] + n:
+        return None
+    return weight[0] == k

@@ -13,7 +13,7 @@ dx behind the last group are zero; such rows of x and dy are multiplied by nothi
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 
@@ -43,14 +43,12 @@ __all__ = [
 @register_value_class
 @dataclasses.dataclass(frozen=True)
 class GroupedLinearConfig(LinearConfig):
-    """How one grouped linear runs: a value, carried by the graph as a constant.
-
-    weight_transposed: the weight is [G, K, N].
+    """How one grouped linear runs: a value, carried by the graph as a constant; weight_transposed: the weight is [G, K, N].
 
     Raises QuantizationError for quantizers whose tensors no grouped GEMM multiplies.
     """
 
-    weight_transposed: bool = False
+    transposed_shape: ClassVar[str] = "[G, K, N]"
 
     def __post_init__(self) -> None:
         x, weight, dy = self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer
@@ -99,7 +97,7 @@ class GroupedLinearConfig(LinearConfig):
 
     def describe(self) -> str:
         """One short word for graphs: "grouped linear(x e4m3[row+column], w grouped e4m3[row], dy e5m2[row+column])"."""
-        return f"grouped {super().describe()}" + (" of [G, K, N]" if self.weight_transposed else "")
+        return f"grouped {super().describe()}"
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,6 +7,9 @@ Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm or it
 that shared inputs are quantized once and producers can write FP8 themselves. A recipe that keeps backward in high precision
 saves x and weight as they are, and its two products are torch's own.
 
+A weight that the user stores as [K, N] (GPT-2's Conv1D) is read as it lies: its rowwise and its columnwise data change places,
+in every format, for both are blocked along what their GEMM contracts. Its gradient is computed as [K, N] too.
+
 `te.linear_with_workspace` is the same linear with the weight's buffers given: a cache's (te_dynamo/weights), which quantized it
 before.
 
@@ -17,7 +20,7 @@ boundary to autograd puts the input there.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 
@@ -57,6 +60,7 @@ class LinearConfig(metaclass=OpaqueMeta):
     grad_output_quantizer: None computes both gradients in the precision of the operands.
     input_requires_grad, weight_requires_grad: read once, when the graph is matched; real and fake runs save by these and
         never by a live tensor's flag, so that they agree on how many tensors there are.
+    weight_transposed: the weight is [K, N].
 
     Raises QuantizationError for quantizers whose tensors no GEMM multiplies.
     """
@@ -69,24 +73,33 @@ class LinearConfig(metaclass=OpaqueMeta):
     fprop_fast_accum: bool
     dgrad_fast_accum: bool
     wgrad_fast_accum: bool
+    weight_transposed: bool = False
+
+    transposed_shape: ClassVar[str] = "[K, N]"
 
     def __post_init__(self) -> None:
         check_linear(self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, *, input_requires_grad: bool, weight_requires_grad: bool) -> "LinearConfig":
+    def from_recipe(
+        cls, recipe: Recipe, *, input_requires_grad: bool, weight_requires_grad: bool, weight_transposed: bool = False
+    ) -> "LinearConfig":
         """The configuration that `recipe` gives a linear."""
         quantized = recipe.backward == "quantized"
+        for_dgrad = input_requires_grad and quantized
         fprop, dgrad, wgrad = recipe.fast_accum()
         return cls(
             input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad and quantized),
-            weight_quantizer=recipe.weight_quantizer().with_usage(columnwise=input_requires_grad and quantized),
+            weight_quantizer=recipe.weight_quantizer().with_usage(
+                rowwise=for_dgrad or not weight_transposed, columnwise=for_dgrad or weight_transposed
+            ),
             grad_output_quantizer=recipe.grad_output_quantizer() if quantized else None,
             input_requires_grad=input_requires_grad,
             weight_requires_grad=weight_requires_grad,
             fprop_fast_accum=fprop,
             dgrad_fast_accum=dgrad,
             wgrad_fast_accum=wgrad,
+            weight_transposed=weight_transposed,
         )
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -106,7 +119,8 @@ class LinearConfig(metaclass=OpaqueMeta):
         """One short word for graphs: "x e4m3[row+column], w e4m3[row], dy e5m2[row+column]"."""
         quantizers = (self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
         named = zip(("x", "w", "dy"), quantizers, strict=True)
-        return "linear(" + ", ".join(f"{name} {q.describe() if q else 'as it is'}" for name, q in named) + ")"
+        text = "linear(" + ", ".join(f"{name} {q.describe() if q else 'as it is'}" for name, q in named) + ")"
+        return text + (f" of {self.transposed_shape}" if self.weight_transposed else "")
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +129,7 @@ class LinearFwdArgs:
 
     # tensors
     x: torch.Tensor  # [..., K]
-    weight: Optional[torch.Tensor]  # [N, K]; None with a workspace whose weight gets no gradient
+    weight: Optional[torch.Tensor]  # [N, K], or [K, N]; None with a workspace whose weight gets no gradient
     bias: Optional[torch.Tensor]  # [N]
     # gradients, quantizers and numerics
     config: LinearConfig
@@ -143,7 +157,8 @@ class LinearBwdArgs:
 
 
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(output [..., N], tensors to save): the columnwise operand of x, then of the weight, each only if needed and no input."""
+    """(output [..., N], tensors to save): the columnwise operand of x, then dgrad's of the weight, each only if needed and no
+    input."""
     config = args.config
     x_buffers, weight_buffers = quantize_operands(args)
     out_dtype = args.x.dtype if args.bias is None else torch.float32
@@ -174,7 +189,7 @@ def forward_product(
     """[M, N] = x @ weight^T, with a bias in the GEMM's epilogue if one is given."""
     return multiply(
         Operand.of(config.input_quantizer, x_buffers, columnwise=False),
-        Operand.of(config.weight_quantizer, weight_buffers, columnwise=False),
+        Operand.of(config.weight_quantizer, weight_buffers, columnwise=config.weight_transposed),
         out_dtype,
         config.fprop_fast_accum,
         bias,
@@ -194,14 +209,14 @@ def saved_operands(
     if config.weight_requires_grad:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
     if config.input_requires_grad and not weight_is_input:
-        to_save += config.weight_quantizer.operand(weight_buffers, columnwise=True)
+        to_save += config.weight_quantizer.operand(weight_buffers, columnwise=not config.weight_transposed)
     return to_save
 
 
 def saved_aliases(args: LinearFwdArgs) -> list[torch.Tensor]:
     """What backward reads and is an input of the operation, in the order of the saved tensors, after those that are not.
 
-    In a backward of high precision x and the weight themselves; else of a workspace its columnwise operand.
+    In a backward of high precision x and the weight themselves; else of a workspace dgrad's operand.
     """
     config = args.config
     if config.grad_output_quantizer is None:
@@ -212,7 +227,7 @@ def saved_aliases(args: LinearFwdArgs) -> list[torch.Tensor]:
         return aliases
     if not (args.weight_workspace and config.input_requires_grad):
         return []
-    return list(config.weight_quantizer.operand(list(args.weight_workspace), columnwise=True))
+    return list(config.weight_quantizer.operand(list(args.weight_workspace), columnwise=not config.weight_transposed))
 
 
 def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -233,7 +248,7 @@ def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_inp
 
 
 def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
-    """(dx [..., K], dweight [N, K], dbias [N]) from dy [..., N]; None for a gradient nobody asked for."""
+    """(dx [..., K], dweight of the weight's shape, dbias [N]) from dy [..., N]; None for a gradient nobody asked for."""
     config = args.config
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = dbias = None
@@ -257,24 +272,22 @@ def grad_output_quantizer(args: LinearBwdArgs) -> Quantizer:
 def backward_products(
     args: LinearBwdArgs, dy_buffers: list[torch.Tensor]
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(dx [M, K], dweight [N, K]) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for."""
+    """(dx [M, K], dweight of the weight's shape) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for."""
     config, quantizer = args.config, grad_output_quantizer(args)
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = None
     if args.requires_dgrad:
         dx = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=False),
-            Operand(config.weight_quantizer, args.weight_saved, columnwise=True),
+            Operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed),
             args.x_dtype,
             config.dgrad_fast_accum,
         )
     if args.requires_wgrad:
-        dweight = multiply(
-            Operand.of(quantizer, dy_buffers, columnwise=True),
-            Operand(config.input_quantizer, args.x_saved, columnwise=True),
-            args.weight_dtype,
-            config.wgrad_fast_accum,
-        )
+        n_by_m = Operand.of(quantizer, dy_buffers, columnwise=True)
+        k_by_m = Operand(config.input_quantizer, args.x_saved, columnwise=True)
+        sides = (k_by_m, n_by_m) if config.weight_transposed else (n_by_m, k_by_m)
+        dweight = multiply(*sides, args.weight_dtype, config.wgrad_fast_accum)
     return dx, dweight
 
 
@@ -283,13 +296,16 @@ def _gradients_in_high_precision(
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(dx, dweight) by torch's own products."""
     dx = dweight = None
+    assert args.config is not None
+    transposed = args.config.weight_transposed
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
     if args.requires_dgrad:
         (weight,) = args.weight_saved
-        dx = _with_leading(torch.mm(rows, weight), dy)
+        dx = _with_leading(torch.mm(rows, weight.t() if transposed else weight), dy)
     if args.requires_wgrad:
         (x,) = args.x_saved
-        dweight = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        dweight = torch.mm(x.t(), rows) if transposed else torch.mm(rows.t(), x)
     return dx, dweight
 
 
@@ -332,7 +348,10 @@ def _backward_with_workspace(ctx: Any, grads: list[Optional[torch.Tensor]]) -> t
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], config: LinearConfig
 ) -> list[torch.Tensor]:
-    """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in the config's formats; x's dtype bf16, fp16 or fp32."""
+    """[out, *saved]: out[..., N] = x[..., K] @ weight[N, K]^T (+ bias[N]) in the config's formats; x's dtype bf16, fp16 or fp32.
+
+    weight: [K, N] with config.weight_transposed.
+    """
     return _fake(x, to_tensor_proto(weight), bias, config, ())
 
 
@@ -359,9 +378,18 @@ def linear_with_workspace(
 
     weight: what gets the gradient. Its values are read by a backward of high precision alone; None where that needs none.
     """
-    n = config.weight_quantizer.operand(list(workspace), columnwise=False)[0].shape[0]
-    proto = TensorProto((n, x.shape[-1]), x.dtype, device=x.device) if weight is None else to_tensor_proto(weight)
+    proto = to_tensor_proto(weight) if weight is not None else _weight_proto(x, config, workspace)
     return _fake(x, proto, bias, config, workspace)
+
+
+def _weight_proto(x: torch.Tensor, config: LinearConfig, workspace: Sequence[torch.Tensor]) -> TensorProto:
+    """The weight of those buffers, which fprop reads rowwise, or columnwise where it is [K, N]."""
+    k, data = x.shape[-1], config.weight_quantizer.operand(list(workspace), columnwise=config.weight_transposed)[0]
+    if not config.weight_transposed:
+        return TensorProto((data.shape[0], k), x.dtype, device=x.device)
+    return TensorProto(
+        (k, data.shape[0 if config.weight_quantizer.transposes_columns() else 1]), x.dtype, device=x.device
+    )
 
 
 def _fake(

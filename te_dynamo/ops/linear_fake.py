@@ -3,6 +3,8 @@
     forward    x [L, ..., K], weight [N, K]  ->  out [L', ..., N], and what backward saves of x and weight
     backward   dy [L', ..., N]               ->  dx [L, ..., K], dweight [N, K], dbias [N]
 
+A weight that is stored as [K, N] (LinearConfig.weight_transposed) has a gradient of that shape.
+
 All tensors are those of one rank. Tensor parallelism splits N (column) or K (row) among the ranks, which the weight that
 is given already shows. Sequence parallelism splits L: a column-parallel linear gathers its input, L' = L * tp_size, a
 row-parallel one scatters the sum of its output, L' = L / tp_size. What is saved, and the gradients, stay the rank's own.
@@ -63,7 +65,7 @@ class LinearFwdProtos:
 
     # tensors, of this rank
     x: TensorProto  # [L, ..., K]
-    weight: TensorProto  # [N, K]
+    weight: TensorProto  # [N, K], or [K, N]
     bias: Optional[TensorProto]  # [N]
     # gradients, quantizers and numerics
     config: LinearConfig
@@ -78,7 +80,7 @@ class LinearBwdProtos:
     # tensors, of this rank
     dy: TensorProto  # [L', ..., N]
     x: TensorProto  # [L, ..., K]
-    weight: TensorProto  # [N, K]
+    weight: TensorProto  # [N, K], or [K, N]
     bias: Optional[TensorProto]  # [N]
     # gradients, quantizers and numerics
     config: LinearConfig
@@ -96,15 +98,16 @@ def linear_forward_fake(args: LinearFwdProtos) -> tuple[TensorProto, list[Tensor
     leading = (args.parallel.output_leading(x.shape[0]), *x.shape[1:-1]) if len(x.shape) > 1 else ()
     requires_grad = config.input_requires_grad or config.weight_requires_grad
     requires_grad = requires_grad or (args.bias is not None and args.bias.requires_grad)
-    out = TensorProto((*leading, weight.shape[0]), x.dtype, None, requires_grad, x.device)
+    transposed = config.weight_transposed
+    out = TensorProto((*leading, weight.shape[1 if transposed else 0]), x.dtype, None, requires_grad, x.device)
     saved = []
     if config.grad_output_quantizer is not None:
         if config.weight_requires_grad:
             saved.append(TensorProto(x.shape, x.dtype, config.input_quantizer, device=x.device))
+            saved[-1].update_usage(rowwise_usage=False, columnwise_usage=True)
         if config.input_requires_grad:
             saved.append(TensorProto(weight.shape, weight.dtype, config.weight_quantizer, device=weight.device))
-    for proto in saved:
-        proto.update_usage(rowwise_usage=False, columnwise_usage=True)
+            saved[-1].update_usage(rowwise_usage=transposed, columnwise_usage=not transposed)
     return out, saved
 
 

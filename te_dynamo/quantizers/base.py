@@ -94,6 +94,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """Whether quantizing takes random bits."""
         return False
 
+    def transposes_columns(self) -> bool:
+        """Whether columnwise data is the rows of x^T, not in the order of x."""
+        return True
+
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
         return self._using(

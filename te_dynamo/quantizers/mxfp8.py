@@ -54,6 +54,9 @@ class MXFP8Quantizer(Quantizer):
         """The float8 dtype of the data."""
         return FP8_DTYPES[self.fp8_format]
 
+    def transposes_columns(self) -> bool:
+        return self.scale_block != BLOCK
+
     def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
         return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block)
 

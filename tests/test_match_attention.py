@@ -1,0 +1,247 @@
+"""Stage 1 on nn.MultiheadAttention and nn.TransformerEncoderLayer: their parts take the place of the one call that Dynamo
+makes of them, they compute the same, and their linears are matched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _match import FP8, Matched
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+E, HEADS = 32, 2
+CAUSAL = torch.ones(8, 8).triu(1).bool()
+PADDING = torch.arange(16).reshape(2, 8) % 8 > 5
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (2, 8, E)), requires_grad=True)
+
+
+def attention(**fields: Any) -> nn.MultiheadAttention:
+    module = nn.MultiheadAttention(E, HEADS, **{"batch_first": True, **fields})
+    for name, parameter in module.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter)
+    return module
+
+
+def assert_same(compiled: Matched, *args: Any, **kwargs: Any) -> None:
+    """The same results, gradients included, from the same random numbers."""
+    torch.manual_seed(1)
+    actual = compiled(*args, **kwargs)
+    torch.manual_seed(1)
+    expected = compiled.module(*args, **kwargs)
+    pairs = [(a, e) for a, e in zip(_flat(actual), _flat(expected), strict=True) if e is not None]
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
+    if pairs[0][1].requires_grad:
+        leaves = [a for a in args if isinstance(a, Tensor)][:1] + list(compiled.module.parameters())
+        grads = [torch.autograd.grad(out.square().sum(), leaves) for out in pairs[0]]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def test_snapshot_and_records() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    compiled = Matched(Model())
+    assert_same(compiled, tokens())
+    assert_expected_inline(
+        compiled.text(),
+        """\
+query: float32[8, 2, 32] = x.transpose(1, 0)
+linear_default = te.linear(query, attention_in_proj_weight, attention_in_proj_bias, dx=True dw=True)
+getitem_4: float32[8, 2, 96] = getitem(linear_default, 0)
+unflatten: float32[8, 2, 3, 32] = getitem_4.unflatten(-1, (3, 32))
+unsqueeze: float32[1, 8, 2, 3, 32] = unflatten.unsqueeze(0)
+transpose_2: float32[3, 8, 2, 1, 32] = unsqueeze.transpose(0, -2)
+squeeze: float32[3, 8, 2, 32] = transpose_2.squeeze(-2)
+contiguous: float32[3, 8, 2, 32] = squeeze.contiguous()
+getitem_1: float32[8, 2, 32] = getitem(contiguous, 0)
+getitem_2: float32[8, 2, 32] = getitem(contiguous, 1)
+getitem_3: float32[8, 2, 32] = getitem(contiguous, 2)
+view: float32[8, 4, 16] = getitem_1.view(8, 4, 16)
+transpose_3: float32[4, 8, 16] = view.transpose(0, 1)
+view_1: float32[8, 4, 16] = getitem_2.view(8, 4, 16)
+transpose_4: float32[4, 8, 16] = view_1.transpose(0, 1)
+view_2: float32[8, 4, 16] = getitem_3.view(8, 4, 16)
+transpose_5: float32[4, 8, 16] = view_2.transpose(0, 1)
+view_3: float32[2, 2, 8, 16] = transpose_3.view(2, 2, 8, 16)
+view_4: float32[2, 2, 8, 16] = transpose_4.view(2, 2, 8, 16)
+view_5: float32[2, 2, 8, 16] = transpose_5.view(2, 2, 8, 16)
+scaled_dot_product_attention: float32[2, 2, 8, 16] = scaled_dot_product_attention(view_3, view_4, view_5, None, 0.0, False)
+permute: float32[8, 2, 2, 16] = scaled_dot_product_attention.permute(2, 0, 1, 3)
+reshape: float32[16, 32] = permute.reshape(16, 32)
+linear_default_1 = te.linear(reshape, attention_out_proj_weight, attention_out_proj_bias, dx=True dw=True)
+getitem_5: float32[16, 32] = getitem(linear_default_1, 0)
+view_6: float32[8, 2, 32] = getitem_5.view(8, 2, 32)
+attn_output_1: float32[2, 8, 32] = view_6.transpose(1, 0)
+return (attn_output_1)""",
+    )
+    assert [(r.module, r.shape, r.matched) for r in compiled.records] == [
+        ("attention", ("16", "96", "32"), True),
+        ("attention.out_proj", ("16", "32", "32"), True),
+    ]
+    assert compiled.records[0].source.startswith("tests/test_match_attention.py:")
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weights": ({}, {}),
+    "weights of each head": ({}, {"average_attn_weights": False}),
+    "masks": ({}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}),
+    "causal": ({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+    "mask of each head": ({}, {"attn_mask": torch.randn(2 * HEADS, 8, 8), "need_weights": False}),
+    "no bias": ({"bias": False}, {"need_weights": False}),
+    "added keys": ({"add_bias_kv": True, "add_zero_attn": True}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}),
+    "dropout": ({"dropout": 0.5}, {"need_weights": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [pytest.param(*call, id=name, marks=[] if name == "masks" else pytest.mark.slow) for name, call in CALLS.items()],
+)
+def test_computes_what_torch_computes(fields: dict[str, Any], given: dict[str, Any]) -> None:
+    x, compiled = tokens(), Matched(attention(**fields), run="aot")
+    assert_same(compiled, x, x, x, **given)
+    assert [record.matched for record in compiled.records] == [True, True]
+
+
+@pytest.mark.slow
+def test_queries_of_another_source_and_weights_of_their_own() -> None:
+    query, memory = tokens(8, 2, E), tokens(5, 2, E)
+    compiled = Matched(attention(batch_first=False))  # two products of parts of the packed weight
+    assert_same(compiled, query, memory, memory)
+    assert [record.shape for record in compiled.records] == [("16", "32", "32"), ("10", "64", "32"), ("16", "32", "32")]
+    compiled = Matched(attention(batch_first=False, kdim=48, vdim=16))
+    assert_same(compiled, query, tokens(5, 2, 48), tokens(5, 2, 16))
+    assert [record.shape[2] for record in compiled.records] == ["32", "48", "16", "32"]
+    assert all(record.matched for record in compiled.records)
+
+
+@pytest.mark.slow
+def test_without_a_batch() -> None:
+    x, compiled = tokens(8, E), Matched(attention())
+    assert_same(compiled, x, x, x)  # torch then multiplies by each third of the packed weight
+    assert [record.matched for record in compiled.records] == [True] * 4
+
+
+@pytest.mark.slow
+def test_dynamic_lengths() -> None:
+    compiled = Matched(attention(dropout=0.5), dynamic=True)
+    for shape in ((2, 8, E), (3, 5, E)):
+        x = tokens(*shape)
+        assert_same(compiled, x, x, x)
+    assert len(compiled.graphs) == 1 and [record.matched for record in compiled.records] == [True, True]
+
+
+def test_autocast_around_and_inside() -> None:
+    module, x = attention(), tokens()
+    inside = Matched(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(inside, x, x, x, need_weights=False)
+
+    def region(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x, x, x, need_weights=False)[0]
+        return y.float()
+
+    around = Matched(region)
+    torch.testing.assert_close(around(x), region(x))
+    for compiled in (inside, around):
+        assert [(record.matched, record.dtype) for record in compiled.records] == [(True, "bf16")] * 2
+
+
+def test_rules_see_the_modules_inside() -> None:
+    x = tokens()
+    compiled = Matched(attention(), rules=[("out_proj", None)])
+    compiled(x, x, x)
+    assert [record.matched for record in compiled.records] == [True, False]
+    compiled = Matched(attention(), recipe=None, rules=[("out_proj", FP8)])
+    compiled(x, x, x)
+    assert [record.matched for record in compiled.records] == [False, True]
+
+
+def test_what_stays_one_call_says_why() -> None:
+    x = tokens()
+    compiled = Matched(attention(), recipe=None)
+    compiled(x, x, x)
+    assert compiled.reasons() == ["recipe is None"] * 4 and "multi_head_attention_forward" in compiled.text()
+    assert [record.shape for record in compiled.records] == [("16", "32", "32")] * 4
+    narrow = Matched(nn.MultiheadAttention(24, 2))
+    narrow(*[torch.randn(8, 2, 24)] * 3)
+    assert {reason.partition(":")[0] for reason in narrow.reasons()} == {"N = 72, K = 24", "N = 24, K = 24"}
+
+
+def test_a_failed_attempt_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_dynamo.passes.match import attention as pass_
+
+    def reads_a_tensor_of_its_own(*args: Any, **kwargs: Any) -> Any:
+        return pass_.F.linear(args[0], torch.ones(E, E)), None
+
+    monkeypatch.setattr(pass_, "_attention", reads_a_tensor_of_its_own)
+    x, compiled = tokens(), Matched(attention())
+    assert_same(compiled, x, x, x)
+    assert compiled.text().count("linear") == 0 and "multi_head_attention_forward" in compiled.text()
+    assert all(reason.startswith("inside one call of torch's: ") for reason in compiled.reasons())
+
+
+MASKS = [
+    {},
+    {"src_mask": CAUSAL},
+    {"src_key_padding_mask": PADDING},
+    {"src_mask": CAUSAL, "src_key_padding_mask": PADDING},
+]
+
+
+@pytest.mark.parametrize("given", [*(pytest.param(mask, marks=pytest.mark.slow) for mask in MASKS[:-1]), MASKS[-1]])
+def test_encoder_layer_in_inference(given: dict[str, Any]) -> None:
+    """Its fast path is one call of torch's, with all its weights."""
+    fields = {"norm_first": "src_mask" in given, "activation": "relu" if given else "gelu", "batch_first": True}
+    layer, x = nn.TransformerEncoderLayer(E, HEADS, 64, **fields).eval(), tokens()
+    compiled = Matched(nn.Sequential(layer) if not given else layer)
+    with torch.no_grad():
+        assert_same(compiled, x, **given)
+    prefix = "0." if not given else ""
+    linears = [record for record in compiled.records if record.kind == "linear"]
+    assert [record.module for record in linears] == [
+        prefix + name for name in ("self_attn", "self_attn.out_proj", "linear1", "linear2")
+    ]
+    assert all(record.matched for record in linears)
+    assert "_transformer_encoder_layer_fwd" not in compiled.text()
+
+
+def test_encoder_layer_in_training() -> None:
+    layer, x = nn.TransformerEncoderLayer(E, HEADS, 64, dropout=0.5, batch_first=True), tokens()
+    compiled = Matched(layer, run="aot")
+    assert_same(compiled, x)
+    assert [record.matched for record in compiled.records if record.kind == "linear"] == [True] * 4
+
+
+def test_encoder_layer_left_by_a_rule() -> None:
+    layer, x = nn.TransformerEncoderLayer(E, HEADS, 64, batch_first=True).eval(), tokens()
+    compiled = Matched(layer, recipe=None)
+    with torch.no_grad():
+        assert_same(compiled, x)
+    assert compiled.reasons() == ["recipe is None"] * 4
+    assert [record.shape for record in compiled.records] == [
+        ("16", *s) for s in (("96", "32"), ("32", "32"), ("64", "32"), ("32", "64"))
+    ]
