@@ -5,6 +5,7 @@
               y = te.linear_with_workspace(x, None, bias, config, [w_data, w_scale_inv])[0]      frozen: l_w is no input any more
               y = te.linear_with_workspace(x, l_w, bias, config, [w_data, ...])[0]               else l_w is what gets the gradient
 
+In a body (a checkpointed region) its placeholders and the operands of its calls are those of the whole graph's inputs.
 At Torch IR, so that AOTAutograd, the partitioner and Inductor see the buffers as what they are: inputs, which are never
 written and of which backward gets references. te_dynamo/weight_cache.py supplies them.
 
@@ -15,6 +16,7 @@ te.swiglu reads, and of frozen weights any two or three of one input whose colum
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,8 +33,9 @@ from te_dynamo.ops.stacked import segments_stack
 from te_dynamo.passes.fusions.producer import has_fused_kernels
 from te_dynamo.passes.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.match.products import without_casts
-from te_dynamo.passes.match.values import emit, emit_getitem, emit_method, tensor_of
+from te_dynamo.passes.match.values import calls, emit, emit_getitem, emit_method, tensor_of
 from te_dynamo.passes.match.where import parameter_name, source_line
+from te_dynamo.passes.regions import Region, regions
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.report import Report, WorkspaceRecord
 from te_dynamo.weight_cache import Workspace, entry_of
@@ -47,6 +50,10 @@ _READING: dict[Any, torch._ops.OpOverload] = {
 """The operations that quantize a weight, and what they are with a workspace: both have x, weight, .., config."""
 _SWIGLU = _te.swiglu.default
 
+_Kind = tuple[torch.dtype, Quantizer]
+_Key = tuple[Region, tuple[fx.Node, ...], _Kind]
+"""A workspace in a region: the placeholders of its weights, and what it is."""
+
 
 @dataclasses.dataclass
 class Supplied:
@@ -59,11 +66,18 @@ class Supplied:
 
 @dataclasses.dataclass(eq=False)
 class _Reader:
-    """One te.linear of a weight that may be kept."""
+    """One te.linear or te.grouped_linear of a weight, or of several that one tensor is made of, that may be kept.
 
+    sources: the weights' placeholders in the region.
+    ways:    their positions among the whole graph's inputs, for each way that leads to the region.
+    weights: the parameters of all ways.
+    """
+
+    region: Region
     node: fx.Node
-    position: int
-    weight: nn.Parameter
+    sources: tuple[fx.Node, ...]
+    ways: list[tuple[int, ...]]
+    weights: list[nn.Parameter]
 
     @property
     def config(self) -> LinearConfig:
@@ -79,18 +93,58 @@ class _Reader:
         return value
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> _Kind:
         """Readers of one kind share a workspace."""
         return self.operand.dtype, self.config.weight_quantizer.with_usage(True, True)
 
+    @property
+    def frozen(self) -> bool:
+        return all(weight in FROZEN for weight in self.weights)
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """The readers of one workspace in one region: a list for each of its parts, several of them where it is a stack."""
+
+    parts: list[list[_Reader]]
+
+    @property
+    def readers(self) -> list[_Reader]:
+        return [reader for readers in self.parts for reader in readers]
+
+    @property
+    def region(self) -> Region:
+        return self.parts[0][0].region
+
+    @property
+    def kind(self) -> _Kind:
+        return self.parts[0][0].kind
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        return tuple(source for readers in self.parts for source in readers[0].sources)
+
+    @property
+    def ways(self) -> list[tuple[int, ...]]:
+        of_parts = zip(*(readers[0].ways for readers in self.parts), strict=True)
+        return [tuple(itertools.chain.from_iterable(way)) for way in of_parts]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """With every usage that is read."""
+        quantizers = [reader.config.weight_quantizer for reader in self.readers]
+        return functools.reduce(_union, quantizers)
+
 
 def weights_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[nn.Parameter]:
-    """The parameters that the graph's te linears quantize, and those that they would if the weights were frozen."""
-    nodes = [node for node in gm.graph.nodes if node.meta.get(LEFT_FOR_COST)]
-    left = {without_casts(operand) for node in nodes for operand in node.all_input_nodes}
-    values = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
-    unread = [value for placeholder, value in values if placeholder in left and _is_plain_parameter(value)]
-    return [*(reader.weight for reader in _readers(gm.graph, example_inputs)), *unread]
+    """The parameters that the te linears of the graph and of its bodies quantize, and those that they would if these were frozen."""
+    parts = regions(gm)
+    weights = [weight for reader in _readers(parts, example_inputs) for weight in reader.weights]
+    for region in parts:
+        left = [node for node in region.graph.nodes if node.meta.get(LEFT_FOR_COST)]
+        read = {without_casts(operand) for node in left for operand in node.all_input_nodes}
+        weights += [example_inputs[p] for source in read if source is not None for p in region.inputs.get(source, [])]
+    return [weight for weight in weights if _is_plain_parameter(weight)]
 
 
 def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool, report: Report) -> Supplied | None:
@@ -102,51 +156,67 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     dropped has another reader: it has its values again, and Dynamo has to trace anew.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    readers = []
-    for reader in _readers(gm.graph, example_inputs):
-        if reader.weight in FROZEN:
-            _check_frozen(reader)
-            readers.append(reader)
-        elif by_step and not _managed_by_fsdp(placeholders[reader.position]):
-            readers.append(reader)
+    parts = regions(gm)
+    readers = [
+        reader
+        for reader in _readers(parts, example_inputs)
+        if _checked(reader).frozen
+        or (by_step and not any(_managed_by_fsdp(placeholders[p]) for way in reader.ways for p in way))
+    ]
     if not readers:
         _give_back_dropped(gm, example_inputs)
         return None
-    inputs = _Inputs(gm.graph)
-    for group in _groups(gm.graph, readers):
-        inputs.add(group)
-    for group, workspace in inputs.groups:
-        _rewrite(gm.graph, group, inputs.nodes[workspace])
-        report.workspaces.append(_record(group, workspace, inputs.nodes[workspace]))
+    groups = _groups(readers, example_inputs)
+    inputs = _Inputs(example_inputs)
+    for group in groups:
+        inputs.ask(group.region, group.sources, group.kind, group.quantizer)
+    for group in groups:
+        _rewrite(group, inputs.buffers(group.region, group.sources, group.kind, group.readers[0].operand))
+    inputs.close(parts)
+    frozen = {p for reader in readers for way in reader.ways for p in way if example_inputs[p] in FROZEN}
     kept = []
     for position, placeholder in enumerate(placeholders):
-        frozen = any(reader.position == position and reader.weight in FROZEN for reader in readers)
-        if frozen and not placeholder.users:
+        if position in frozen and not placeholder.users:
             gm.graph.erase_node(placeholder)
         else:
             kept.append(position)
     _give_back_dropped(gm, [example_inputs[position] for position in kept])
     gm.recompile()
-    workspaces = [workspace for _, workspace in inputs.groups]
-    buffers = [n.meta["example_value"] for w in workspaces for n in inputs.nodes[w].values()]
-    return Supplied(kept, workspaces, buffers)
+    report.workspaces += [_record(w, fakes, example_inputs) for w, fakes in inputs.workspaces]
+    buffers = [fake for _, fakes in inputs.workspaces for fake in fakes]
+    return Supplied(kept, [workspace for workspace, _ in inputs.workspaces], buffers)
 
 
 # --- finding ------------------------------------------------------------------------------------------------
 
 
-def _readers(graph: fx.Graph, example_inputs: Sequence[Any]) -> list[_Reader]:
-    positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+def _readers(parts: list[Region], example_inputs: Sequence[Any]) -> list[_Reader]:
     found = []
-    for target in _READING:
-        for node in graph.find_nodes(op="call_function", target=target):
-            weight: Any = node.args[1]
-            if weight.op == "call_method" and weight.target == "to" and isinstance(weight.args[1], torch.dtype):
-                weight = weight.args[0]
-            position = positions.get(weight)
-            if position is not None and _is_plain_parameter(example_inputs[position]):
-                found.append(_Reader(node, position, example_inputs[position]))
+    for region in parts:
+        for target in _READING:
+            for node in region.graph.find_nodes(op="call_function", target=target):
+                sources = _sources(node)
+                positions = [region.inputs.get(source, []) for source in sources]
+                if not positions or [] in positions:
+                    continue
+                weights = [example_inputs[p] for each in positions for p in each]
+                if all(map(_is_plain_parameter, weights)):
+                    found.append(_Reader(region, node, sources, list(zip(*positions, strict=True)), weights))
     return found
+
+
+def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The weight that a te linear reads, the experts' of a tensor that was made of them; before autocast's cast."""
+    weight: Any = node.args[1]
+    weights = [weight]
+    if node.target is _te.grouped_linear.default and calls(weight, {torch.stack}):
+        weights = weight.args[0] if len(weight.args) == 1 and not weight.kwargs else []
+    return tuple(
+        each.args[0]
+        if each.op == "call_method" and each.target == "to" and isinstance(each.args[1], torch.dtype)
+        else each
+        for each in weights
+    )
 
 
 def _is_plain_parameter(value: Any) -> bool:
@@ -154,20 +224,24 @@ def _is_plain_parameter(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and type(value) in (nn.Parameter, FakeTensor)
 
 
-def _check_frozen(reader: _Reader) -> None:
-    name, config = frozen_name(reader.weight), reader.config
+def _checked(reader: _Reader) -> _Reader:
+    """The reader. Raises TeError where a frozen weight would get a gradient, or values that are gone would be read."""
+    config = reader.config
     line = source_line(reader.node)
     where = f" ({line})" if line else ""
-    if config.weight_requires_grad:
-        raise TeError(
-            f"te_dynamo: {name!r} is frozen for inference and would get a gradient{where}. Run under torch.no_grad(), "
-            "call requires_grad_(False) on it to train what is beside it, or te_dynamo.unfreeze(model) to train it"
-        )
-    if config.grad_output_quantizer is None and config.input_requires_grad and is_dropped(reader.weight):
-        raise TeError(
-            f"te_dynamo: the high-precision values of {name!r} were dropped, and the backward of its linear{where} "
-            'reads them under backward="high_precision"; freeze the model with drop_weights=False'
-        )
+    for weight in reader.weights:
+        if weight in FROZEN and config.weight_requires_grad and weight.requires_grad:
+            raise TeError(
+                f"te_dynamo: {frozen_name(weight)!r} is frozen for inference and would get a gradient{where}. Run under "
+                "torch.no_grad(), call requires_grad_(False) on it to train what is beside it, or "
+                "te_dynamo.unfreeze(model) to train it"
+            )
+        if config.grad_output_quantizer is None and config.input_requires_grad and is_dropped(weight):
+            raise TeError(
+                f"te_dynamo: the high-precision values of {frozen_name(weight)!r} were dropped, and the backward of its "
+                f'linear{where} reads them under backward="high_precision"; freeze the model with drop_weights=False'
+            )
+    return reader
 
 
 def _managed_by_fsdp(placeholder: fx.Node) -> bool:
@@ -180,28 +254,45 @@ def _managed_by_fsdp(placeholder: fx.Node) -> bool:
     return False
 
 
-def _groups(graph: fx.Graph, readers: list[_Reader]) -> list[list[list[_Reader]]]:
-    """The readers of each workspace: a list for each of its weights, several of them where it is a stack."""
+# --- grouping -----------------------------------------------------------------------------------------------
+
+
+def _groups(readers: list[_Reader], example_inputs: Sequence[Any]) -> list[_Group]:
+    """A weight is in one stack wherever it is read, or in none: otherwise it would be quantized once for each."""
+    by_region: dict[Region, list[_Reader]] = {}
+    for reader in readers:
+        by_region.setdefault(reader.region, []).append(reader)
+    groups = [group for region in by_region for group in _groups_of(by_region[region], example_inputs)]
+    stacks: dict[Any, set[tuple[int, ...]]] = {}
+    for group in groups:
+        for way in group.ways:
+            for position in way:
+                stacks.setdefault((position, group.kind), set()).add(way)
+    split = []
+    for group in groups:
+        several = any(len(stacks[position, group.kind]) > 1 for way in group.ways for position in way)
+        split += [_Group([part]) for part in group.parts] if several else [group]
+    return split
+
+
+def _groups_of(readers: list[_Reader], example_inputs: Sequence[Any]) -> list[_Group]:
     by_weight: dict[Any, list[_Reader]] = {}
     for reader in readers:
-        by_weight.setdefault((reader.position, *reader.kind), []).append(reader)
-    alone = {id(members[0]): members[0] for members in by_weight.values() if len(members) == 1}
-    groups, stacked = [], set()
-    for stack in _stacks(graph, list(alone.values())):
-        groups.append([[reader] for reader in stack])
-        stacked |= {id(reader) for reader in stack}
-    return [*groups, *([members] for members in by_weight.values() if id(members[0]) not in stacked)]
+        by_weight.setdefault((reader.sources, *reader.kind), []).append(reader)
+    alone = [members[0] for members in by_weight.values() if len(members) == 1]
+    stacks = list(_stacks(alone, example_inputs))
+    stacked = {id(reader) for stack in stacks for reader in stack.readers}
+    return [*stacks, *(_Group([members]) for members in by_weight.values() if id(members[0]) not in stacked)]
 
 
-def _stacks(graph: fx.Graph, readers: list[_Reader]) -> Iterable[list[_Reader]]:
+def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_Group]:
     by_input: dict[Any, list[_Reader]] = {}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    linears = (reader for reader in readers if reader.node.target is _te.linear.default)
-    for reader in sorted(linears, key=lambda reader: order[reader.node]):
+    linears = [reader for reader in readers if reader.node.target is _te.linear.default]
+    for reader in sorted(linears, key=lambda reader: reader.node):
         x, _, bias, _ = reader.node.args
-        config, frozen = reader.config, reader.weight in FROZEN
+        config = reader.config
         if bias is None and has_fused_kernels(config.weight_quantizer) and not config.weight_transposed:
-            by_input.setdefault((x, config, reader.operand.dtype, frozen), []).append(reader)
+            by_input.setdefault((x, config, reader.operand.dtype, reader.frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)
         if pair is not None:
@@ -210,10 +301,10 @@ def _stacks(graph: fx.Graph, readers: list[_Reader]) -> Iterable[list[_Reader]]:
             stack = group
         else:
             continue
-        widths = [reader.operand.shape[0] for reader in stack]
-        distinct = len({reader.position for reader in stack}) == len(stack)
-        if distinct and segments_stack(widths) and not _kept_apart(stack):
-            yield stack
+        found = _Group([[reader] for reader in stack])
+        distinct = all(len(set(way)) == len(way) for way in found.ways)
+        if distinct and segments_stack([r.operand.shape[0] for r in stack]) and not _kept_apart(found, example_inputs):
+            yield found
 
 
 def _gate_and_up(group: list[_Reader]) -> list[_Reader] | None:
@@ -228,80 +319,111 @@ def _gate_and_up(group: list[_Reader]) -> list[_Reader] | None:
     return None
 
 
-def _kept_apart(stack: list[_Reader]) -> bool:
-    """Whether these weights' values are gone but for buffers of their own."""
-    if not all(is_dropped(reader.weight) and FROZEN[reader.weight].source is None for reader in stack):
-        return False
-    weights = [reader.weight for reader in stack]
-    return entry_of(weights, _workspace([[reader] for reader in stack])) is None
+def _kept_apart(stack: _Group, example_inputs: Sequence[Any]) -> bool:
+    """Whether the values of these weights are gone but for buffers of their own."""
+    for way in stack.ways:
+        weights = [example_inputs[position] for position in way]
+        gone = all(is_dropped(weight) and FROZEN[weight].source is None for weight in weights)
+        if gone and entry_of(weights, Workspace(way, stack.kind[0], stack.quantizer, "")) is None:
+            return True
+    return False
 
 
 # --- rewriting ----------------------------------------------------------------------------------------------
 
 
-def _workspace(group: list[list[_Reader]]) -> Workspace:
-    every = [reader for readers in group for reader in readers]
-    quantizers = [reader.config.weight_quantizer for reader in every]
-    union = quantizers[0].with_usage(any(q.rowwise for q in quantizers), any(q.columnwise for q in quantizers))
-    names = dict.fromkeys(frozen_name(r.weight) or parameter_name(_placeholder(r)) or "a weight" for r in every)
-    positions = tuple(readers[0].position for readers in group)
-    return Workspace(positions, every[0].operand.dtype, union, ", ".join(names))
-
-
-def _placeholder(reader: _Reader) -> fx.Node:
-    node: Any = reader.node.args[1]
-    return node if node.op == "placeholder" else node.args[0]
+def _union(one: Quantizer, other: Quantizer) -> Quantizer:
+    return one.with_usage(one.rowwise or other.rowwise, one.columnwise or other.columnwise)
 
 
 class _Inputs:
-    """The buffers' placeholders, behind those that there are."""
+    """The buffers' placeholders, behind those that there are: of the whole graph and, as operands, of every body.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        self._last = graph.find_nodes(op="placeholder")[-1]
-        self.groups: list[tuple[list[list[_Reader]], Workspace]] = []
-        self.nodes: dict[Workspace, dict[str, fx.Node]] = {}
+    What is asked for in a body is asked for in those that run it, so that all who read one weight share its workspace.
+    """
 
-    def add(self, group: list[list[_Reader]]) -> None:
-        workspace = _workspace(group)
-        operands = [readers[0].operand for readers in group]
-        with operands[0].fake_mode:  # type: ignore[attr-defined]
-            fakes = _fakes(operands, workspace.quantizer)
-        frozen = group[0][0].weight in FROZEN
-        names = workspace.quantizer.buffer_names()
-        self.nodes[workspace] = {
-            name: self._placeholder(f"workspace_{len(self.groups)}_{name}", fake, frozen)
-            for name, fake in zip(names, fakes, strict=True)
-        }
-        self.groups.append((group, workspace))
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        self._example_inputs = example_inputs
+        self._asked: dict[_Key, Quantizer] = {}
+        self._nodes: dict[_Key, dict[str, fx.Node]] = {}
+        self._count: dict[Region, int] = {}
+        self.workspaces: list[tuple[Workspace, list[torch.Tensor]]] = []
 
-    def _placeholder(self, name: str, fake: torch.Tensor, fixed: bool) -> fx.Node:
-        with self._graph.inserting_after(self._last):
-            node = self._graph.placeholder(name)
-        node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks each input for it
-        node.meta["example_value"] = fake
-        if fixed:  # its address does not change: CUDA graphs read it where it is
-            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        self._last = node
-        return node
+    def ask(self, region: Region, sources: tuple[fx.Node, ...], kind: _Kind, quantizer: Quantizer) -> None:
+        key = region, sources, kind
+        self._asked[key] = _union(self._asked[key], quantizer) if key in self._asked else quantizer
+        for caller, operands in _operands(region, sources):
+            self.ask(caller, operands, kind, quantizer)
+
+    def buffers(
+        self, region: Region, sources: tuple[fx.Node, ...], kind: _Kind, operand: torch.Tensor
+    ) -> dict[str, fx.Node]:
+        """Name -> placeholder, once everything was asked for."""
+        key = region, sources, kind
+        if key not in self._nodes:
+            quantizer = self._asked[key]
+            passed = [self.buffers(caller, given, kind, operand) for caller, given in _operands(region, sources)]
+            fakes = _fakes(sources, operand, quantizer)
+            number = self._count[region] = self._count.get(region, -1) + 1
+            self._nodes[key] = {
+                name: region.take(f"workspace_{number}_{name}", fake, [buffers[name] for buffers in passed])
+                for name, fake in zip(quantizer.buffer_names(), fakes, strict=True)
+            }
+            if not region.calls:
+                self._add(key, fakes)
+        return self._nodes[key]
+
+    def _add(self, key: _Key, fakes: list[torch.Tensor]) -> None:
+        region, sources, (dtype, _) = key
+        positions = tuple(position for source in sources for position in region.inputs[source])
+        weights = [self._example_inputs[position] for position in positions]
+        names = dict.fromkeys(
+            frozen_name(weight) or parameter_name(source) or "a weight"
+            for weight, source in zip(weights, sources, strict=True)
+        )
+        self.workspaces.append((Workspace(positions, dtype, self._asked[key], ", ".join(names)), fakes))
+        if all(weight in FROZEN for weight in weights):
+            for node in self._nodes[key].values():  # its address does not change: CUDA graphs read it where it is
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+    def close(self, parts: list[Region]) -> None:
+        """Bodies take the buffers, and no more the weights that only were quantized."""
+        sources: dict[Region, dict[fx.Node, None]] = {}
+        for region, of_region, _ in self._asked:
+            sources.setdefault(region, {}).update(dict.fromkeys(of_region))
+        for region in reversed(parts):
+            if region.calls and region in sources:
+                for source in sources[region]:
+                    if not source.users:
+                        region.drop(source)
+                region.close()
 
 
-def _fakes(operands: list[torch.Tensor], quantizer: Quantizer) -> list[torch.Tensor]:
-    if len(operands) == 1:
-        return quantized(operands[0], quantizer)
-    rows = sum(operand.shape[0] for operand in operands)
-    return quantized_stack(operands[0], (rows, operands[0].shape[1]), len(operands), quantizer)
+def _operands(region: Region, sources: tuple[fx.Node, ...]) -> list[tuple[Region, tuple[fx.Node, ...]]]:
+    """(caller, its nodes for these placeholders) of each call."""
+    return [
+        (caller, tuple(region.operands[source][i] for source in sources)) for i, (caller, _) in enumerate(region.calls)
+    ]
 
 
-def _rewrite(graph: fx.Graph, group: list[list[_Reader]], nodes: dict[str, fx.Node]) -> None:
-    ends = list(itertools.accumulate(readers[0].operand.shape[0] for readers in group))
-    for index, readers in enumerate(group):
+def _fakes(sources: tuple[fx.Node, ...], operand: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    with operand.fake_mode:  # type: ignore[attr-defined]
+        if len(sources) == 1 or operand.dim() > 2:
+            return quantized(operand, quantizer)
+        rows = sum(tensor_of(source).shape[0] for source in sources)
+        return quantized_stack(operand, (rows, operand.shape[1]), len(sources), quantizer)
+
+
+def _rewrite(group: _Group, nodes: dict[str, fx.Node]) -> None:
+    ends = list(itertools.accumulate(readers[0].operand.shape[0] for readers in group.parts))
+    graph = group.region.graph
+    for index, readers in enumerate(group.parts):
         for reader in readers:
             node, config = reader.node, reader.config
             x, weight, *others = node.args
             with graph.inserting_before(node):
                 buffers = [
-                    _part(graph, nodes[name], name, index, [0, *ends], node) if len(group) > 1 else nodes[name]
+                    _part(graph, nodes[name], name, index, [0, *ends], node) if len(group.parts) > 1 else nodes[name]
                     for name in config.weight_quantizer.buffer_names()
                 ]
                 reads_values = config.grad_output_quantizer is None and config.input_requires_grad
@@ -311,8 +433,16 @@ def _rewrite(graph: fx.Graph, group: list[list[_Reader]], nodes: dict[str, fx.No
                     item.replace_all_uses_with(emit_getitem(graph, new, item.args[1]))  # type: ignore[arg-type]
                     graph.erase_node(item)
             graph.erase_node(node)
-            if isinstance(weight, fx.Node) and weight.op != "placeholder" and not weight.users:
-                graph.erase_node(weight)
+            _erase_computed(graph, weight)
+
+
+def _erase_computed(graph: fx.Graph, weight: Any) -> None:
+    """Takes away autocast's casts and the experts' tensor, once nothing reads them."""
+    if weight.op != "placeholder" and not weight.users:
+        inputs = weight.all_input_nodes
+        graph.erase_node(weight)
+        for node in inputs:
+            _erase_computed(graph, node)
 
 
 def _part(graph: fx.Graph, stack: fx.Node, name: str, index: int, ends: list[int], like: fx.Node) -> fx.Node:
@@ -326,13 +456,14 @@ def _part(graph: fx.Graph, stack: fx.Node, name: str, index: int, ends: list[int
     return emit_method(graph, "contiguous", (emit_method(graph, "narrow", (stack, 1, first, length), like),), like)
 
 
-def _record(group: list[list[_Reader]], workspace: Workspace, nodes: dict[str, fx.Node]) -> WorkspaceRecord:
-    weight = group[0][0].weight
+def _record(workspace: Workspace, fakes: list[torch.Tensor], example_inputs: Sequence[Any]) -> WorkspaceRecord:
+    weights = [example_inputs[position] for position in workspace.positions]
+    frozen, dropped = all(w in FROZEN for w in weights), any(is_dropped(w) for w in weights)
     return WorkspaceRecord(
         weight=workspace.name,
         quantizer=workspace.quantizer.describe(),
-        nbytes=sum(node.meta["example_value"].nbytes for node in nodes.values()),
-        kept="for a step" if weight not in FROZEN else "in place of its values" if is_dropped(weight) else "frozen",
+        nbytes=sum(fake.nbytes for fake in fakes),
+        kept="for a step" if not frozen else "in place of its values" if dropped else "frozen",
     )
 
 

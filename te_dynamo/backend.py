@@ -136,9 +136,13 @@ def _watch_for_freezing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         watch(code[0], weights_read(gm, example_inputs))
 
 
-def _private_copy(gm: GraphModule) -> GraphModule:
-    """A copy we may rewrite: Dynamo reads its own graph's placeholders again after the backend returns."""
-    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+def _private_copy(gm: GraphModule, copies: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
+    """A copy we may rewrite, with the bodies in it: Dynamo reads its own graph's placeholders again after the backend returns.
+
+    copies: what was copied of a body that several nodes share.
+    """
+    copies = {} if copies is None else copies
+    copied = copies[gm] = GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta.update(gm.meta)
     for attribute in ("_param_name_to_source", "_backend_id", "torchdynamo_force_dynamic"):
         if hasattr(gm, attribute):
@@ -147,6 +151,9 @@ def _private_copy(gm: GraphModule) -> GraphModule:
         twin.meta = dict(node.meta)
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
+        body = getattr(gm, node.target, None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            setattr(copied, node.target, copies[body] if body in copies else _private_copy(body, copies))
     return copied
 
 

@@ -25,7 +25,7 @@ from te_dynamo.errors import TeError
 from te_dynamo.frozen import FROZEN, is_dropped, values_of
 from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.ops.stacked import quantize_stacked
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantizers import Float8GroupedQuantizer, Quantizer
 from te_dynamo.storage import QuantizedTensorStorage
 
 __all__ = ["WeightSupply", "Workspace", "dequantized", "entry_of", "forget_weights", "make_buffers", "renew_weights"]
@@ -35,7 +35,8 @@ __all__ = ["WeightSupply", "Workspace", "dequantized", "entry_of", "forget_weigh
 class Workspace:
     """The buffers that a graph takes in place of a weight, or of several that it multiplies as one.
 
-    positions: of the weights among the inputs of Dynamo's graph; more than one is a stack, by rows (te.quantize_stacked).
+    positions: of the weights among the inputs of Dynamo's graph; more than one is a stack, by rows (te.quantize_stacked), or
+               experts in one tensor (Float8GroupedQuantizer).
     dtype:     in which the weight is quantized: its own, or autocast's.
     quantizer: with the usages that the graph reads.
     name:      of the weight, for errors.
@@ -106,6 +107,10 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
                 index = next(i for i, member in enumerate(members) if member is weight)
                 first = sum(member.shape[0] for member in members[:index] if member is not None)
                 quantizer, buffers = entry.quantizer, entry.buffers
+                if len(members) > 1 and isinstance(quantizer, Float8GroupedQuantizer):
+                    shape = (len(members), *weight.shape)
+                    metadata = quantizer.create_metadata(shape, weight.dtype)
+                    return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize()[index].clone()
                 if len(members) > 1:
                     quantizer = quantizer.with_usage(columnwise=False)
                     rows = entry.buffers["data"][first : first + weight.shape[0]]
@@ -282,7 +287,12 @@ def make_buffers(
     """The buffers by name, quantized now; `quantizer` for other usages than the workspace's."""
     quantizer = quantizer or workspace.quantizer
     values = [values_of(args[p]).to(workspace.dtype).contiguous() for p in workspace.positions]
-    made = quantize_tensor(values[0], quantizer) if len(values) == 1 else quantize_stacked(values, quantizer, False)
+    if len(values) == 1:
+        made = quantize_tensor(values[0], quantizer)
+    elif isinstance(quantizer, Float8GroupedQuantizer):
+        made = quantize_tensor(torch.stack(values), quantizer)
+    else:
+        made = quantize_stacked(values, quantizer, False)
     return dict(zip(quantizer.buffer_names(), made, strict=True))
 
 

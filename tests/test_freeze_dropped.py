@@ -6,8 +6,7 @@ import pytest
 import torch
 from small_models import SwiGLU
 from test_freeze import SLOW, WIDTH, assert_same, block, fresh, linear, quantized, te, tokens
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 import te_dynamo
 from te_dynamo.errors import TeError
@@ -73,26 +72,6 @@ def test_a_dropped_weight_that_the_graph_reads_otherwise_keeps_its_values() -> N
             te(model, recipe=None)(x)
         with pytest.raises(TeError, match=r"'0.weight' were dropped .*load_state_dict"):
             te(model, recipe="float8_block_scaling")(x)
-
-
-def test_a_checkpointed_region_keeps_its_values() -> None:
-    """Its linears are in a graph of their own, which is given no buffers."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = linear(), nn.Linear(48, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(checkpoint(self.one, x, use_reentrant=False))
-
-    model, x = Checkpointed().requires_grad_(False), tokens(32, torch.float32).requires_grad_()
-    expected = te(model)(x)
-    torch._dynamo.reset()
-    compiled = te(te_dynamo.freeze(model, drop_weights=True))
-    for _ in range(2):
-        assert_same(compiled(x), expected)
-    assert [is_dropped(p) for p in model.parameters()] == [False, True]
 
 
 def test_values_that_a_backward_of_high_precision_reads() -> None:

@@ -67,7 +67,7 @@ def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: 
     with (
         _disable_saved_tensors_hooks_during_tracing(),
         in_whole_model(gm.graph, example_inputs),
-        kept_weights_known(gm.graph, example_inputs, by_step),
+        kept_weights_known(gm, example_inputs, by_step),
     ):
         report.matches.extend(Matcher(options).match(gm))
     for module in gm.modules():

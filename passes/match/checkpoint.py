@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.ops.activation import gelu, relu, silu
-from te_dynamo.ops.grouped_linear import grouped_linear
-from te_dynamo.ops.linear import linear
+from te_dynamo.ops.grouped_linear import grouped_linear, grouped_linear_with_workspace
+from te_dynamo.ops.linear import linear, linear_with_workspace
 from te_dynamo.ops.norm import layer_norm, rms_norm
 from te_dynamo.ops.swiglu import swiglu
 
@@ -64,7 +64,12 @@ def _saves(answered: Any) -> bool:
     return answered is True or answered in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
-def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any) -> Iterator[Call]:
+def _of_linear(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, config: Any, workspace: Any = ()
+) -> Iterator[Call]:
+    if weight is None:  # a frozen one
+        codes = config.weight_quantizer.operand(list(workspace), columnwise=False)[0]
+        weight = x.new_empty(codes.shape[0], x.shape[-1])
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     k_by_n = weight if config.weight_transposed else weight.t()
     if not config.weight_transposed:
@@ -75,7 +80,12 @@ def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         yield _aten.addmm.default, (bias, rows, k_by_n)
 
 
-def _of_grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: Any) -> Iterator[Call]:
+def _of_grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor | None, offs: torch.Tensor, config: Any, workspace: Any = ()
+) -> Iterator[Call]:
+    if weight is None:
+        codes = config.weight_quantizer.operand(list(workspace), columnwise=config.weight_transposed)[0]
+        weight = x.new_empty(codes.shape).transpose(1, 2) if config.weight_transposed else x.new_empty(codes.shape)
     yield _aten._grouped_mm.default, (x, weight, offs)
 
 
@@ -85,7 +95,9 @@ def _same(op: torch._ops.OpOverload) -> Callable[..., Iterator[Call]]:
 
 _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
     linear: _of_linear,
+    linear_with_workspace: _of_linear,
     grouped_linear: _of_grouped_linear,
+    grouped_linear_with_workspace: _of_grouped_linear,
     rms_norm: lambda x, weight, eps, *_: iter([(_aten._fused_rms_norm.default, (x, [x.shape[-1]], weight, eps))]),
     layer_norm: lambda x, weight, bias, eps: iter(
         [(_aten.native_layer_norm.default, (x, [x.shape[-1]], weight, bias, eps))]

@@ -22,6 +22,7 @@ from torch import fx
 
 from te_dynamo.frozen import FROZEN
 from te_dynamo.passes.match.products import without_casts
+from te_dynamo.passes.regions import regions
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 __all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_known", "linear_cost_reason"]
@@ -87,11 +88,12 @@ def experts_cost_reason(m: int, n: int, k: int, groups: int, training: bool, kep
 
 
 @contextlib.contextmanager
-def kept_weights_known(graph: fx.Graph, example_inputs: Sequence[Any], by_step: bool) -> Iterator[None]:
-    """Inside, `is_kept` tells of the graph's weights and, with the option weight_cache="step", of all."""
-    for placeholder, value in zip(graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        if value in FROZEN:
-            placeholder.meta[_KEPT] = True
+def kept_weights_known(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool) -> Iterator[None]:
+    """Inside, `is_kept` tells of the weights of the graph and of its bodies and, with the option weight_cache="step", of all."""
+    for region in regions(gm) if example_inputs else []:
+        for placeholder, positions in region.inputs.items():
+            if positions and all(example_inputs[position] in FROZEN for position in positions):
+                placeholder.meta[_KEPT] = True
     token = _by_step.set(by_step)
     try:
         yield

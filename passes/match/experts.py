@@ -5,7 +5,7 @@
 
 Only this form is one product: every piece, in order, is read by its linear, and what these give goes nowhere else. In
 any other loop each linear becomes a te.linear of its own. The weights are put into one tensor for the call, which costs
-a copy of them; parameters in one tensor and F.grouped_mm do not.
+a copy of them (once a step where quantized weights are kept); parameters in one tensor and F.grouped_mm do not.
 """
 
 from __future__ import annotations
