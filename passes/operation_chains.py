@@ -335,6 +335,11 @@ def _gated_form(node: fx.Node, x: fx.Node) -> BasicOperation | None:
     return SwiGLU() if isinstance(op, SiLU) else ReGLU() if isinstance(op, ReLU) else None
 
 
+def _cast_of(value: fx.Node) -> Any:
+    """What autocast makes anew for each of its readers: a cast of one node to one dtype; else the node."""
+    return ("to", *value.args) if calls(value, set(), {"to"}) and not value.kwargs else value
+
+
 def _linear_of(value: fx.Node) -> fx.Node | None:
     """The te.linear whose output `value` is."""
     source = value.args[0] if calls(value, {operator.getitem}) else None
@@ -347,7 +352,12 @@ def _stacked(op: BasicOperation, pair: Sequence[Link], nodes: list[fx.Node]) -> 
         return None
     gate, up = pair
     kinds = [
-        (link.input, link.nodes[0].args[3], [(tensor_of(p).shape, tensor_of(p).dtype) for p in link.params], link.flags)  # type: ignore[union-attr,arg-type]
+        (
+            _cast_of(link.input),
+            link.nodes[0].args[3],
+            [(tensor_of(p).shape, tensor_of(p).dtype) for p in link.params],
+            link.flags,
+        )  # type: ignore[union-attr,arg-type]
         for link in pair
     ]
     if gate.ops != up.ops or kinds[0] != kinds[1]:

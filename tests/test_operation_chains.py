@@ -460,6 +460,9 @@ def test_autocast_keeps_its_dtypes():
     with torch.autocast("cpu", torch.bfloat16), fusing(BasicLinear, Bias, GELU):
         graphs = check(Block())
     assert "te.Whole" in graphs["match"]
+    with torch.autocast("cpu", torch.bfloat16), fusing(BasicLinear, SwiGLU, BasicLinear):
+        graphs = check(Gated())  # gate and up read a cast each of the norm
+    assert "te.Whole(to, [cat, " in graphs["match"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
