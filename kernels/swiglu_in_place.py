@@ -15,7 +15,7 @@ from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.fp8 import Size, load_scale, rounded, rows_and_columns, saturating_cast
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.quantize import PARTIALS
-from te_dynamo.kernels.swiglu import partial_amaxes_of_gradients, sizes_of
+from te_dynamo.kernels.swiglu import in_rows, partial_amaxes_of_gradients, sizes_of
 from te_dynamo.kernels.swiglu_kernels import gradients
 
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
@@ -113,6 +113,7 @@ def swiglu_backward_quantize_in_place(
             f"te swiglu_backward_quantize_in_place: expected a contiguous dy of two bytes an element whose columns are a multiple "
             f"of {COLUMNS_MULTIPLE} up to {MOST_COLUMNS}, got {dy.dtype} {tuple(dy.shape)} with strides {dy.stride()}"
         )
+    gate, up = in_rows(gate), in_rows(up)
     partials = partial_amaxes_of_gradients(dy, gate, up)
     scale_inv = torch.empty(2, dtype=torch.float32, device=dy.device)
     sizes = sizes_of(gate, up)

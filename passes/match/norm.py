@@ -34,7 +34,7 @@ from te_dynamo.passes.match.values import (
 from te_dynamo.passes.match.where import module_path, source_line
 from te_dynamo.report import MatchRecord
 
-__all__ = ["Norm", "left_norm", "match_norm", "replace_norm"]
+__all__ = ["Norm", "called_norm", "left_norm", "match_norm", "replace_norm", "why_no_te_norm"]
 
 _LAYER_NORM = {F.layer_norm, torch.layer_norm}
 _RMS_NORM = {F.rms_norm, torch.rms_norm}
@@ -63,6 +63,13 @@ class Norm:
 def match_norm(node: fx.Node) -> MatchRecord | None:
     """Replaces a call of layer_norm or rms_norm by its te operation where that pays; None when `node` is
     neither."""
+    norm = called_norm(node)
+    return replace_norm(norm) if isinstance(norm, Norm) else norm
+
+
+def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
+    """The norm that a call of layer_norm or rms_norm is, or the record of why it is none that te has; None when `node` is
+    neither."""
     if calls(node, _LAYER_NORM):
         kind = "layer_norm"
         given = arguments(node, "input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
@@ -79,25 +86,18 @@ def match_norm(node: fx.Node) -> MatchRecord | None:
             kind, node, f"it normalizes {len(given['normalized_shape'])} dimensions; te.{kind} takes the last"
         )
     if kind == "layer_norm":
-        norm = Norm(kind, x, (given.get("weight"), given.get("bias")), (given.get("eps", 1e-5),), (node,))
-    else:
-        eps = given.get("eps")
-        # None is the epsilon of the precision the mean is computed in, whatever torch's documentation says of
-        # x's own
-        eps = torch.finfo(torch.float32).eps if eps is None else eps
-        norm = Norm(kind, x, (given.get("weight"),), (eps, False, False), (node,))
-    return replace_norm(norm)
+        return Norm(kind, x, (given.get("weight"), given.get("bias")), (given.get("eps", 1e-5),), (node,))
+    eps = given.get("eps")
+    # None is the epsilon of the precision the mean is computed in, whatever torch's documentation says of
+    # x's own
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return Norm(kind, x, (given.get("weight"),), (eps, False, False), (node,))
 
 
 def replace_norm(norm: Norm) -> MatchRecord:
     """Puts the te operation in the norm's place, or leaves it; either way its record."""
     last = norm.last
-    reason = (
-        left_as_plain(norm.x, last, *norm.weights)
-        or _reason(norm)
-        or why_not_read_by_linear(last)
-        or refuses(norm.nodes)
-    )
+    reason = why_no_te_norm(norm) or why_not_read_by_linear(last) or refuses(norm.nodes)
     if reason:
         return left_norm(norm.kind, last, reason)
     graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
@@ -108,6 +108,11 @@ def replace_norm(norm: Norm) -> MatchRecord:
     last.replace_all_uses_with(new)
     erase_unused(graph, norm.nodes)
     return record
+
+
+def why_no_te_norm(norm: Norm) -> str:
+    """Why te's norm does not compute this one, whatever reads it; "" where it does."""
+    return left_as_plain(norm.x, norm.last, *norm.weights) or _reason(norm)
 
 
 def _reason(norm: Norm) -> str:

@@ -25,7 +25,7 @@ from te_dynamo.passes.match.norm import Norm, left_norm, replace_norm
 from te_dynamo.passes.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
 from te_dynamo.report import MatchRecord
 
-__all__ = ["match_written_rms_norm"]
+__all__ = ["match_written_rms_norm", "written_rms_norm"]
 
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16"}
 _MUL = ({operator.mul, torch.mul}, {"mul", "__mul__", "__rmul__", "multiply"})
@@ -57,6 +57,12 @@ class _Scaling:
 
 def match_written_rms_norm(node: fx.Node) -> MatchRecord | None:
     """Replaces the RMSNorm around a reciprocal root where that pays; None when `node` is no such root."""
+    norm = written_rms_norm(node)
+    return replace_norm(norm) if isinstance(norm, Norm) else norm
+
+
+def written_rms_norm(node: fx.Node) -> Norm | MatchRecord | None:
+    """The RMSNorm around a reciprocal root, or the record of why it is none that te has; None when `node` is no such root."""
     root = _read_root(node)
     product = None if root is None else _product(root)
     if root is None or product is None:
@@ -77,7 +83,7 @@ def match_written_rms_norm(node: fx.Node) -> MatchRecord | None:
         x, casts = f, []
     nodes = {*root.nodes, *scaling.nodes, *casts, *_before_casts(multiplicand)[1]} - {x}
     options = (root.eps, scaling.cast_before_weight, scaling.zero_centered)
-    return replace_norm(Norm("rms_norm", x, (scaling.weight,), options, tuple(sorted(nodes))))
+    return Norm("rms_norm", x, (scaling.weight,), options, tuple(sorted(nodes)))
 
 
 def _read_root(node: fx.Node) -> _Root | None:

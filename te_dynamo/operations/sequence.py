@@ -29,12 +29,13 @@ __all__ = ["OperationSequence", "sequence"]
 class OperationSequence(Value):
     """What a Sequential runs, without its parameters.
 
-    ops: basic operations. recipe: what fusions are told. fusions: whether they run.
+    ops: basic operations. recipe: what fusions are told. fusions: whether they run. shipped: False runs the registered ones alone.
     """
 
     ops: tuple[BasicOperation, ...]
     recipe: Optional[Recipe] = None
     fusions: bool = True
+    shipped: bool = True
 
     def program(self, requires_grad: Sequence[bool], training: bool) -> Program:
         """requires_grad: of the input, then of every parameter, then of every extra input."""
@@ -51,7 +52,7 @@ class OperationSequence(Value):
 @functools.lru_cache(maxsize=1024)
 def _program(sequence: OperationSequence, requires_grad: tuple[bool, ...], training: bool, fusions: str) -> Program:
     call = Call.of(sequence.ops, requires_grad, training)
-    fuser = OperationFuser(sequence.ops, recipe=sequence.recipe, fusions=sequence.fusions)
+    fuser = OperationFuser(sequence.ops, recipe=sequence.recipe, fusions=sequence.fusions, shipped=sequence.shipped)
     fused = fuser.fuse(first_needing_grad(call))
     return Program(call, fused.forward, fused.backward)
 

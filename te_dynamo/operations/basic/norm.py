@@ -54,12 +54,14 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """y = x * rsqrt(mean(x^2) + eps) * w, [..., features]; w = weight, or 1 + weight when zero_centered.
 
+    cast_before_weight: the product with the weight is of x * rsqrt(..) rounded to x's dtype, as in Hugging Face's Llama.
     Saves x, the weight and rstd.
     """
 
     features: int
     eps: float = 1e-5
     zero_centered: bool = False
+    cast_before_weight: bool = False
 
     def parameters(self) -> tuple[Parameter, ...]:
         init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
@@ -67,7 +69,7 @@ class RMSNorm(_Norm):
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
         (weight,) = params
-        output, rstd = rms_norm(input.contiguous(), weight, self.eps, False, self.zero_centered)
+        output, rstd = rms_norm(input.contiguous(), weight, self.eps, self.cast_before_weight, self.zero_centered)
         return output, [input, weight, rstd]
 
     def op_forward_fake(

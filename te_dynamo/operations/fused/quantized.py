@@ -46,7 +46,7 @@ def norm_quantized(
     """(statistics: mean of a LayerNorm, rstd; buffers of the norm's output)."""
     x = x.contiguous()
     if isinstance(norm, RMSNorm):
-        settings = (params[0], norm.eps, False, norm.zero_centered)
+        settings = (params[0], norm.eps, norm.cast_before_weight, norm.zero_centered)
         if has_fused_kernels(quantizer):
             rstd, *buffers = rms_norm_quantize(x, *settings, quantizer, False)
             return [rstd], buffers
