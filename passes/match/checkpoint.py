@@ -66,9 +66,8 @@ def _saves(answered: Any) -> bool:
 
 def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any) -> Iterator[Call]:
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    k_by_n = weight if config.weight_transposed else weight.t()
-    if not config.weight_transposed:
-        yield _aten.linear.default, (x, weight, bias)
+    k_by_n, n_by_k = (weight, weight.t()) if config.weight_transposed else (weight.t(), weight)
+    yield _aten.linear.default, (x, n_by_k, bias)
     if bias is None:
         yield _aten.mm.default, (rows, k_by_n)
     else:
