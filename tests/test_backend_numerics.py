@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fp8_oracle import fp8_linears, relative_error
 from small_models import MODELS, SwiGLU
 from torch import Tensor, nn

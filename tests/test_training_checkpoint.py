@@ -124,6 +124,26 @@ def test_a_policy_that_saves_biased_products_and_activations() -> None:
 
 
 @pytest.mark.slow
+def test_a_policy_that_saves_products_by_weights_stored_transposed() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(32, 64)), nn.Parameter(torch.randn(64, 32))
+            self.bias = nn.Parameter(torch.randn(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, (x @ self.up).sin().flatten(0, 1), self.down).view(x.shape)
+
+    model = Products().bfloat16()
+    expected = gradients(te(model), model, tokens())
+    with te_dynamo.capture() as graphs:
+        policy = selective([aten.mm.default, aten.addmm.default])
+        actual = gradients(te(Checkpointed(model, context_fn=policy)), model, tokens())
+    assert_close(actual, expected, 0.0)
+    assert recomputed(graphs, linears=2) == 0
+
+
+@pytest.mark.slow
 def test_a_policy_sees_the_arguments_of_what_was_replaced() -> None:
     """As torchtitan's do: every second product is saved, and those by a weight of some shape never are."""
     passes: list[list[tuple[tuple[int, ...], ...]]] = []

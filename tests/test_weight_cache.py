@@ -223,3 +223,42 @@ def test_graphs_on_a_gpu_hold_references_to_the_stack() -> None:
 def test_wrong_values_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))):
         Options.parse(options)
+
+
+@pytest.mark.parametrize("kept", ["freeze", "step"])
+def test_weights_that_are_stored_transposed_and_those_of_attention(kept: str, quantized) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+            self.conv1d, self.bias = nn.Parameter(torch.randn(64, 96)), nn.Parameter(torch.randn(96))
+            self.back = nn.Linear(64, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.attention(x, x, x, need_weights=False)[0]
+            return (x @ self.conv1d + self.bias) @ self.back.weight
+
+    torch.manual_seed(0)
+    model, x = Model().bfloat16(), tokens(64)
+    gradients = kept == "step"
+    results = []
+    for keep in (False, True):
+        torch._dynamo.reset()
+        if keep and kept == "freeze":
+            te_dynamo.freeze(model, drop_weights=True)
+        call = te(model, **(STEP if keep and gradients else {}))
+        for _ in range(2):
+            with torch.set_grad_enabled(gradients):
+                y = call(x)
+            leaves = list(model.parameters())[:-1] if gradients else []
+            results.append([y, *(torch.autograd.grad(y.sum(), leaves) if gradients else ())])
+    for result in results[1:]:
+        for ours, theirs in zip(result, results[0], strict=True):
+            assert_same(ours, theirs)
+    assert sorted(quantized) == sorted([(192, 64), (64, 64), (64, 96), (96, 64)])
+    if kept == "freeze":
+        before = results[0][0]
+        te_dynamo.unfreeze(model)  # back.weight has its columns alone
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.testing.assert_close(te(model)(x), before, rtol=0.05, atol=0.5)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from te_dynamo.passes.match.autocast import may_be_autocast
 from te_dynamo.passes.match.inline import CannotInline, inline_call
 from te_dynamo.passes.match.linear import RecipeFor, linear_record
 from te_dynamo.passes.match.products import LINEAR, Sizes
@@ -44,7 +45,11 @@ def match_attention(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> 
     else:
         return []
     found = [linear_record(node, weight, sizes, recipe_for) for weight, sizes in hidden]
-    reason = outside or left_as_plain(*(operand for operand in node.all_input_nodes if not is_number(operand)))
+    reason = (
+        outside
+        or _ignores_autocast(node)
+        or left_as_plain(*(operand for operand in node.all_input_nodes if not is_number(operand)))
+    )
     owners = [_owner(weight) for weight, _ in hidden]
     if not reason and any(
         recipe is not None or recipe_for(o)[0] is not None for (_, recipe), o in zip(found, owners, strict=True)
@@ -59,6 +64,14 @@ def match_attention(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> 
         record.matched, record.recipe = False, ""
         record.reason = record.reason if recipe is None else reason
     return [record for record, _ in found]
+
+
+def _ignores_autocast(node: fx.Node) -> str:
+    """Why an encoder layer's fast path, which computes in the dtype of its weights, stays: its parts would follow autocast."""
+    value = tensor_of(node) if calls(node, _ENCODER_LAYER) else None
+    if value is None or not may_be_autocast(node, value.device):
+        return ""
+    return "inside one call of torch's that ignores autocast, its parts would not; write its projections as nn.Linear"
 
 
 # F.multi_head_attention_forward asks first whether somebody overrides it, and the mode that records its calls does: this is its

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["autocast_around", "may_be_autocast"]
 
@@ -17,7 +18,7 @@ _EXIT = torch.amp.autocast_mode._exit_autocast
 def may_be_autocast(node: fx.Node, device: torch.device) -> bool:
     """True where autocast is on: when the model is called, or in a region of this graph around `node`. Also true inside the
     body of a higher-order op, whose surroundings are not seen from there."""
-    if not any(n.op == "placeholder" and hasattr(n, "_dynamo_source") for n in node.graph.nodes):
+    if _is_body(node.graph):
         return True
     if torch.is_autocast_enabled(device.type):
         return True
@@ -26,13 +27,23 @@ def may_be_autocast(node: fx.Node, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def autocast_around(node: fx.Node) -> Iterator[None]:
-    """Inside, autocast is as in the regions of this graph around `node`."""
+    """Inside, autocast is as in the regions of this graph around `node`; in the body of a higher-order op, whose surroundings are
+    not seen, as the dtype of its first result says."""
+    result = next(v for v in tree_leaves(node.meta["example_value"]) if isinstance(v, torch.Tensor))
+    if _is_body(node.graph) and result.dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(result.device.type, result.dtype):
+            yield
+        return
     entered = [_ENTER(*region.args, **region.kwargs) for region in _open_regions(node)]
     try:
         yield
     finally:
         for mode in reversed(entered):
             _EXIT(mode)
+
+
+def _is_body(graph: fx.Graph) -> bool:
+    return not any(n.op == "placeholder" and hasattr(n, "_dynamo_source") for n in graph.nodes)
 
 
 def _open_regions(node: fx.Node) -> list[fx.Node]:

@@ -71,9 +71,8 @@ def _of_linear(
         codes = config.weight_quantizer.operand(list(workspace), columnwise=False)[0]
         weight = x.new_empty(codes.shape[0], x.shape[-1])
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    k_by_n = weight if config.weight_transposed else weight.t()
-    if not config.weight_transposed:
-        yield _aten.linear.default, (x, weight, bias)
+    k_by_n, n_by_k = (weight, weight.t()) if config.weight_transposed else (weight.t(), weight)
+    yield _aten.linear.default, (x, n_by_k, bias)
     if bias is None:
         yield _aten.mm.default, (rows, k_by_n)
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -66,6 +67,7 @@ def _record(node: fx.Node, function: Callable[..., Any]) -> Any:
     recorder = _Recorder(node)
     with contextlib.ExitStack() as stack:
         stack.enter_context(modes[0] if modes else contextlib.nullcontext())
+        stack.enter_context(enable_python_dispatcher())  # as Dynamo does: else sizes that change would be fixed
         stack.enter_context(torch.set_grad_enabled(any(v.requires_grad for v in outputs)))
         stack.enter_context(autocast_around(node))
         stack.enter_context(recorder)
