@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Region", "regions"]
+from te_dynamo.passes.match.mutation import written_by
+from te_dynamo.passes.match.values import tensor_of
+
+__all__ = ["Region", "regions", "written_inputs"]
 
 _HAVE_OPERANDS = {
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled", "wrap_with_autocast",
@@ -43,7 +47,7 @@ class Region:
             ]
             known = [] not in ways
             self.inputs[node] = [position for way in ways for position in way if known] if calls else [i]
-        self._before = [call.args[:-count] for _, call in calls]
+        self._given = placeholders
 
     def take(self, name: str, value: torch.Tensor, operands: list[fx.Node]) -> fx.Node:
         """A placeholder of that fake value behind the others, and an operand for each call."""
@@ -61,8 +65,13 @@ class Region:
 
     def close(self) -> None:
         """The calls pass what was taken, and no more what was dropped."""
+        count = len(self._given)
         for i, (_, call) in enumerate(self.calls):
-            call.args = (*self._before[i], *(passed[i] for passed in self.operands.values()))
+            given = dict(
+                zip(self._given, call.args[-count:], strict=True)
+            )  # as they are now: callers are rewritten too
+            operands = [given[p] if p in given else passed[i] for p, passed in self.operands.items()]
+            call.args = (*call.args[:-count], *operands)
         self.gm.recompile()
 
 
@@ -105,3 +114,29 @@ def _has_operands(call: fx.Node, bodies: list[fx.GraphModule]) -> bool:
         return False
     count = len(bodies[0].graph.find_nodes(op="placeholder"))
     return 0 < count < len(call.args)
+
+
+def written_inputs(parts: list[Region]) -> set[int]:
+    """Positions of the inputs of the whole graph (the first of `parts`) that share memory with what something in it writes."""
+    whole = parts[0]
+    calls = {call for region in parts for _, call in region.calls}  # they write what their bodies do
+    memory = [_memory(placeholder) for placeholder in whole.inputs]
+    written = set()
+    for region in parts:
+        here = {_memory(n) for node in region.graph.nodes if node not in calls for n in written_by(node)}
+        if None in here:  # there is no telling
+            return set(range(len(memory)))
+        for placeholder, positions in region.inputs.items():
+            if here and _memory(placeholder) in here:
+                written |= {memory[position] for position in positions}
+        written |= here & set(memory)
+    return {position for position, of_input in enumerate(memory) if of_input in written}
+
+
+def _memory(node: fx.Node) -> StorageWeakRef | None:
+    """The storage of a node's fake tensor; fakes share theirs exactly where the real ones do. None where it cannot be told."""
+    value = tensor_of(node)
+    try:
+        return None if value is None else StorageWeakRef(value.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -5,9 +5,9 @@
               y = te.linear_with_workspace(x, None, bias, config, [w_data, w_scale_inv])[0]      frozen: l_w is no input any more
               y = te.linear_with_workspace(x, l_w, bias, config, [w_data, ...])[0]               else l_w is what gets the gradient
 
-In a body (a checkpointed region) its placeholders and the operands of its calls are those of the whole graph's inputs.
 At Torch IR, so that AOTAutograd, the partitioner and Inductor see the buffers as what they are: inputs, which are never
-written and of which backward gets references. te_dynamo/weight_cache.py supplies them.
+written and of which backward gets references. In a body (a checkpointed region) placeholders and the operands of its calls
+lead to them. te_dynamo/weight_cache.py supplies them, before the graph runs: a weight that the graph writes is not kept.
 
 Linears that fusions/shared_input.py would stack have slices of one stack (te.quantize_stacked), for it to find: the two that
 te.swiglu reads, and of frozen weights any two or three of one input whose columns nobody reads.
@@ -31,16 +31,14 @@ from te_dynamo.ops import LinearConfig
 from te_dynamo.ops.fakes import quantized, quantized_stack
 from te_dynamo.ops.stacked import segments_stack
 from te_dynamo.passes.fusions.producer import has_fused_kernels
-from te_dynamo.passes.match.cost import LEFT_FOR_COST
-from te_dynamo.passes.match.products import without_casts
 from te_dynamo.passes.match.values import calls, emit, emit_getitem, emit_method, tensor_of
 from te_dynamo.passes.match.where import parameter_name, source_line
-from te_dynamo.passes.regions import Region, regions
+from te_dynamo.passes.regions import Region, regions, written_inputs
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.report import Report, WorkspaceRecord
 from te_dynamo.weight_cache import Workspace, entry_of
 
-__all__ = ["Supplied", "use_workspaces", "weights_read"]
+__all__ = ["Supplied", "use_workspaces"]
 
 _te = torch.ops.te
 _READING: dict[Any, torch._ops.OpOverload] = {
@@ -101,6 +99,10 @@ class _Reader:
     def frozen(self) -> bool:
         return all(weight in FROZEN for weight in self.weights)
 
+    @property
+    def positions(self) -> set[int]:
+        return set(itertools.chain.from_iterable(self.ways))
+
 
 @dataclasses.dataclass(eq=False)
 class _Group:
@@ -136,17 +138,6 @@ class _Group:
         return functools.reduce(_union, quantizers)
 
 
-def weights_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[nn.Parameter]:
-    """The parameters that the te linears of the graph and of its bodies quantize, and those that they would if these were frozen."""
-    parts = regions(gm)
-    weights = [weight for reader in _readers(parts, example_inputs) for weight in reader.weights]
-    for region in parts:
-        left = [node for node in region.graph.nodes if node.meta.get(LEFT_FOR_COST)]
-        read = {without_casts(operand) for node in left for operand in node.all_input_nodes}
-        weights += [example_inputs[p] for source in read if source is not None for p in region.inputs.get(source, [])]
-    return [weight for weight in weights if _is_plain_parameter(weight)]
-
-
 def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool, report: Report) -> Supplied | None:
     """Rewrites in place; None where no weight is kept.
 
@@ -157,11 +148,14 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     parts = regions(gm)
+    found = _readers(parts, example_inputs)
+    written = written_inputs(parts) if found else set()
+    managed = {position for position, placeholder in enumerate(placeholders) if _managed_by_fsdp(placeholder)}
     readers = [
         reader
-        for reader in _readers(parts, example_inputs)
-        if _checked(reader).frozen
-        or (by_step and not any(_managed_by_fsdp(placeholders[p]) for way in reader.ways for p in way))
+        for reader in map(_checked, found)
+        if reader.positions.isdisjoint(written)
+        and (reader.frozen or (by_step and reader.positions.isdisjoint(managed)))
     ]
     if not readers:
         _give_back_dropped(gm, example_inputs)
@@ -173,7 +167,7 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     for group in groups:
         _rewrite(group, inputs.buffers(group.region, group.sources, group.kind, group.readers[0].operand))
     inputs.close(parts)
-    frozen = {p for reader in readers for way in reader.ways for p in way if example_inputs[p] in FROZEN}
+    frozen = {p for reader in readers for p in reader.positions if example_inputs[p] in FROZEN}
     kept = []
     for position, placeholder in enumerate(placeholders):
         if position in frozen and not placeholder.users:

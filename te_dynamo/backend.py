@@ -39,7 +39,7 @@ from te_dynamo.passes.operations import fuse_operations
 from te_dynamo.passes.recompute import save_products_only
 from te_dynamo.passes.usage import drop_unread_usages
 from te_dynamo.passes.views import read_through_views
-from te_dynamo.passes.workspaces import use_workspaces, weights_read
+from te_dynamo.passes.workspaces import use_workspaces
 from te_dynamo.report import Report
 from te_dynamo.weight_cache import WeightSupply
 
@@ -116,7 +116,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     if compilation.options.fusions:
         fuse_operations(gm, compilation.options, compilation.report)
     options = compilation.options
-    _watch_for_freezing(gm, example_inputs)
+    _watch_for_freezing(example_inputs)
     supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     compilation.record("match", gm.graph)
     _warn_if_emulated(compilation.report, gm)
@@ -129,11 +129,11 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     return WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
 
 
-def _watch_for_freezing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a weight of it."""
+def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:
+    """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
     code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
     if code:
-        watch(code[0], weights_read(gm, example_inputs))
+        watch(code[0], [value for value in example_inputs if isinstance(value, torch.nn.Parameter)])
 
 
 def _private_copy(gm: GraphModule, copies: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
@@ -148,7 +148,7 @@ def _private_copy(gm: GraphModule, copies: dict[GraphModule, GraphModule] | None
         if hasattr(gm, attribute):
             setattr(copied, attribute, getattr(gm, attribute))
     for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
-        twin.meta = dict(node.meta)
+        twin.meta = {key: value for key, value in node.meta.items() if key != "grapharg"}  # refers to the input
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
         body = getattr(gm, node.target, None) if node.op == "get_attr" else None

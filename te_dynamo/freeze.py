@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dynamo.errors import TeError
 from te_dynamo.frozen import FROZEN, Frozen, drop, is_dropped, restore
@@ -177,20 +176,25 @@ def _quantize_again(module: nn.Module, _: Any) -> None:
 
 # --- graphs that were compiled before ---------------------------------------------------------------------------
 
-_watched: list[tuple[weakref.ref[CodeType], WeakIdKeyDictionary]] = []
-"""Code that Dynamo compiled with backend "te", and the parameters its linears read."""
+_watched: list[tuple[weakref.ref[CodeType], set[int]]] = []
+"""Code that Dynamo compiled with backend "te", and the ids of the parameters it reads.
+
+Ids and no weak references, which would keep torch.utils.swap_tensors from swapping any model's parameters; of an id that
+another tensor has by then, code is compiled once more than it had to.
+"""
 
 
 def watch(code: CodeType, parameters: Iterable[torch.Tensor]) -> None:
     """`code` is compiled again once one of `parameters` is frozen or not frozen any more."""
     _watched[:] = [(ref, read) for ref, read in _watched if ref() is not None]
-    _watched.append((weakref.ref(code), WeakIdKeyDictionary(dict.fromkeys(parameters))))
+    _watched.append((weakref.ref(code), {id(parameter) for parameter in parameters}))
 
 
 def _compile_again(parameters: list[nn.Parameter]) -> None:
     reset_code: Callable[[CodeType], None] = torch._dynamo.eval_frame.reset_code
+    ids = {id(parameter) for parameter in parameters}
     for entry in list(_watched):
         code = entry[0]()
-        if code is not None and any(parameter in entry[1] for parameter in parameters):
+        if code is not None and ids & entry[1]:
             reset_code(code)
             _watched.remove(entry)

@@ -1,7 +1,7 @@
 """Quantized weights that outlive a call: what `te_dynamo.freeze` and `options={"weight_cache": "step"}` keep.
 
 A compiled graph takes the buffers as inputs; `WeightSupply` is called in its place and supplies them. Before each call it
-compares every weight's identity, version counter and address with those of the values that were quantized. What a write
+compares every weight's identity, version counter and memory with those of the values that were quantized. What a write
 shows in none of them (`parameter.data.copy_`, a numpy view) is missed until `te_dynamo.invalidate`.
 
 Buffers of frozen weights are written in place, so that a CUDA graph which reads them stays valid. Those that last a step are
@@ -15,10 +15,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dynamo.errors import TeError
@@ -52,14 +53,29 @@ class Workspace:
         return self.dtype, self.quantizer.with_usage(True, True), *map(id, weights[1:])
 
 
+class _State(NamedTuple):
+    """What a write to a weight changes, if torch shows it: its version counter, or where its values are."""
+
+    version: int
+    address: int
+    form: tuple[Any, ...]
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _State:
+        form = weight.dtype, *weight.stride()
+        return cls(weight._version, weight.data_ptr(), form, StorageWeakRef(weight.untyped_storage()))
+
+
 class Entry:
     """The kept buffers of one weight or stack."""
 
     __slots__ = ("__weakref__", "buffers", "quantizer", "readers", "states", "weights")
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self.weights = [weakref.ref(weight) for weight in weights]
-        self.states: list[tuple[int, int]] | None = None  # None: the values are out of date
+        this = weakref.ref(self)
+        self.weights = [weakref.ref(weight, lambda _: _expire(this)) for weight in weights]
+        self.states: list[_State] | None = None  # None: the values are out of date
         self.quantizer: Quantizer | None = None
         self.buffers: dict[str, torch.Tensor] = {}
         self.readers: weakref.WeakSet[_Bundle] = weakref.WeakSet()
@@ -70,8 +86,15 @@ class Entry:
     def expire(self) -> None:
         """The next call of every graph that reads it looks again."""
         for bundle in self.readers:
-            bundle.tensors = None
+            bundle.held = None
         self.readers.clear()
+
+
+def _expire(entry: weakref.ref[Entry]) -> None:
+    """A weight is gone."""
+    held = entry()
+    if held is not None:
+        held.expire()
 
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -130,27 +153,45 @@ def _each_entry(weights: Iterable[torch.Tensor], keep: bool) -> None:
                     entry.expire()
                     if not keep:
                         del table[key]
+            if not table:  # nor a weak reference, for torch.utils.swap_tensors
+                del _entries[first]
+
+
+class _Held(NamedTuple):
+    """All buffers of one graph for one set of weights, and what must hold for them to be current."""
+
+    tensors: tuple[torch.Tensor, ...]
+    checks: list[tuple[int, Any, int, int, StorageWeakRef]]
+    entries: list[Entry]
 
 
 class _Bundle:
-    """All buffers of one graph for one set of weights, and what must hold for them to be current."""
+    """What is held for one set of weights, None once one of them was written or is gone."""
 
-    __slots__ = ("__weakref__", "checks", "ready", "streams", "tensors")
+    __slots__ = ("__weakref__", "held", "ready", "streams")
 
-    def __init__(self) -> None:
-        self.tensors: tuple[torch.Tensor, ...] | None = None
-        self.checks: list[tuple[int, Any, int, int]] = []
+    def __init__(self, held: _Held) -> None:
+        self.held: _Held | None = held
         self.streams: set[int] = set()
         self.ready: Any = None
 
-    def current(self, args: Sequence[Any]) -> bool:
-        if self.tensors is None:
-            return False
-        for position, ref, version, address in self.checks:
+    def current(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+        held = self.held  # once: another thread may find a weight written
+        if held is None:
+            return None
+        for position, ref, version, address, storage in held.checks:
             weight = args[position]
-            if ref() is not weight or weight._version != version or weight.data_ptr() != address:
-                return False
-        return True
+            if (
+                ref() is not weight
+                or weight._version != version
+                or weight.data_ptr() != address
+                or _is_gone(storage.cdata)  # other memory may have its address
+            ):
+                return None
+        return held.tensors
+
+
+_is_gone = torch.UntypedStorage._expired
 
 
 class WeightSupply:
@@ -180,13 +221,14 @@ class WeightSupply:
     def __call__(self, *args: Any) -> Any:
         first = args[self._first]
         bundle = self._bundles.get(id(first))
-        tensors: Any
-        if bundle is None or not bundle.current(args):
+        tensors = None if bundle is None else bundle.current(args)
+        if bundle is None or tensors is None:
             tensors = self._renew(args)
         else:
             if self._check:
-                self._compare(args, bundle)
-            tensors = self._on_this_stream(args, bundle) if first.is_cuda else bundle.tensors
+                self._compare(args, tensors)
+            if first.is_cuda:
+                tensors = self._on_this_stream(args, bundle, tensors)
         return self._compiled(*self._kept(args), *tensors)
 
     def _renew(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -194,27 +236,28 @@ class WeightSupply:
         with _lock, torch.inference_mode(False), torch.no_grad():
             if not all(self._may_keep([args[p] for p in w.positions]) for w in self._workspaces):
                 return tuple(buffer for w in self._workspaces for buffer in make_buffers(w, args).values())
-            bundle, tensors, entries = _Bundle(), [], []
+            held = _Held((), [], [])
+            tensors: list[torch.Tensor] = []
             for workspace in self._workspaces:
                 entry = _up_to_date([args[p] for p in workspace.positions], workspace, args)
-                entries.append(entry)
+                held.entries.append(entry)
                 tensors += [entry.buffers[name] for name in workspace.quantizer.buffer_names()]
                 for position, ref, state in zip(workspace.positions, entry.weights, entry.states or (), strict=True):
-                    bundle.checks.append((position, ref, *state))
-            for entry in entries:
-                entry.readers.add(bundle)
+                    held.checks.append((position, ref, state.version, state.address, state.storage))
             self._release_sources(args)
-            bundle.tensors = tuple(tensors)
+            bundle = _Bundle(held._replace(tensors=tuple(tensors)))
             first = args[self._first]
             if first.is_cuda:
                 bundle.streams.add(torch.cuda.current_stream(first.device).cuda_stream)
                 bundle.ready = torch.cuda.current_stream(first.device).record_event()
                 for device in {tensor.device for tensor in tensors} - {first.device}:
                     torch.cuda.synchronize(device)  # the event is of one device
-            if id(first) not in self._bundles:
-                weakref.finalize(first, _forget_bundle, weakref.ref(self), id(first)).atexit = False
+            for entry in held.entries:
+                entry.readers.add(bundle)
+            for other in [key for key, each in self._bundles.items() if each.held is None]:
+                del self._bundles[other]
             self._bundles[id(first)] = bundle
-        return bundle.tensors
+        return tuple(tensors)
 
     def _may_keep(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether writes to the weights would be seen, and keeping what is made of them was asked for."""
@@ -230,9 +273,10 @@ class WeightSupply:
                 if is_dropped(args[position]):
                     FROZEN[args[position]].source = None
 
-    def _on_this_stream(self, args: Sequence[Any], bundle: _Bundle) -> tuple[torch.Tensor, ...]:
+    def _on_this_stream(
+        self, args: Sequence[Any], bundle: _Bundle, tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         """The buffers, once the work that made them on another stream is ordered before this one's."""
-        assert bundle.tensors is not None
         stream = torch.cuda.current_stream(args[self._first].device)
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and self._by_step:
@@ -241,14 +285,13 @@ class WeightSupply:
                 return tuple(buffer for w in self._workspaces for buffer in make_buffers(w, args).values())
         if stream.cuda_stream not in bundle.streams and not capturing:
             stream.wait_event(bundle.ready)
-            for tensor in bundle.tensors:
+            for tensor in tensors:
                 tensor.record_stream(stream)
             bundle.streams.add(stream.cuda_stream)
-        return bundle.tensors
+        return tensors
 
-    def _compare(self, args: Sequence[Any], bundle: _Bundle) -> None:
-        assert bundle.tensors is not None
-        held = iter(bundle.tensors)
+    def _compare(self, args: Sequence[Any], tensors: tuple[torch.Tensor, ...]) -> None:
+        held = iter(tensors)
         for workspace in self._workspaces:
             if any(is_dropped(args[position]) for position in workspace.positions):
                 for _ in workspace.quantizer.buffer_names():
@@ -263,12 +306,6 @@ class WeightSupply:
                     "shows (through .data, a numpy view, another process): its quantized copy is out of date. Call "
                     "te_dynamo.invalidate(model) after such a write"
                 )
-
-
-def _forget_bundle(supply: weakref.ref[WeightSupply], key: int) -> None:
-    owner = supply()
-    if owner is not None:
-        owner._bundles.pop(key, None)
 
 
 def _taker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -305,7 +342,7 @@ def _up_to_date(weights: Sequence[torch.Tensor], workspace: Workspace, args: Seq
         for other in [k for k, e in table.items() if any(ref() is None for ref in e.weights)]:
             del table[other]
         entry = table[key] = Entry(weights)
-    states = [(weight._version, weight.data_ptr()) for weight in weights]
+    states = [_State.of(weight) for weight in weights]
     wanted, held = workspace.quantizer, entry.quantizer
     if held is not None:
         wanted = wanted.with_usage(wanted.rowwise or held.rowwise, wanted.columnwise or held.columnwise)

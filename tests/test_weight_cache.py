@@ -11,6 +11,7 @@ from recipe_cases import BY_RECIPE
 from small_models import SwiGLU
 from test_freeze import CODEGENS, WIDTH, assert_same, fresh, linear, product, quantized, te, tokens
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from weight_writes import HIDDEN_WRITES, WRITES
 
 import te_dynamo
@@ -109,6 +110,103 @@ def test_no_write_that_torch_shows_is_missed(options: dict[str, str]) -> None:
         for _ in range(2):
             torch.testing.assert_close(compiled(x).detach(), product(x, model.weight), rtol=0, atol=0, msg=name)
         torch.testing.assert_close(model.weight.detach(), new, msg=name)
+
+
+def _scaled_between(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    return y + linear(x)
+
+
+@torch.no_grad()
+def _scaled(linear: nn.Module, x: Tensor) -> Tensor:
+    linear.weight.mul_(2)
+    return linear(x)
+
+
+def _scaled_by_data(linear: nn.Module, x: Tensor) -> Tensor:
+    linear.weight.data.mul_(2)
+    return linear(x)
+
+
+def _scaled_by_views(linear: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        linear.weight.detach()[:10].view(-1).mul_(2)
+        torch._foreach_mul_([linear.weight[10:]], 2.0)
+    return linear(x)
+
+
+@pytest.mark.parametrize("freezes", [False, True], ids=["step", "frozen"])
+@pytest.mark.parametrize("call", [_scaled_between, _scaled, _scaled_by_data, _scaled_by_views])
+def test_a_graph_that_writes_its_weight_quantizes_it_itself(call: Callable[..., Tensor], freezes: bool) -> None:
+    """What is supplied was quantized before the graph runs. A region that writes its own tensors keeps its weights."""
+    model, other, x = linear().requires_grad_(not freezes), nn.Linear(48, 32, bias=False), tokens(32, torch.float32)
+
+    def forward(x: Tensor) -> Tensor:
+        return checkpoint(lambda y: other(y.mul(1).relu_()), call(model, x), use_reentrant=False)
+
+    other.requires_grad_(False)
+    results = []
+    for keeps in (False, True):
+        torch._dynamo.reset()
+        model.load_state_dict(linear().state_dict())
+        if keeps and freezes:
+            te_dynamo.freeze(nn.ModuleList([model, other]))
+        compiled = te(forward, **STEP if keeps and not freezes else {})
+        with te_dynamo.capture() as graphs:
+            results.append([compiled(x) for _ in range(3)])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs)
+    assert len(graphs.reports[0].workspaces) == 1, "the other's"
+
+
+def test_a_write_to_what_shares_a_weights_memory() -> None:
+    flat, x = torch.randn(48 * 32), tokens(32, torch.float32)
+    model = linear()
+    model.weight = nn.Parameter(flat.view(48, 32))
+
+    @torch.no_grad()
+    def forward(x: Tensor, flat: Tensor) -> Tensor:
+        flat.mul_(2)
+        return model(x)
+
+    compiled = te(forward, **STEP)
+    for _ in range(3):
+        expected = product(x, model.weight * 2)
+        assert_same(compiled(x, flat), expected)
+
+
+def test_other_memory_at_the_same_address() -> None:
+    """As after a stay in another memory, where the allocator gives what it had given before."""
+    model, x, memory = linear(), tokens(32, torch.float32), bytearray(48 * 32 * 4)
+    compiled = te(model, **STEP)
+    for _ in range(2):
+        model.weight.data = torch.empty(0)
+        memory[:] = torch.randn(48, 32).numpy().tobytes()
+        model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(48, 32)
+        for _ in range(2):
+            assert_same(compiled(x).detach(), product(x, model.weight))
+
+
+def test_other_strides_at_the_same_address() -> None:
+    model, x = nn.Linear(32, 32, bias=False), tokens(32, torch.float32)
+    te(model, **STEP)(x)
+    model.weight.data = model.weight.data.t()
+    torch._dynamo.reset()  # torch 2.11 has no guard that sees it
+    assert_same(te(model, **STEP)(x).detach(), product(x, model.weight))
+
+
+def test_swapped_tensors() -> None:
+    """torch.utils.swap_tensors refuses tensors with weak references: none are left by default, nor after invalidate."""
+    model, x = linear(), tokens(32, torch.float32)
+    for options in ({}, STEP):
+        compiled = te(model, **options)
+        for _ in range(2):
+            with torch.no_grad():
+                assert_same(compiled(x), product(x, model.weight))
+            te_dynamo.invalidate(model)
+            torch.utils.swap_tensors(model.weight, nn.Parameter(torch.randn(48, 32)))
 
 
 @pytest.mark.parametrize("write", HIDDEN_WRITES)

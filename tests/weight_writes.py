@@ -78,7 +78,7 @@ WRITES: dict[str, Write] = {
     "a view": _view,
     "detach()": _detached,
 }
-"""Seen by identity, version counter or address."""
+"""Seen by identity, version counter or storage."""
 
 HIDDEN_WRITES: dict[str, Write] = {".data.copy_": _data_copy, "numpy": _numpy}
 """Shown by nothing: te_dynamo.invalidate has to be told."""
