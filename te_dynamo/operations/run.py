@@ -170,6 +170,8 @@ def contexts(
         keywords = call.keywords(one)
         facts = {**keywords, "requires_grad": call.requires_grad[i]}
         made.append(cls(input=proto, params=params[i], extra_inputs=extra_inputs[i], **facts))
+        if proto is not None:
+            op.check_input(proto)
         if i + 1 == group.indices.stop:
             break
         # The tensors inside a fused operation exist nowhere: their protos do, up to a legacy operation, which has no fake.

@@ -74,6 +74,11 @@ class Sequential(torch.nn.Module):
                 f"Sequential: expected {len(self._extra_inputs)} extra inputs ({', '.join(self._extra_inputs) or 'none'}), "
                 f"got {len(extra_inputs)}"
             )
+        for tensor in (input, *extra_inputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise TeError(
+                    f"Sequential: expected tensors as its input and extra inputs, got a {type(tensor).__name__}"
+                )
         if torch.is_autocast_enabled(input.device.type):
             with torch.autocast(input.device.type, enabled=False):
                 results = self._results(input, extra_inputs)
