@@ -243,14 +243,38 @@ class NoGrad(Identity):
         return None, ()
 
 
+class NoBiasGrad(Bias):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output, (None,)
+
+
+class OtherShape(Identity):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output[None], ()
+
+
+class NoOutput(Identity):
+    def op_forward_compute(self, input: torch.Tensor, params: Any, **_: Any) -> Any:
+        return None, []
+
+
 def test_wrong_numbers_of_results_name_the_operation() -> None:
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(TeError, match=r"WrongCount: expected 0 grads of the parameters of WrongCount, got 1"):
         Sequential(WrongCount())(x).sum().backward()
     with pytest.raises((TeError, ValueError), match=r"WrongResult|too many values"):
         Sequential(WrongResult())(x)
-    with pytest.raises(TeError, match=r"GELU needs a gradient that the operation after it did not give"):
-        Sequential(GELU(), NoGrad())(x).sum().backward()
+    for ops in ((GELU(), NoGrad()), (NoGrad(), GELU())):
+        with pytest.raises(TeError, match=r"NoGrad: its backward gives no gradient for its input, which requires one"):
+            Sequential(*ops)(x).sum().backward()
+    with pytest.raises(
+        TeError, match=r"NoBiasGrad: .* no gradient for one of the parameters of NoBiasGrad, which requires"
+    ):
+        Sequential(GELU(), NoBiasGrad(3))(x).sum().backward()
+    with pytest.raises(TeError, match=r"OtherShape: .* gradient of the wrong shape, \[1, 3\] for an input \[3\]"):
+        Sequential(Bias(3), OtherShape())(x).sum().backward()
+    with pytest.raises(TeError, match=r"NoOutput: its output is a NoneType, not a tensor"):
+        Sequential(NoOutput())(x)
 
 
 # ---- under the compiler

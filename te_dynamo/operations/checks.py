@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from te_dynamo.errors import TeError
 
-__all__ = ["check_definition", "check_width", "halves", "uses_split_forward"]
+__all__ = ["SPLIT", "check_definition", "check_width", "halves", "uses_split_forward"]
 
 COMPUTE, SAVE_CTX, FAKE, LEGACY, BACKWARD = "forward_compute", "forward_save_ctx", "forward_fake", "forward", "backward"
 
