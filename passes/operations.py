@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations import FusedOperation, OperationFuser
 from te_dynamo.operations.fuser import FusedOps, Group
@@ -75,6 +76,7 @@ class _Rewrite:
         call = Call.of(ops, [chain[0].input_flag, *flags, *extra_flags], training=True)
         fused = OperationFuser(ops, recipe=self.options.recipe, shipped=False).fuse(first_needing_grad(call))
         groups = [group for group in (*fused.forward, *fused.backward) if isinstance(group.op, FusedOperation)]
+        _check_traceable(groups)
         for span in _spans(chain, groups):
             if self._may_replace(span):
                 self._replace(span)
@@ -143,6 +145,15 @@ class _Rewrite:
         while node in self._replaced:
             node = self._replaced[node]
         return node
+
+
+def _check_traceable(groups: Sequence[Group]) -> None:
+    """Nothing to break the graph at here, where the user's own code is what is fused."""
+    for name in (type(group.op).__qualname__ for group in groups if not group.op._use_split_forward):
+        raise TeError(
+            f"{name} has the legacy fuser_forward, which cannot be traced; give it fuser_forward_compute, fuser_forward_save_ctx "
+            'and fuser_forward_fake. options={"fusions": False} runs the model without it'
+        )
 
 
 def _rows(fused: FusedOps, groups: Sequence[Group]) -> list[tuple[str, str, int]]:

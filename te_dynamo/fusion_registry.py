@@ -20,6 +20,7 @@ __all__ = [
     "Fusion",
     "fusion_key",
     "fusion_name",
+    "operation_fusions",
     "operation_fusions_digest",
     "register_backward_fusion",
     "register_forward_backward_fusion",
@@ -35,6 +36,19 @@ PHASES = ("joint", "forward", "backward")
 _registered: dict[str, dict[str, list[Fusion]]] = {of: {phase: [] for phase in PHASES} for of in ("graph", "ops")}
 
 _digest = ""
+
+
+class _Itself:
+    """A fusion as a key: no other fusion equals it, whether it can be hashed or not."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.fusion is other.fusion
+
+    def __hash__(self) -> int:
+        return id(self.fusion)
 
 
 class _Registration(contextlib.AbstractContextManager["Fusion"]):
@@ -94,6 +108,11 @@ def fusion_key() -> str:
     return "\n".join(_keys("graph") + _keys("ops"))
 
 
+def operation_fusions() -> tuple[tuple[_Itself, ...], ...]:
+    """The registered fusions of operations themselves, by phase: what caches inside a process go by."""
+    return tuple(tuple(map(_Itself, fusions)) for fusions in _registered["ops"].values())
+
+
 def operation_fusions_digest() -> str:
     """One short word for the registered fusions of operations, "" for none: graphs carry it, guards compare it."""
     return _digest
@@ -149,14 +168,15 @@ def _keys(of: str) -> list[str]:
 
 
 def _source(fusion: Fusion) -> str:
-    """Its text, that of its file (which holds the operation that it makes, and the kernels), and the values it closes over: a
-    factory's fusions differ in these alone."""
+    """Its text, that of its file (which holds the operation that it makes, and the kernels), and the values it closes over or has as
+    defaults: a factory's fusions differ in these alone."""
     try:
         source = inspect.getsource(fusion)
         cells = [cell.cell_contents for cell in getattr(fusion, "__closure__", None) or ()]
     except (OSError, TypeError, ValueError):  # no source, not a function, a cell that is empty still
         return repr(fusion)
-    return f"{source}{_file_of(fusion)}{cells!r}{getattr(fusion, '__defaults__', None)!r}"
+    defaults = getattr(fusion, "__defaults__", None), getattr(fusion, "__kwdefaults__", None)
+    return f"{source}{_file_of(fusion)}{cells!r}{defaults!r}"
 
 
 def _file_of(fusion: Fusion) -> str:

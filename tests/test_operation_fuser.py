@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -179,6 +180,30 @@ def test_the_key_and_the_digest_change_with_the_fusions() -> None:
     with register_forward_fusion(pairing(ForwardPair, SiLU, GELU)):
         assert fusion_registry.operation_fusions_digest() not in ("", digest)
     assert fusion_registry.operation_fusions_digest() == ""
+
+
+def test_fusions_of_one_text_are_told_apart() -> None:
+    """They differ in a default, or in what a class of one name does."""
+
+    def of(made: Any) -> Any:
+        def fuse(ops: Ops, *, recipe: Any, made: Any = made) -> Ops:
+            return sliding_window(ops, (GELU, SiLU), made)
+
+        return fuse
+
+    @dataclasses.dataclass
+    class Pairs:
+        made: Any
+
+        def __call__(self, ops: Ops, *, recipe: Any) -> Ops:
+            return sliding_window(ops, (GELU, SiLU), self.made)
+
+    digests = set()
+    for fusion, expected in ((of(ForwardPair), 1), (of(lambda window: None), 2), (Pairs(ForwardPair), 1)):
+        with register_forward_fusion(fusion):
+            digests.add(fusion_registry.operation_fusions_digest())
+            assert len(OperationFuser([GELU(), SiLU()]).fuse().forward) == expected
+    assert len(digests) == 3
 
 
 # ---- registration

@@ -177,3 +177,37 @@ def test_a_bad_fusion_is_named_and_the_model_runs_without(fusion, message):
             run(model)
         assert 'options={"fusions": False}' in str(error.value)
         run(model, {**EAGER, "fusions": False})
+
+
+class Legacy(FusedOperation):
+    """A linear and its bias, in the legacy API."""
+
+    def fuser_forward(self, ctxs, input, params, extra_inputs, **keywords):
+        ctxs[0].save_for_backward(input, params[0][0])
+        return F.linear(input, params[0][0], params[1][0]), [(), ()]
+
+    def fuser_backward(self, ctxs, grad_output, grad_extra_outputs):
+        x, weight = ctxs[0].saved_tensors
+        return grad_output @ weight, [(grad_output.t() @ x,), (grad_output.sum(0),)], [(), ()]
+
+
+def legacy(ops, *, recipe):
+    return sliding_window(ops, (BasicLinear, Bias), Legacy)
+
+
+def test_a_legacy_fused_operation_breaks_the_graph_by_name_or_is_an_error():
+    """A Sequential runs it between two graphs; in a model nothing of the user's could run it."""
+    module = te_dynamo.Sequential(BasicLinear(32, 32), Bias(32), GELU())
+    x = torch.randn(4, 32, requires_grad=True)
+    model = MLP(nn.GELU())
+    with te_dynamo.register_forward_backward_fusion(legacy):
+        torch._dynamo.reset()
+        expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+        actual = torch.autograd.grad(torch.compile(module, backend="eager")(x).sum(), [x, *module.parameters()])
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Legacy has the legacy fuser_forward"):
+            torch.compile(module, backend="eager", fullgraph=True)(x)
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Legacy has the legacy fuser_forward"):
+            run(model)
+        run(model, {**EAGER, "fusions": False})

@@ -243,14 +243,38 @@ class NoGrad(Identity):
         return None, ()
 
 
+class NoBiasGrad(Bias):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output, (None,)
+
+
+class OtherShape(Identity):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output[None], ()
+
+
+class NoOutput(Identity):
+    def op_forward_compute(self, input: torch.Tensor, params: Any, **_: Any) -> Any:
+        return None, []
+
+
 def test_wrong_numbers_of_results_name_the_operation() -> None:
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(TeError, match=r"WrongCount: expected 0 grads of the parameters of WrongCount, got 1"):
         Sequential(WrongCount())(x).sum().backward()
     with pytest.raises((TeError, ValueError), match=r"WrongResult|too many values"):
         Sequential(WrongResult())(x)
-    with pytest.raises(TeError, match=r"GELU needs a gradient that the operation after it did not give"):
-        Sequential(GELU(), NoGrad())(x).sum().backward()
+    for ops in ((GELU(), NoGrad()), (NoGrad(), GELU())):
+        with pytest.raises(TeError, match=r"NoGrad: its backward gives no gradient for its input, which requires one"):
+            Sequential(*ops)(x).sum().backward()
+    with pytest.raises(
+        TeError, match=r"NoBiasGrad: .* no gradient for one of the parameters of NoBiasGrad, which requires"
+    ):
+        Sequential(GELU(), NoBiasGrad(3))(x).sum().backward()
+    with pytest.raises(TeError, match=r"OtherShape: .* gradient of the wrong shape, \[1, 3\] for an input \[3\]"):
+        Sequential(Bias(3), OtherShape())(x).sum().backward()
+    with pytest.raises(TeError, match=r"NoOutput: its output is a NoneType, not a tensor"):
+        Sequential(NoOutput())(x)
 
 
 # ---- under the compiler
@@ -397,3 +421,49 @@ def test_a_wrong_fusion_can_be_left_out_under_the_compiler(training: bool) -> No
         with pytest.raises(Exception, match=r"fusion wrong returned 2 basic operations for 3.*fusions.: False"):
             compiled()
         assert torch.equal(compiled(fusions=False), expected)
+
+
+# ---- inputs that it cannot take
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    ("ops", "given", "message"),
+    [
+        (
+            (BasicLinear(32, 64),),
+            (4, 48),
+            r"BasicLinear\(32, 64, .*\): expected an input \[\.\.\., 32\], got \[4, 48\]",
+        ),
+        ((BasicLinear(32, 64), BasicLinear(32, 64)), (4, 32), r"BasicLinear\(32, 64, .*\): expected .* got \[4, 64\]"),
+        ((BasicLinear(32, 64), Bias(1)), (4, 32), r"Bias\(1\): expected an input \[\.\.\., 1\], got \[4, 64\]"),
+        ((RMSNorm(1), GELU()), (4, 32), r"RMSNorm\(1\): expected an input \[\.\.\., 1\], got \[4, 32\]"),
+        ((BasicLinear(32, 64),), (), r"expected an input \[\.\.\., 32\], got \[\]"),
+    ],
+)
+def test_an_input_of_another_width_names_the_operation(ops: Any, given: Any, message: str, backend: str | None) -> None:
+    module = Sequential(*ops, recipe=te_dynamo.recipe.Float8CurrentScaling())
+    run = module if backend is None else torch.compile(module, backend=backend)
+    with pytest.raises((TeError, torch._dynamo.exc.TorchRuntimeError), match=message):
+        run(torch.zeros(given, requires_grad=True))
+
+
+def test_an_input_of_another_kind_names_the_operation() -> None:
+    module = Sequential(BasicLinear(32, 64), AddExtraInput(), recipe=te_dynamo.recipe.Float8CurrentScaling())
+    x = torch.zeros(4, 32)
+    for extra in (None, 1.0):
+        with pytest.raises(TeError, match=f"expected tensors .* got a {type(extra).__name__}"):
+            module(x, extra)
+    for dtype in (torch.float64, torch.int32):
+        with pytest.raises(TeError, match=rf"BasicLinear\(32, 64, .* got {dtype}"):
+            module(x.to(dtype), torch.zeros(4, 64))
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(32), LayerNorm(32)])
+def test_a_norm_of_a_single_row(norm: Any) -> None:
+    module = Sequential(norm, BasicLinear(32, 64))
+    x = torch.randn(32, requires_grad=True)
+    expected = torch.autograd.grad(module(x[None]).square().sum(), [x, *module.parameters()])
+    actual = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["check_definition", "halves", "uses_split_forward"]
+from te_dynamo.errors import TeError
+
+__all__ = ["SPLIT", "check_definition", "check_width", "halves", "uses_split_forward"]
 
 COMPUTE, SAVE_CTX, FAKE, LEGACY, BACKWARD = "forward_compute", "forward_save_ctx", "forward_fake", "forward", "backward"
 
@@ -141,3 +143,9 @@ def _check_forward(cls: type, api: str, defined: set[str], framework: tuple[type
 def _and(names: Iterable[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def check_width(op: object, shape: Sequence[int], width: int) -> None:
+    """Raises TeError unless the last dimension of an input is `width`: the op and what it got, not an error of the product inside."""
+    if not shape or shape[-1] != width:
+        raise TeError(f"{op.describe()}: expected an input [..., {width}], got {list(shape)}")  # type: ignore[attr-defined]

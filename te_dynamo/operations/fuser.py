@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from te_dynamo.errors import TeError
-from te_dynamo.fusion_registry import Fusion, fusion_name, operation_fusions_digest, registered
+from te_dynamo.fusion_registry import Fusion, fusion_name, operation_fusions, registered
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
@@ -82,14 +82,14 @@ class OperationFuser:
         """
         if not self.fusions:
             return _unfused(self.basic_ops, first_backward)
-        return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions_digest(), self.shipped)
+        return _fused(self.basic_ops, self.recipe, first_backward, operation_fusions(), self.shipped)
 
 
 @functools.lru_cache(maxsize=1024)
 def _fused(
-    ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_backward: int, digest: str, shipped: bool = True
+    ops: tuple[BasicOperation, ...], recipe: Optional[Recipe], first_backward: int, fusions: Any, shipped: bool = True
 ) -> FusedOps:
-    """digest: of the registered fusions, so that other fusions are another entry of the cache."""
+    """fusions: the registered ones, so that others are another entry of the cache."""
     joint = _pass("joint", list(ops), recipe, shipped)
     forward = _pass("forward", joint, recipe, shipped)
     needing = [group for group in grouped(joint) if group.indices.stop > first_backward]

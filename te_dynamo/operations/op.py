@@ -138,6 +138,9 @@ class BasicOperation(FusibleOperation, abstract=True):
         """The operation in a Sequential of that recipe; itself where it has one of its own, or needs none."""
         return self
 
+    def check_input(self, input: TensorProto) -> None:
+        """Raises TeError for an input that the operation cannot take. Asked in every call, before anything runs."""
+
     def input_quantizer(self) -> Optional[Quantizer]:
         """How it holds its input: what the operation before may give it directly."""
         return None
@@ -186,6 +189,7 @@ class BasicOperation(FusibleOperation, abstract=True):
         self.op_forward_save_ctx(ctxs[0], tensors_to_save[0])
 
     def fuser_forward_fake(self, input, params, extra_inputs, *, requires_grad, **keywords):  # type: ignore[no-untyped-def]
+        self.check_input(input)
         output, saved = self.op_forward_fake(input, params[0], requires_grad=requires_grad[0], **keywords)
         return output, [()], [saved]
 

@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.errors import TeError
 from te_dynamo.operations import autograd
 from te_dynamo.operations.flat import Flat, flatten, unaliased
 from te_dynamo.operations.fuser import Group
@@ -71,6 +72,12 @@ class Program:
         """Runs every save_ctx on what a forward returned."""
         proto, param_protos, extra_protos = to_tensor_proto(input), _protos(params), _protos(extra_inputs)
         flat = self._run(proto, param_protos, extra_protos, fake)
+        if len(results) != len(flat.results):
+            names = ", ".join(type(group.op).__qualname__ for group in self.forward)
+            raise TeError(
+                f"{names}: forward gave {len(results)} tensors, its fake {len(flat.results)}; a forward that is fused alone saves "
+                "what its basic operations save"
+            )
         saved = flat.resolve([input, *params, *extra_inputs], results)
         split = split_tensors(self.call.ops, param_protos, extra_protos)
         ctxs: list[Context] = []

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any, Optional
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_dynamo.errors import TeError
 from te_dynamo.operations.context import LegacyContext, OperationContext, RequiresGrad
@@ -136,6 +137,8 @@ def _checked(group: Group, call: Call, results: Any) -> Any:
     output, extra_outputs, saved = _of_length(op, "(output, extra outputs, tensors to save)", results, 3)
     _check_extra_outputs(group, extra_outputs)
     _of_length(op, "tensors to save, a list for each basic operation", saved, len(group.indices))
+    if not isinstance(output, (torch.Tensor, TensorProto)):
+        raise TeError(f"{type(op).__qualname__}: its output is a {type(output).__name__}, not a tensor")
     if not call.needs_grad(group):
         saved = [[] for _ in group.indices]
     return output, [tuple(tensors) for tensors in extra_outputs], saved
@@ -170,6 +173,8 @@ def contexts(
         keywords = call.keywords(one)
         facts = {**keywords, "requires_grad": call.requires_grad[i]}
         made.append(cls(input=proto, params=params[i], extra_inputs=extra_inputs[i], **facts))
+        if proto is not None:
+            op.check_input(proto)
         if i + 1 == group.indices.stop:
             break
         # The tensors inside a fused operation exist nowhere: their protos do, up to a legacy operation, which has no fake.
@@ -243,12 +248,13 @@ def run_backward(
     grad: Optional[torch.Tensor] = grad_output
     for group in reversed(groups):
         mine = slice(group.indices.start, group.indices.stop)
-        if grad is None:
-            raise TeError(f"{type(group.op).__qualname__} needs a gradient that the operation after it did not give")
+        assert grad is not None  # checked below: what runs before needs one
         results = _backward(group, call, ctxs[mine], grad, grad_extra_outputs[mine], parts)
         grad, of_params, of_extras = _of_length(group.op, "(grad input, grads of params, of extra inputs)", results, 3)
-        grad_params[mine] = _checked_grads(group, "parameters", of_params, grad_params[mine])
-        grad_extras[mine] = _checked_grads(group, "extra inputs", of_extras, grad_extras[mine])
+        needs = call.requires_grad[mine]
+        grad_params[mine] = _checked_grads(group, "parameters", of_params, [n.params for n in needs])
+        grad_extras[mine] = _checked_grads(group, "extra inputs", of_extras, [n.extra_inputs for n in needs])
+        _check_grad_input(group, grad, ctxs[group.first], needs[0].input)
     reached = bool(groups) and groups[0].first == 0 and call.requires_grad[0].input
     return (grad if reached else None), grad_params, grad_extras
 
@@ -263,8 +269,25 @@ def _backward(
     return group.op.fuser_backward(ctxs, grad, grad_extra_outputs)
 
 
-def _checked_grads(group: Group, of: str, grads: Any, expected: Sequence[Grads]) -> list[Grads]:
-    _of_length(group.op, f"grads of {of}, a tuple for each basic operation", grads, len(expected))
-    for basic, given, wanted in zip(group.op.basic_ops, grads, expected, strict=True):
+def _check_grad_input(group: Group, grad: Any, ctx: Context, needed: bool) -> None:
+    name = type(group.op).__qualname__
+    if grad is None and needed:
+        raise TeError(f"{name}: its backward gives no gradient for its input, which requires one")
+    proto = getattr(ctx, "input", None)  # none behind a legacy operation
+    if grad is not None and proto is not None and needed:
+        same = len(grad.shape) == len(proto.shape)
+        if not same or any(statically_known_true(a != b) for a, b in zip(grad.shape, proto.shape, strict=True)):
+            shapes = f"{list(grad.shape)} for an input {list(proto.shape)}"
+            raise TeError(f"{name}: its backward gives a gradient of the wrong shape, {shapes}")
+
+
+def _checked_grads(group: Group, of: str, grads: Any, needed: Sequence[tuple[bool, ...]]) -> list[Grads]:
+    _of_length(group.op, f"grads of {of}, a tuple for each basic operation", grads, len(needed))
+    for basic, given, wanted in zip(group.op.basic_ops, grads, needed, strict=True):
         _of_length(group.op, f"grads of the {of} of {type(basic).__name__}", given, len(wanted))
+        if any(flag and grad is None for flag, grad in zip(wanted, given, strict=True)):
+            raise TeError(
+                f"{type(group.op).__qualname__}: its backward gives no gradient for one of the {of} of {type(basic).__name__}, "
+                "which requires one"
+            )
     return [tuple(given) for given in grads]

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.errors import TeError
-from te_dynamo.fusion_registry import operation_fusions_digest
+from te_dynamo.fusion_registry import operation_fusions
 from te_dynamo.operations.fuser import OperationFuser
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.program import Program, gradients
@@ -39,7 +39,7 @@ class OperationSequence(Value):
 
     def program(self, requires_grad: Sequence[bool], training: bool) -> Program:
         """requires_grad: of the input, then of every parameter, then of every extra input."""
-        return _program(self, tuple(requires_grad), training, operation_fusions_digest())
+        return _program(self, tuple(requires_grad), training, operation_fusions())
 
     def fake_program(self, requires_grad: Sequence[bool], training: bool) -> Program:
         """The same for fake runs and after a real one. A wrong fusion is not its error but that of running or compiling, which options may prevent."""
@@ -50,7 +50,7 @@ class OperationSequence(Value):
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(sequence: OperationSequence, requires_grad: tuple[bool, ...], training: bool, fusions: str) -> Program:
+def _program(sequence: OperationSequence, requires_grad: tuple[bool, ...], training: bool, fusions: Any) -> Program:
     call = Call.of(sequence.ops, requires_grad, training)
     fuser = OperationFuser(sequence.ops, recipe=sequence.recipe, fusions=sequence.fusions, shipped=sequence.shipped)
     fused = fuser.fuse(first_needing_grad(call))

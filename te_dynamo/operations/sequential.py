@@ -11,6 +11,7 @@ import torch
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations.autograd import keep
+from te_dynamo.operations.checks import SPLIT
 from te_dynamo.operations.fuser import OperationFuser
 from te_dynamo.operations.op import BasicOperation, FusibleOperation
 from te_dynamo.operations.program import Program, gradients, split_tensors
@@ -46,12 +47,7 @@ class Sequential(torch.nn.Module):
         self._extra_inputs = [type(op).__name__ for op in basic_ops for _ in range(op.num_extra_inputs)]
         self._num_extra_outputs = sum(op.num_extra_outputs for op in basic_ops)
         legacy = [f"{i}: {type(op).__name__}" for i, op in enumerate(basic_ops) if not op._use_split_forward]
-        self._legacy = (
-            f"te_dynamo.Sequential: {', '.join(legacy)} has the legacy op_forward, which cannot be traced; give it "
-            "op_forward_compute, op_forward_save_ctx and op_forward_fake"
-            if legacy
-            else ""
-        )
+        self._legacy = _cannot_be_traced(legacy, "op") if legacy else ""
         self._names: list[tuple[str, str]] = []
         for i, op in enumerate(basic_ops):
             holder = torch.nn.Module()
@@ -74,6 +70,11 @@ class Sequential(torch.nn.Module):
                 f"Sequential: expected {len(self._extra_inputs)} extra inputs ({', '.join(self._extra_inputs) or 'none'}), "
                 f"got {len(extra_inputs)}"
             )
+        for tensor in (input, *extra_inputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise TeError(
+                    f"Sequential: expected tensors as its input and extra inputs, got a {type(tensor).__name__}"
+                )
         if torch.is_autocast_enabled(input.device.type):
             with torch.autocast(input.device.type, enabled=False):
                 results = self._results(input, extra_inputs)
@@ -92,8 +93,28 @@ class Sequential(torch.nn.Module):
                 torch._dynamo.graph_break(msg=self._legacy)
             return _run(self.sequence, requires_grad, self.training, input, *params, *extra_inputs)
         fusions = operation_fusions_digest()
+        legacy = _legacy_fused(self.sequence, tuple(requires_grad), self.training, fusions)
+        if legacy:
+            torch._dynamo.graph_break(msg=legacy)
+            return _run(self.sequence, requires_grad, self.training, input, *params, *extra_inputs)
         results = sequence(input, params, list(extra_inputs), self.sequence, requires_grad, self.training, fusions)
         return results[: 1 + self._num_extra_outputs]  # type: ignore[no-any-return]
+
+
+@torch._dynamo.assume_constant_result
+def _legacy_fused(sequence: OperationSequence, requires_grad: tuple[bool, ...], training: bool, fusions: str) -> str:
+    """Why what registered fusions make of the list cannot be traced, "" where it can. Dynamo asks while it traces."""
+    program = sequence.fake_program(requires_grad, training)
+    names = [type(group.op).__name__ for group in program.forward if not group.op._use_split_forward]
+    return _cannot_be_traced(names, "fuser") if names else ""
+
+
+def _cannot_be_traced(names: Sequence[str], api: str) -> str:
+    methods = [f"{api}_{method}" for method in SPLIT]
+    return (
+        f"te_dynamo.Sequential: {', '.join(names)} has the legacy {api}_forward, which cannot be traced; give it "
+        f"{', '.join(methods[:-1])} and {methods[-1]}"
+    )
 
 
 @torch.compiler.disable(reason="te_dynamo.Sequential with an operation of the legacy API: op_forward cannot be traced")

@@ -8,7 +8,8 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.operations.checks import check_width
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.ops.gemm import bias_grad
@@ -59,6 +60,11 @@ class BasicLinear(BasicOperation):
         if self.recipe is not None or recipe is None:
             return self
         return dataclasses.replace(self, recipe=recipe)  # type: ignore[type-var]
+
+    def check_input(self, input: TensorProto) -> None:
+        check_width(self, input.shape, self.in_features)
+        if self.recipe is not None and input.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TeError(f"{self.describe()}: expected an input in bf16, fp16 or fp32, got {input.dtype}")
 
     def config(self, requires_grad: RequiresGrad) -> Optional[LinearConfig]:
         """How te.linear's helpers run it; None in high precision."""
@@ -161,6 +167,9 @@ class Bias(BasicOperation):
 
     def parameters(self) -> tuple[Parameter, ...]:
         return (Parameter("bias", (self.features,), torch.nn.init.zeros_),)
+
+    def check_input(self, input: TensorProto) -> None:
+        check_width(self, input.shape, self.features)
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
         return (input + params[0]).to(input.dtype), []

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.operations.checks import check_width
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.ops.norm import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
@@ -29,6 +30,9 @@ class LayerNorm(_Norm):
     def parameters(self) -> tuple[Parameter, ...]:
         shape = (self.features,)
         return Parameter("weight", shape, torch.nn.init.ones_), Parameter("bias", shape, torch.nn.init.zeros_)
+
+    def check_input(self, input: TensorProto) -> None:
+        check_width(self, input.shape, self.features)
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
         weight, bias = params
@@ -66,6 +70,9 @@ class RMSNorm(_Norm):
     def parameters(self) -> tuple[Parameter, ...]:
         init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
         return (Parameter("weight", (self.features,), init),)
+
+    def check_input(self, input: TensorProto) -> None:
+        check_width(self, input.shape, self.features)
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
         (weight,) = params
