@@ -1,7 +1,8 @@
 """`QuantizedTensor`: a torch.Tensor over the buffers of a quantized storage.
 
 It has the shape, dtype and device of the values and moves, clones, saves and compiles as one tensor. What computes with it
-computes with the dequantized values and gives a plain tensor; what would write to it raises.
+computes with the dequantized values and gives a plain tensor, views too; what would write to it raises. A write to such a view
+goes to a copy of the values: torch counts it as one of the tensor, and the next use of that raises.
 """
 
 from __future__ import annotations
@@ -58,12 +59,33 @@ class QuantizedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def dequantize(self) -> torch.Tensor:
+        """The values, a plain tensor. A gradient flows into this tensor as it is."""
+        return aten.alias_copy(self)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves the buffers to memory that processes share. torch's own would read a storage that is not there."""
+        for buffer in self.buffers():
+            buffer.share_memory_()
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise QuantizationError(f"{self!r} has no memory of its own to share: take dequantize() or a buffer")
+
     def buffers(self) -> list[torch.Tensor]:
         """The buffers, in the order in which `te.quantize` returns them."""
         return list(self.named_buffers().values())
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
-        """Name -> buffer, in the same order. Not inside a compiled function: `buffers` is."""
+        """Name -> buffer, in the same order. Not inside a compiled function: `buffers` is.
+
+        Raises QuantizationError if a view of the tensor was written. Every use asks, so every compilation too.
+        """
+        if not self.is_inference() and self._version:
+            raise QuantizationError(
+                f"a view of {self!r} was written, as in q[0].add_(1): views hold a copy of the values, and the write is lost. "
+                "Compute with dequantize() and quantize the result"
+            )
         return {name: getattr(self, f"_{name}") for name in self.quantizer.buffer_names()}
 
     def to_storage(self) -> QuantizedTensorStorage:
@@ -110,11 +132,14 @@ class QuantizedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_view_of_ordinary(func, args):
+            with torch.inference_mode(False):  # or torch refuses it: a view has its base's version counter
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if func in _KEEPS_FORMAT:
             result = _KEEPS_FORMAT[func](*args, **kwargs)
             if result is not None:
                 return return_and_correct_aliasing(func, args, kwargs, result)
-        if func is aten.dequantize.self:
+        if func in (aten.dequantize.self, aten.alias_copy.default):
             return args[0].to_storage().dequantize()
         _refuse_writes(func, args, kwargs)
         args, kwargs = tree_map_only(QuantizedTensor, lambda q: q.to_storage().dequantize(), (args, kwargs))
@@ -195,6 +220,12 @@ _KEEPS_FORMAT: dict[Any, Callable[..., QuantizedTensor | None]] = {
     aten._to_copy.default: _moved,
     torch.ops.prims.convert_element_type.default: _moved,  # what Inductor makes of it
 }
+
+
+def _is_view_of_ordinary(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func` makes a view of a quantized tensor that was made outside of inference mode."""
+    views = any(result.alias_info is not None for result in func._schema.returns)
+    return views and isinstance(args[0], QuantizedTensor) and not args[0].is_inference()
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

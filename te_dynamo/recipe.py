@@ -63,7 +63,7 @@ class Recipe:
                 raise InvalidOptionError.unknown(field.name, value, valid)
         try:
             check_linear(self.input_quantizer(), self.weight_quantizer(), self.grad_output_quantizer())
-        except QuantizationError as error:
+        except (QuantizationError, TypeError) as error:
             raise InvalidOptionError(f"te_dynamo: {type(self).__name__}: {error}") from None
 
     def input_quantizer(self) -> Quantizer:

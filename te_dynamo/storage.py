@@ -15,7 +15,7 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.quantizers.formats import rows_and_columns
 
-__all__ = ["QuantizedTensorStorage"]
+__all__ = ["QuantizedTensorStorage", "check_buffers"]
 
 _REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
 
@@ -27,7 +27,8 @@ class QuantizedTensorStorage:
     quantizer: how they are held.
     Buffers are attributes named in `_FLATTEN_TENSOR_BUFFERS`; one that its usage does not need is None.
 
-    Raises QuantizationError for a buffer that the quantizer's usages need and that is not given.
+    Raises QuantizationError for a quantizer of another format, and for a buffer that its usages need and that is not given or
+    has another layout than it describes.
     """
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[str, ...]] = ()
@@ -39,24 +40,40 @@ class QuantizedTensorStorage:
         dtype: torch.dtype,
         quantizer: Quantizer,
     ):
-        expected = list(quantizer._describe_buffers(tuple(shape)))
+        described = quantizer._describe_buffers(tuple(shape))
+        expected = list(described)
+        named = quantizer.create_metadata(tuple(shape), dtype)["cls"]
+        if named != type(self).__qualname__:
+            raise QuantizationError(f"{type(self).__name__}: {quantizer.describe()} is held by {named}")
         missing = [name for name in expected if buffers.get(name) is None]
         if missing:
             raise QuantizationError(
                 f"{type(self).__name__}: buffer {missing[0]!r} is missing for {quantizer.describe()} of shape {tuple(shape)}; "
                 f"expected {expected}, got {[n for n, b in buffers.items() if b is not None]}"
             )
+        if not torch.compiler.is_dynamo_compiling():
+            check_buffers(quantizer, tuple(shape), buffers, buffers[expected[0]].device)
         self.shape, self.dtype, self.quantizer = tuple(shape), dtype, quantizer
         for name in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, name, buffers[name] if name in expected else None)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        known = _REGISTRY.get(cls.__qualname__, cls)
+        if known.__module__ != cls.__module__:
+            raise TypeError(
+                f"a quantized storage is found by its class's name, and {known.__module__} has a {cls.__qualname__}: "
+                "give this one another name"
+            )
         _REGISTRY[cls.__qualname__] = cls
 
     @staticmethod
     def from_metadata(buffers: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> QuantizedTensorStorage:
         """The storage that `metadata` (of a quantizer's `create_metadata`) names, over `buffers`."""
+        if metadata["cls"] not in _REGISTRY:
+            raise QuantizationError(
+                f"no quantized storage is named {metadata['cls']!r}; there is {', '.join(sorted(_REGISTRY))}"
+            )
         return _REGISTRY[metadata["cls"]](buffers, **metadata["kwargs"])
 
     @property
@@ -123,3 +140,37 @@ class QuantizedTensorStorage:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.quantizer.describe()})"
+
+
+def check_buffers(
+    quantizer: Quantizer,
+    shape: tuple[int, ...],
+    buffers: Mapping[str, torch.Tensor],
+    device: torch.device | None = None,
+) -> None:
+    """Raises QuantizationError, naming the slot, unless `buffers` has what `quantizer` describes for a tensor of that shape.
+
+    Shapes, dtypes, strides (every buffer is contiguous; a dimension of size 1 may have any stride) and the device, if one is
+    given. Symbolic sizes are not compared: that would be a guard of a graph.
+    """
+    for name, (sizes, dtype) in quantizer._describe_buffers(shape).items():
+        buffer = buffers[name]
+        if not all(type(size) is int for size in (*sizes, *buffer.shape)):
+            continue
+        what = f"{quantizer.describe()} of shape {shape}: buffer {name!r} has"
+        for fact, found, expected in (
+            ("shape", tuple(buffer.shape), tuple(sizes)),
+            ("dtype", buffer.dtype, dtype),
+            ("device", buffer.device, _on(device, buffer.device)),
+        ):
+            if found != expected:
+                raise QuantizationError(f"{what} {fact} {found}, expected {expected}")
+        if not buffer.is_contiguous():
+            raise QuantizationError(f"{what} stride {buffer.stride()}, expected the contiguous one of {tuple(sizes)}")
+
+
+def _on(device: torch.device | None, found: torch.device) -> torch.device:
+    """The device that a buffer found there should be on; one without an index is any of its type."""
+    if device is None or (device.index is None and device.type == found.type):
+        return found
+    return device

@@ -14,7 +14,7 @@ import torch
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized_tensor import QuantizedTensor, from_buffers
 from te_dynamo.quantizers import Quantizer
-from te_dynamo.storage import QuantizedTensorStorage
+from te_dynamo.storage import QuantizedTensorStorage, check_buffers
 
 __all__ = ["TensorProto", "buffer_protos", "check_layout", "to_tensor_proto"]
 
@@ -24,6 +24,8 @@ class TensorProto:
     """shape, dtype (of the values, the user's precision), quantizer (None: a plain tensor), requires_grad, device.
 
     The proto has its own quantizer: `update_usage` never touches the one it was made with (a quantizer is a frozen value).
+
+    Raises TypeError for a field of another type, QuantizationError for a shape or dtype that the quantizer cannot hold.
     """
 
     shape: tuple[int, ...]
@@ -34,10 +36,17 @@ class TensorProto:
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.shape)
+        if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in self.shape):
+            raise TypeError(f"TensorProto.shape: expected sizes, integers from 0, got {self.shape}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"TensorProto.dtype: expected a torch.dtype, got {self.dtype!r}")
+        if isinstance(self.device, str):
+            self.device = torch.device(self.device)
         if self.quantizer is not None and not isinstance(self.quantizer, Quantizer):
             raise TypeError(f"TensorProto.quantizer: expected a Quantizer or None, got {type(self.quantizer).__name__}")
         if self.quantizer is not None:
             self.quantizer.check_shape(self.shape)
+            self.quantizer.check_dtype(self.dtype)
 
     @property
     def is_quantized(self) -> bool:
@@ -57,7 +66,15 @@ class TensorProto:
         return list(self._quantizer().alloc_tensors(self.shape, self.device).values())
 
     def create_tensor(self) -> torch.Tensor:
-        """An uninitialised tensor of this description: plain, or a QuantizedTensor."""
+        """An uninitialised tensor of this description: plain, or a QuantizedTensor.
+
+        Raises QuantizationError inside a compiled function for one that requires grad: no graph makes a leaf of autograd's.
+        """
+        if self.requires_grad and torch.compiler.is_dynamo_compiling():
+            raise QuantizationError(
+                f"TensorProto.create_tensor: a compiled function cannot make a tensor of shape {self.shape} that requires grad; "
+                "describe one that does not (requires_grad=False, or the proto of a detached tensor)"
+            )
         if self.quantizer is None:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
         return from_buffers(self.create_buffers(), self.shape, self.dtype, self.quantizer, self.requires_grad)
@@ -91,23 +108,11 @@ def buffer_protos(proto: TensorProto) -> list[TensorProto]:
 def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> None:
     """Raises QuantizationError, naming the slot, unless `buffers` are what `proto` describes.
 
-    Names and their order, shapes, dtypes and strides (every buffer is contiguous; a dimension of size 1 may have any stride),
-    and the device if the proto has one.
+    Names and their order, and what `check_buffers` compares.
     """
-    described = proto._buffers()
-    what = f"{proto._quantizer().describe()} of shape {proto.shape}"
-    if list(buffers) != list(described):
-        raise QuantizationError(f"{what}: expected the buffers {list(described)}, got {list(buffers)}")
-    for name, (shape, dtype) in described.items():
-        buffer = buffers[name]
-        expected: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
-        found: dict[str, Any] = {"shape": tuple(buffer.shape), "dtype": buffer.dtype}
-        if proto.device is not None:
-            expected["device"], found["device"] = proto.device, buffer.device
-        for fact, value in expected.items():
-            if found[fact] != value:
-                raise QuantizationError(f"{what}: buffer {name!r} has {fact} {found[fact]}, expected {value}")
-        if not buffer.is_contiguous():
-            raise QuantizationError(
-                f"{what}: buffer {name!r} has stride {buffer.stride()}, expected the contiguous one of {tuple(shape)}"
-            )
+    quantizer, described = proto._quantizer(), list(proto._buffers())
+    if list(buffers) != described:
+        raise QuantizationError(
+            f"{quantizer.describe()} of shape {proto.shape}: expected the buffers {described}, got {list(buffers)}"
+        )
+    check_buffers(quantizer, proto.shape, buffers, proto.device)

@@ -133,6 +133,17 @@ def test_bad_input() -> None:
         )
     with pytest.raises(QuantizationError, match=r"dy has the shape \(30, 64\), the output \(30, 48\)"):
         linear_backward_fake(LinearBwdProtos(x, x, weight, bias, config("mxfp8")))
+    for shapes in (
+        ((30, 64), (48, 32), None),
+        ((30, 64), (2, 48, 64), None),
+        ((30, 64), (48, 64), (32,)),
+        ((), (48, 64), None),
+    ):
+        given = (shape if shape is None else TensorProto(shape, torch.bfloat16) for shape in shapes)
+        with pytest.raises(
+            QuantizationError, match=r"linear: expected x \[..., K\], a weight \[N, K\] and a bias \[N\], got"
+        ):
+            linear_forward_fake(LinearFwdProtos(*given, config("mxfp8")))
     with pytest.raises(QuantizationError, match=r"expected mode 'column', 'row' or None, got 'diagonal'"):
         Parallel("diagonal")  # type: ignore[arg-type]
     with pytest.raises(QuantizationError, match="2 ranks do not share a linear of mode None"):

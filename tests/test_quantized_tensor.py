@@ -192,6 +192,81 @@ def test_writing_to_it_is_an_error(write: Callable[[torch.Tensor], object]) -> N
     assert same(held, before)
 
 
+WRITES_TO_VIEWS: list[Callable[[torch.Tensor], object]] = [
+    lambda q: q[0].add_(1),
+    lambda q: q.transpose(0, 1)[0].zero_(),
+    lambda q: q.view(96, 48).mul_(2),
+    lambda q: q.detach()[0].add_(1),
+]
+
+
+@pytest.mark.parametrize("write", WRITES_TO_VIEWS)
+def test_a_write_to_a_view_is_not_lost_silently(write: Callable[[torch.Tensor], object]) -> None:
+    """It goes to a copy of the values: the next use of the tensor says so, and the compilation of what writes."""
+    held = quantized()
+    write(held)
+    uses: list[Callable[[], object]] = [held.dequantize, held.buffers, lambda: held + 1, lambda: copy.deepcopy(held)]
+    for use in uses:
+        with pytest.raises(
+            QuantizationError, match=r"a view of QuantizedTensor\(\(4, 24, 48\).* was written.* is lost"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_write_to_a_view_in_a_graph_is_an_error(backend: str) -> None:
+    x = torch.ones(3)
+    for write in WRITES_TO_VIEWS:
+        with pytest.raises(Exception, match=r"a view of QuantizedTensor.* was written"):
+            torch.compile(lambda q, write=write: (write(q), x * 2)[1], fullgraph=True, backend=backend)(quantized())
+
+
+def test_gradients_flow_into_the_tensor_through_its_values() -> None:
+    held = quantized().requires_grad_()
+    (held.dequantize() * 3).sum().backward()
+    assert type(held.grad) is torch.Tensor and torch.equal(held.grad, torch.full_like(held.grad, 3))
+
+
+def test_inference_mode() -> None:
+    held = quantized()
+    values = held.dequantize()
+    with torch.inference_mode():
+        assert same(held.detach(), held) and same(held.view(SHAPE), held) and same(copy.copy(held), held)
+        assert same_bits(held[0] + 0, values[0]) and same_bits(
+            held.transpose(0, 1).contiguous(), values.transpose(0, 1)
+        )
+        made = CURRENT.quantize(values)
+        assert made.is_inference() and same_bits(made.detach()[0] + 0, made.dequantize()[0])
+    assert same_bits(held.detach().dequantize(), values)
+
+
+def test_memory_is_that_of_the_buffers() -> None:
+    """torch's own methods read a storage that is not there: one ends the process, the other gives a null pointer."""
+    held = quantized()
+    assert held.share_memory_() is held and all(buffer.is_shared() for buffer in held.buffers())
+    module = linear().share_memory()
+    assert all(buffer.is_shared() for buffer in module.weight.buffers())
+    with pytest.raises(QuantizationError, match="no memory of its own"):
+        torch.from_dlpack(held)
+
+
+def test_buffers_of_another_layout_are_refused() -> None:
+    buffers = quantized().named_buffers()
+    for shape, change, message in (
+        ((4, 24, 32), {}, r"'data' has shape \(96, 48\), expected \(96, 32\)"),
+        (
+            SHAPE,
+            {"scale_inv": torch.ones(1, dtype=torch.float64)},
+            "'scale_inv' has dtype torch.float64, expected torch.float32",
+        ),
+        (SHAPE, {"scale_inv": torch.ones(1, device="meta")}, "'scale_inv' has device meta, expected cpu"),
+    ):
+        with pytest.raises(QuantizationError, match=message):
+            QuantizedTensor(buffers | change, shape, torch.bfloat16, CURRENT)
+    with pytest.raises(QuantizationError, match=r"expected a floating dtype of the values, got torch.int32"):
+        QuantizedTensor(buffers, SHAPE, torch.int32, CURRENT)
+
+
 # In a module.
 
 

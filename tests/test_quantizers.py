@@ -13,7 +13,14 @@ import torch
 from quantizer_cases import CONFIGURATIONS, ONE_EACH, QUANTIZERS, USAGES, key, name, same_bits
 
 import te_dynamo
-from te_dynamo import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from te_dynamo import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    TensorProto,
+)
 from te_dynamo.errors import QuantizationError
 from te_dynamo.ops.quantize import FORMATS, quantize_tensor
 
@@ -61,6 +68,10 @@ def test_a_change_past_the_frozen_class_is_an_error() -> None:
         lambda: hash(quantizer),
         lambda: quantizer.quantize(x),
         lambda: torch.ops.te.quantize(x, quantizer),
+        lambda: quantizer.with_usage(columnwise=False),
+        lambda: quantizer.alloc_tensors((16, 32)),
+        lambda: quantizer.buffer_names(),
+        lambda: TensorProto((16, 32), torch.bfloat16, quantizer),
     ):
         with pytest.raises(QuantizationError, match=r"was changed: made with .*'e4m3'.*now .*'e5m2'"):
             use()
@@ -99,6 +110,7 @@ def test_a_process_group_is_a_type_error() -> None:
         (Float8BlockQuantizer, {"block_dims": 3}, r"block_dims: expected 1 .*1x128.* or 2 .*128x128.*got 3"),
         (Float8BlockQuantizer, {"fp8_format": "e3m4"}, r"fp8_format: expected one of \['e4m3', 'e5m2'\], got 'e3m4'"),
         (Float8BlockQuantizer, {"amax_epsilon": float("nan")}, "amax_epsilon: expected a finite number"),
+        (Float8CurrentScalingQuantizer, {"amax_epsilon": 1e300}, r"amax_epsilon: .* got 1e\+300 \(an amax is fp32\)"),
         (MXFP8Quantizer, {"scale_block": 64}, "scale_block: expected 32 .* or 128 .*got 64"),
         (MXFP8Quantizer, {"fp8_format": "e2m1"}, "fp8_format"),
         (NVFP4Quantizer, {"two_d": True, "hadamard": True}, "share scales between rows and columns"),
@@ -108,6 +120,40 @@ def test_a_process_group_is_a_type_error() -> None:
 def test_bad_configuration_is_an_error_at_once(cls: type[Quantizer], fields: dict, message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         cls(**fields)
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "kind"),
+    [
+        (Float8CurrentScalingQuantizer, "rowwise", 1, "bool"),
+        (Float8CurrentScalingQuantizer, "amax_epsilon", "0", "float"),
+        (Float8CurrentScalingQuantizer, "amax_epsilon", True, "float"),
+        (Float8BlockQuantizer, "power_of_two_scale", "no", "bool"),
+        (Float8BlockQuantizer, "block_dims", True, "int"),
+        (MXFP8Quantizer, "scale_block", 32.0, "int"),
+        (NVFP4Quantizer, "hadamard", "no", "bool"),
+    ],
+)
+def test_a_field_of_another_kind_is_a_type_error(cls: type[Quantizer], field: str, value: object, kind: str) -> None:
+    """ "no" would be a switch that is on, and True a block_dims equal to 1."""
+    with pytest.raises(TypeError, match=f"{cls.__name__}.{field}: expected {kind}, got {value!r}"):
+        cls(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_description_tells_epsilons_apart() -> None:
+    assert Float8CurrentScalingQuantizer(amax_epsilon=1e-3).describe() == "e4m3[row+column, eps 0.001]"
+    assert Float8BlockQuantizer(amax_epsilon=2).describe() == "e4m3 1x128[row+column, eps 2]"
+
+
+@pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)
+def test_what_is_no_dense_tensor(quantizer: Quantizer) -> None:
+    with pytest.raises(TypeError, match="quantize: expected a tensor, got list"):
+        quantizer.quantize([1.0])  # type: ignore[arg-type]
+    with pytest.raises(QuantizationError, match=r"expected a dense tensor, got torch.sparse_coo of shape \(16, 16\)"):
+        quantizer.quantize(torch.eye(16).to_sparse())
+    nested = torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)], layout=torch.jagged)
+    with pytest.raises(QuantizationError, match="expected a dense tensor, got a nested one"):
+        quantizer.quantize(nested)
 
 
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)
@@ -123,7 +169,9 @@ def test_a_tensor_that_the_format_cannot_hold(quantizer: Quantizer) -> None:
 def test_an_operand_that_was_never_allocated(quantizer: Quantizer) -> None:
     for usage, missing in (((True, False), "columnwise"), ((False, True), "rowwise")):
         q = quantizer.with_usage(*usage)
-        with pytest.raises(QuantizationError, match=f"{missing} data of .* was never allocated"):
+        with pytest.raises(
+            QuantizationError, match=rf"{missing} data of .* was never allocated.* there is \w*data|transpose \["
+        ):
             q.operand(torch.ops.te.quantize(torch.randn(4, 16), q), columnwise=missing == "columnwise")
 
 

@@ -13,6 +13,7 @@ import te_dynamo
 from te_dynamo import recipe as recipes
 from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.ops.linear import LinearConfig
+from te_dynamo.ops.multiply import Operand, multiply
 from te_dynamo.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -123,6 +124,10 @@ def test_fast_accumulation_is_only_of_current_scaling() -> None:
         (lambda: Float8BlockScaling(forward_format="e5m2"), "unknown forward_format 'e5m2'; valid: 'e4m3'"),
         (lambda: Float8BlockScaling(weight_block_dims=3), "unknown weight_block_dims 3; valid: 1, 2"),
         (lambda: Float8BlockScaling(amax_epsilon=-1.0), "amax_epsilon: expected a finite number >= 0, got -1.0"),
+        (
+            lambda: Float8CurrentScaling(amax_epsilon="0"),
+            "Float8CurrentScalingQuantizer.amax_epsilon: expected float, got '0'",
+        ),  # type: ignore[arg-type]
         (lambda: MXFP8BlockScaling(scale_block=64), "unknown scale_block 64; valid: 128, 32"),
         (lambda: MXFP8BlockScaling(scale_block=True), "unknown scale_block True; valid: 128, 32"),
         (lambda: NVFP4BlockScaling(hadamard=None), "unknown hadamard None; valid: False, True"),
@@ -174,6 +179,14 @@ E4, E5 = Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(fp8_form
 def test_operands_without_a_gemm_are_refused_when_a_linear_is_configured(quantizers: Any, message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         LinearConfig(*quantizers, True, True, False, False, False)
+
+
+def test_a_product_asks_too() -> None:
+    """Not only a linear: blocks of 128 read as blocks of 32 would be another number."""
+    one, other = MXFP8Quantizer(scale_block=128), MXFP8Quantizer()
+    a, b = (Operand.of(q, torch.ops.te.quantize(torch.ones(32, 64), q), columnwise=False) for q in (one, other))
+    with pytest.raises(QuantizationError, match="scale blocks of 128 and 32"):
+        multiply(a, b, torch.float32, False)
 
 
 def test_a_hadamard_transform_of_the_columns_leaves_the_rows_alone() -> None:

@@ -8,7 +8,9 @@ from quantizer_cases import CONFIGURATIONS, QUANTIZERS, key, name, same_bits
 
 from te_dynamo import (
     Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
     MXFP8Quantizer,
+    MXFP8TensorStorage,
     NVFP4Quantizer,
     QuantizedTensorStorage,
     Quantizer,
@@ -52,6 +54,23 @@ def test_a_missing_buffer_is_named(quantizer: Quantizer) -> None:
         buffers = {n: getattr(held, n) for n in names if n != missing}
         with pytest.raises(QuantizationError, match=rf"buffer '{missing}' is missing .* shape \(3, 20, 84\)"):
             QuantizedTensorStorage.__tensor_unflatten__(buffers, metadata)
+
+
+def test_a_storage_of_another_format() -> None:
+    """One scale a tensor and one a block have equal names of buffers: read as the other they are wrong numbers."""
+    held = storage(Float8CurrentScalingQuantizer())
+    with pytest.raises(
+        QuantizationError, match=r"MXFP8TensorStorage: e4m3\[row\+column\] is held by Float8TensorStorage"
+    ):
+        MXFP8TensorStorage(held.named_buffers(), SHAPE, torch.bfloat16, Float8CurrentScalingQuantizer())
+    metadata = held.quantizer.create_metadata(SHAPE, torch.bfloat16)
+    with pytest.raises(
+        QuantizationError, match="no quantized storage is named 'Float7'; there is Float8BlockTensorStorage"
+    ):
+        QuantizedTensorStorage.__tensor_unflatten__(held.named_buffers(), metadata | {"cls": "Float7"})
+    with pytest.raises(TypeError, match=r"te_dynamo.storages.float8 has a Float8TensorStorage"):
+        type("Float8TensorStorage", (QuantizedTensorStorage,), {})
+    assert type(storage(Float8CurrentScalingQuantizer())) is type(held)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from te_dynamo import (
 )
 from te_dynamo._compat import torch_version
 from te_dynamo.errors import QuantizationError
+from te_dynamo.fake_cuda import fake_cuda
 from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.tensor_proto import check_layout
 
@@ -215,6 +217,44 @@ def test_update_usage_touches_only_the_protos_own_quantizer(quantizer: Quantizer
 def test_a_quantizer_that_is_none() -> None:
     with pytest.raises(TypeError, match="expected a Quantizer or None, got str"):
         TensorProto((4, 4), torch.float32, "e4m3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "message"),
+    [
+        ((-1, 4), torch.float32, TypeError, r"TensorProto.shape: expected sizes, integers from 0, got \(-1, 4\)"),
+        ((1.5, 4), torch.float32, TypeError, r"TensorProto.shape: expected sizes"),
+        ((4, 4), "float32", TypeError, "TensorProto.dtype: expected a torch.dtype, got 'float32'"),
+        (
+            (4, 4),
+            torch.int32,
+            QuantizationError,
+            r"e4m3\[row\+column\]: expected a floating dtype of the values, got torch.int32",
+        ),
+    ],
+)
+def test_what_is_no_tensor(shape: Any, dtype: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TensorProto(shape, dtype, Float8CurrentScalingQuantizer())
+
+
+def test_a_device_by_name_and_without_an_index() -> None:
+    proto = TensorProto((4, 4), torch.float32, Float8CurrentScalingQuantizer(), device="cpu")  # type: ignore[arg-type]
+    assert proto == dataclasses.replace(proto, device=torch.device("cpu"))
+    check_layout(proto, proto.create_tensor().named_buffers())
+    with FakeTensorMode(), fake_cuda():
+        on_cuda = dataclasses.replace(proto, device=torch.device("cuda"))
+        made = on_cuda.create_tensor()
+        assert made.device == torch.device("cuda", 0)
+        check_layout(on_cuda, made.named_buffers())
+
+
+@pytest.mark.parametrize("quantizer", [None, Float8CurrentScalingQuantizer()])
+def test_a_graph_makes_no_leaf(quantizer: Quantizer | None) -> None:
+    """AOTAutograd would give back a tensor that does not require grad."""
+    proto = TensorProto((8, 16), torch.float32, quantizer, requires_grad=True)
+    with pytest.raises(Exception, match=r"cannot make a tensor of shape \(8, 16\) that requires grad"):
+        torch.compile(lambda: proto.create_tensor(), fullgraph=True, backend="eager")()
 
 
 @pytest.mark.parametrize("quantizer", CONFIGURATIONS, ids=name)

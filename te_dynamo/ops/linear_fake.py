@@ -93,8 +93,10 @@ def linear_forward_fake(args: LinearFwdProtos) -> tuple[TensorProto, list[Tensor
     """(out, saved): of x, then of the weight, what the GEMM that reads it in backward needs, if that gradient is asked for.
 
     Nothing is saved for gradients in high precision: they read x and the weight, which are no results of the operation.
+    Raises QuantizationError for shapes that no linear has.
     """
     x, weight, config = args.x, args.weight, args.config
+    _check_shapes(x.shape, weight.shape, None if args.bias is None else args.bias.shape)
     leading = (args.parallel.output_leading(x.shape[0]), *x.shape[1:-1]) if len(x.shape) > 1 else ()
     requires_grad = config.input_requires_grad or config.weight_requires_grad
     requires_grad = requires_grad or (args.bias is not None and args.bias.requires_grad)
@@ -109,6 +111,14 @@ def linear_forward_fake(args: LinearFwdProtos) -> tuple[TensorProto, list[Tensor
             saved.append(TensorProto(weight.shape, weight.dtype, config.weight_quantizer, device=weight.device))
             saved[-1].update_usage(rowwise_usage=transposed, columnwise_usage=not transposed)
     return out, saved
+
+
+def _check_shapes(x: tuple[int, ...], weight: tuple[int, ...], bias: Optional[tuple[int, ...]]) -> None:
+    if len(weight) != 2 or not x or x[-1] != weight[1] or bias not in (None, weight[:1]):
+        given = "" if bias is None else f" and a bias of {bias}"
+        raise QuantizationError(
+            f"linear: expected x [..., K], a weight [N, K] and a bias [N], got {x}, {weight}{given}"
+        )
 
 
 def linear_backward_fake(args: LinearBwdProtos) -> tuple[Optional[TensorProto], ...]:

@@ -17,6 +17,7 @@ from te_dynamo.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
+    check_product,
 )
 
 __all__ = ["GEMMS", "Operand", "multiply"]
@@ -49,8 +50,9 @@ def multiply(
 ) -> torch.Tensor:
     """[M, N] = a @ b^T (+ bias [N]) over the dimension that both contract, rounded once to out_dtype.
 
-    fast_accum: of te.gemm; the other GEMMs always add up in fp32. Raises QuantizationError for a quantizer without a GEMM.
+    fast_accum: of te.gemm; the other GEMMs always add up in fp32. Raises QuantizationError for operands without a GEMM.
     """
+    check_product(a.quantizer, a.columnwise, b.quantizer, b.columnwise)
     operands = (*a.tensors, *b.tensors, bias, out_dtype)
     one, other = a.quantizer, b.quantizer
     if isinstance(one, Float8CurrentScalingQuantizer):

@@ -34,8 +34,8 @@ class Quantizer(metaclass=OpaqueMeta):
     rowwise:    hold the data in the tensor's own order, read by the GEMMs that contract the last dimension.
     columnwise: hold what the GEMMs that contract the leading dimension read.
 
-    Raises TypeError for a field that is not an int, bool, float, str or enum, and QuantizationError when neither
-    usage is on.
+    Raises TypeError for a field that is not an int, bool, float, str or enum, or not of its default's kind ("no" would be a
+    switch that is on), and QuantizationError when neither usage is on.
     """
 
     rowwise: bool = True
@@ -51,6 +51,10 @@ class Quantizer(metaclass=OpaqueMeta):
                 raise TypeError(
                     f"{type(self).__name__}.{field.name}: expected int, bool, float, str or enum, got {type(value).__name__}; "
                     "a quantizer is a value and must compare equal by its configuration"
+                )
+            if field.default is not dataclasses.MISSING and not _is_like(value, field.default):
+                raise TypeError(
+                    f"{type(self).__name__}.{field.name}: expected {type(field.default).__name__}, got {value!r}"
                 )
         if not (self.rowwise or self.columnwise):
             raise QuantizationError(f"{type(self).__name__}: neither rowwise nor columnwise usage is on")
@@ -100,6 +104,7 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
+        self._check_unchanged()
         return self._using(
             self.rowwise if rowwise is None else rowwise,
             self.columnwise if columnwise is None else columnwise,
@@ -111,8 +116,21 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raises QuantizationError for a shape this format cannot hold."""
+        self._check_unchanged()
         if len(shape) < 1:
-            raise QuantizationError(f"{type(self).__name__}: a tensor of rank 0 cannot be quantized")
+            raise QuantizationError(
+                f"{type(self).__name__}: the shape {tuple(shape)} has rank 0; a quantized tensor is read as [M, K], of rank 1 or more"
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises QuantizationError unless values of that dtype can be held: floating ones."""
+        if not dtype.is_floating_point:
+            raise QuantizationError(f"{self.describe()}: expected a floating dtype of the values, got {dtype}")
+
+    def _check_unchanged(self) -> None:
+        """`value`, where Dynamo is not tracing: its guards have compared."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.value()
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         """The contiguous buffers of a tensor of that shape, for the usages that are on."""
@@ -124,6 +142,7 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def create_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         """What rebuilds a quantized tensor from its buffers; see `QuantizedTensorStorage.from_metadata`."""
+        self.check_dtype(dtype)
         return self._storage_metadata(tuple(shape), dtype)
 
     def alloc_tensors(self, shape: tuple[int, ...], device: torch.device | None = None) -> dict[str, torch.Tensor]:
@@ -140,6 +159,13 @@ class Quantizer(metaclass=OpaqueMeta):
         from te_dynamo.ops.quantize import quantize_tensor
         from te_dynamo.quantized_tensor import from_buffers
 
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{type(self).__name__}.quantize: expected a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise QuantizationError(
+                f"{self.describe()}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout} "
+                f"of shape {tuple(tensor.shape)}"
+            )
         shape = tuple(tensor.shape)
         self.check_shape(shape)
         buffers = quantize_tensor(tensor.detach().contiguous(), self, generator)
@@ -162,7 +188,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """
         if not (self.columnwise if columnwise else self.rowwise):
             wanted = "columnwise" if columnwise else "rowwise"
-            raise QuantizationError(f"{wanted} data of {self.describe()} was never allocated: switch the usage on")
+            there = ", ".join(f"{n} {list(b.shape)}" for n, b in zip(self.buffer_names(), buffers, strict=False))
+            raise QuantizationError(
+                f"{wanted} data of {self.describe()} was never allocated: switch the usage on; there is {there}"
+            )
         names = self.buffer_names()
         return tuple(buffers[names.index(name)] for name in self._operand_names(columnwise))
 
@@ -176,6 +205,12 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _usage_text(self) -> str:
         return "+".join(name for name, on in (("row", self.rowwise), ("column", self.columnwise)) if on)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a field with that default takes `value`: the same type, or an int for a float; a bool for nothing but a bool."""
+    kinds = (int, float) if isinstance(default, float) else type(default)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
 
 
 register_value_class(Quantizer)

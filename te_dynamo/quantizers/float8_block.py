@@ -14,6 +14,7 @@ from te_dynamo.quantizers.formats import (
     TRANSPOSE_ALIGNMENT,
     check_amax_epsilon,
     check_fp8_format,
+    epsilon_text,
     rounded_up,
     rows_and_columns,
     tiles,
@@ -87,7 +88,7 @@ class Float8BlockQuantizer(Quantizer):
     def describe(self) -> str:
         block = "1x128" if self.block_dims == 1 else "128x128"
         options = "" if self.power_of_two_scale else ", fp32 scales"
-        return f"{self.fp8_format} {block}[{self._usage_text()}{options}]"
+        return f"{self.fp8_format} {block}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"
 
 
 def _scale_shape(outer: int, contracted: int, block_dims: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from te_dynamo.quantizers.formats import (
     TRANSPOSE_ALIGNMENT,
     check_amax_epsilon,
     check_fp8_format,
+    epsilon_text,
     rounded_up,
     rows_and_columns,
 )
@@ -69,4 +70,4 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     def describe(self) -> str:
         pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format}[{self._usage_text()}{pow2}]"
+        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"

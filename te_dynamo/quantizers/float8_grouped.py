@@ -14,6 +14,7 @@ from te_dynamo.quantizers.formats import (
     TRANSPOSE_ALIGNMENT,
     check_amax_epsilon,
     check_fp8_format,
+    epsilon_text,
     rounded_up,
 )
 
@@ -71,4 +72,4 @@ class Float8GroupedQuantizer(Quantizer):
 
     def describe(self) -> str:
         pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"grouped {self.fp8_format}[{self._usage_text()}{pow2}]"
+        return f"grouped {self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"

@@ -13,6 +13,7 @@ __all__ = [
     "TRANSPOSE_ALIGNMENT",
     "check_amax_epsilon",
     "check_fp8_format",
+    "epsilon_text",
     "rounded_up",
     "rows_and_columns",
     "tiles",
@@ -31,9 +32,14 @@ def check_fp8_format(fp8_format: str) -> None:
 
 
 def check_amax_epsilon(amax_epsilon: float) -> None:
-    """Raises QuantizationError for a lower bound of an amax that is none."""
-    if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
-        raise QuantizationError(f"amax_epsilon: expected a finite number >= 0, got {amax_epsilon}")
+    """Raises QuantizationError for a lower bound of an amax, which is fp32, that is none."""
+    if not 0 <= amax_epsilon <= torch.finfo(torch.float32).max:
+        raise QuantizationError(f"amax_epsilon: expected a finite number >= 0, got {amax_epsilon} (an amax is fp32)")
+
+
+def epsilon_text(amax_epsilon: float) -> str:
+    """What a quantizer's description says of it, where it is not the default."""
+    return f", eps {amax_epsilon:g}" if amax_epsilon else ""
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
