@@ -73,6 +73,22 @@ def test_the_recomputation_reads_what_forward_read(policy: str) -> None:
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_model(reentrant: bool, quantized) -> None:
+    """What compiling saves on fake tensors is not counted: the recomputation does not compile."""
+    results = []
+    for options in ({}, STEP):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = SwiGLU(WIDTH).bfloat16()
+        compiled = te(model, **options)
+        batches = [tokens().requires_grad_()] * 2
+        results.append(train(model, lambda x: checkpoint(compiled, x, use_reentrant=reentrant), batches, 2))  # noqa: B023
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+    assert len(quantized) == (2 + reentrant) * 3, "a reentrant one's first forward knows of no backward: rows alone"
+
+
 def test_a_linear_before_a_region_and_one_behind() -> None:
     """Their rewriting changes what the region's call is given."""
     one, two, three = (nn.Linear(32, 32) for _ in range(3))
