@@ -112,12 +112,17 @@ class _Compilation:
 
 
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
-    match(gm, compilation.options, compilation.report, example_inputs)
-    if compilation.options.fusions:
-        fuse_operations(gm, compilation.options, compilation.report)
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
     options = compilation.options
     _watch_for_freezing(example_inputs)
-    supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
+    # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
+    # that saves: recomputation, which does not compile, would save less.
+    with _disable_saved_tensors_hooks_during_tracing():
+        match(gm, options, compilation.report, example_inputs)
+        if options.fusions:
+            fuse_operations(gm, options, compilation.report)
+        supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     compilation.record("match", gm.graph)
     _warn_if_emulated(compilation.report, gm)
     _warn_if_left_for_cost(gm)

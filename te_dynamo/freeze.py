@@ -193,8 +193,9 @@ def watch(code: CodeType, parameters: Iterable[torch.Tensor]) -> None:
 def _compile_again(parameters: list[nn.Parameter]) -> None:
     reset_code: Callable[[CodeType], None] = torch._dynamo.eval_frame.reset_code
     ids = {id(parameter) for parameter in parameters}
-    for entry in list(_watched):
-        code = entry[0]()
-        if code is not None and ids & entry[1]:
-            reset_code(code)
-            _watched.remove(entry)
+    with torch._dynamo.convert_frame.compile_lock:  # as torch._dynamo.reset does
+        for entry in list(_watched):
+            code = entry[0]()
+            if code is not None and ids & entry[1]:
+                reset_code(code)
+                _watched.remove(entry)

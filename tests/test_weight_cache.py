@@ -137,7 +137,7 @@ def _scaled_by_views(linear: nn.Module, x: Tensor) -> Tensor:
     return linear(x)
 
 
-@pytest.mark.parametrize("freezes", [False, True], ids=["step", "frozen"])
+@pytest.mark.parametrize("freezes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["step", "frozen"])
 @pytest.mark.parametrize("call", [_scaled_between, _scaled, _scaled_by_data, _scaled_by_views])
 def test_a_graph_that_writes_its_weight_quantizes_it_itself(call: Callable[..., Tensor], freezes: bool) -> None:
     """What is supplied was quantized before the graph runs. A region that writes its own tensors keeps its weights."""

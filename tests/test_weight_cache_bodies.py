@@ -19,6 +19,7 @@ from te_dynamo.frozen import is_dropped
 
 __all__ = ["fresh", "quantized"]  # fixtures
 POLICIES = {"whole": {}, "products": {"context_fn": selective([torch.ops.aten.mm.default])}}
+ONE_POLICY = pytest.mark.parametrize("policy", ["whole", pytest.param("products", marks=pytest.mark.slow)])
 
 
 def checkpointed(policy: str = "whole", width: int = WIDTH) -> nn.Module:
@@ -52,7 +53,7 @@ def test_one_quantization_a_weight_a_step(policy: str, codegen: str, quantized) 
         assert not quantized_in(graphs.graph(phase), model), phase
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@ONE_POLICY
 def test_the_recomputation_reads_what_forward_read(policy: str) -> None:
     """A write between forward and backward changes nothing, as without a checkpoint."""
     model, x = checkpointed(policy), tokens().requires_grad_()
@@ -71,6 +72,22 @@ def test_the_recomputation_reads_what_forward_read(policy: str) -> None:
         gradients.append(torch.autograd.grad(loss, (x, *model.parameters())))
     for ours, theirs in zip(*gradients, strict=True):
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_checkpoint_around_a_compiled_model(reentrant: bool, quantized) -> None:
+    """What compiling saves on fake tensors is not counted: the recomputation does not compile."""
+    results = []
+    for options in ({}, STEP):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = SwiGLU(WIDTH).bfloat16()
+        compiled = te(model, **options)
+        batches = [tokens().requires_grad_()] * 2
+        results.append(train(model, lambda x: checkpoint(compiled, x, use_reentrant=reentrant), batches, 2))  # noqa: B023
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+    assert len(quantized) == (2 + reentrant) * 3, "a reentrant one's first forward knows of no backward: rows alone"
 
 
 def test_a_linear_before_a_region_and_one_behind() -> None:
@@ -133,7 +150,7 @@ def test_calls_of_one_compile_region_have_buffers_of_their_own(quantized) -> Non
     assert len(graphs.reports[0].workspaces) == 4
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@ONE_POLICY
 def test_frozen_weights_of_a_checkpointed_region(policy: str, quantized) -> None:
     model, x = checkpointed(policy).requires_grad_(False), tokens().requires_grad_()
     (expected,) = torch.autograd.grad(te(model)(x).sum(), x)
@@ -207,7 +224,7 @@ def test_a_loops_experts_are_one_workspace(checkpoints: bool, codegen: str, quan
         assert "aten.cat([experts" not in graphs[phase] and "aten.stack([experts" not in graphs[phase]
 
 
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("drop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_frozen_experts_of_a_loop(drop: bool, quantized) -> None:
     torch.manual_seed(0)
     model, x = ExpertLoop().bfloat16(), rows()

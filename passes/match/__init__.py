@@ -59,16 +59,8 @@ def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: 
     example_inputs: what Dynamo gives a backend beside the graph; the parameters among them tell where in the whole model
     the graph's paths begin, and which weights are frozen.
     """
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-
-    # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
-    # that saves: recomputation, which does not compile, would save less.
     by_step = options.weight_cache == "step"
-    with (
-        _disable_saved_tensors_hooks_during_tracing(),
-        in_whole_model(gm.graph, example_inputs),
-        kept_weights_known(gm, example_inputs, by_step),
-    ):
+    with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step):
         report.matches.extend(Matcher(options).match(gm))
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
