@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from _match import FP8, Matched
+from fp8_oracle import relative_error
 from torch import Tensor, nn
+
+import te_dynamo
 
 E, HEADS = 32, 2
 CAUSAL = torch.ones(8, 8).triu(1).bool()
@@ -237,3 +240,20 @@ def test_an_encoder_layers_fast_path_under_autocast_is_left() -> None:
     assert [reason.partition(",")[0] for reason in compiled.reasons()] == [
         "inside one call of torch's that ignores autocast"
     ] * 4
+
+
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_encoder_layer_trains_with_its_norms_and_activation_fused(codegen: str) -> None:
+    """Batch first: the transposition for the projection, and dropout of nothing, stand between no fusion."""
+    torch._dynamo.reset()
+    layer = nn.TransformerEncoderLayer(E, HEADS, 64, 0.0, "gelu", batch_first=True, norm_first=True)
+    x, results = tokens(), []
+    with te_dynamo.capture() as graphs:
+        for call in (layer, torch.compile(layer, backend="te", options={"codegen": codegen})):
+            y = call(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    forward = graphs["forward"]
+    assert forward.count("te.layer_norm_quantize(") == 2 and forward.count("te.activation_quantize(") == 1
+    assert forward.count("te.quantize(") == 5, "of four weights and of attention's result"
+    for plain, ours in zip(*results, strict=True):
+        assert 0 < relative_error(ours, plain) < 0.15
