@@ -142,7 +142,7 @@ def test_autocast_around_and_inside() -> None:
         return y.float()
 
     around = Matched(region)
-    torch.testing.assert_close(around(x), region(x))
+    _assert_near(2**-6, around(x), region(x))
     for compiled in (inside, around):
         assert [(record.matched, record.dtype) for record in compiled.records] == [(True, "bf16")] * 2
 
@@ -206,6 +206,7 @@ def test_encoder_layer_in_inference(given: dict[str, Any]) -> None:
     assert "_transformer_encoder_layer_fwd" not in compiled.text()
 
 
+@pytest.mark.slow
 def test_encoder_layer_in_training() -> None:
     layer, x = nn.TransformerEncoderLayer(E, HEADS, 64, dropout=0.5, batch_first=True), tokens()
     compiled = Matched(layer, run="aot")
@@ -224,6 +225,7 @@ def test_encoder_layer_left_by_a_rule() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_inside_a_checkpoint_under_autocast() -> None:
     """A body does not see the region around its node; the dtypes say what it is."""
     layer = nn.TransformerEncoderLayer(E, HEADS, 64, dropout=0.0, batch_first=True)
@@ -233,7 +235,7 @@ def test_inside_a_checkpoint_under_autocast() -> None:
             return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
     compiled, x = Matched(region, run="aot"), tokens()
-    torch.testing.assert_close(compiled(x), region(x))
+    _assert_near(2**-6, compiled(x), region(x))
     linears = [record for record in compiled.records if record.kind == "linear"]
     assert [(record.matched, record.dtype) for record in linears] == [(True, "bf16")] * 4
 
