@@ -4,7 +4,8 @@
               quantize = te.quantize(view, e4m3[row+column])
     after     quantize = te.quantize(rms_norm[0], e4m3[row+column])
 
-So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear does not stand between their fusion.
+So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear does not stand between their fusion, nor does
+the copy that dropout of p=0 is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from te_dynamo.passes.graph import RESHAPES, call_like, calls
 
 __all__ = ["read_through_views"]
 
+_CLONE = torch.ops.aten.clone.default
+_READ_THROUGH = (*RESHAPES, _CLONE)
+
 
 def read_through_views(graph: Graph) -> int:
     """Rewires in place; returns how many views are read through. Views that nobody reads any more stay for dead-code removal."""
@@ -28,7 +32,7 @@ def read_through_views(graph: Graph) -> int:
         if node.target is quantize and not node.args[1].reads_as_matrix:  # type: ignore[union-attr]
             continue
         source: Any = node.args[0]
-        while source.target in RESHAPES and _keeps_columns(source):
+        while source.target in _READ_THROUGH and _keeps_columns(source):
             source, read = source.args[0], read + 1
         if source is not node.args[0]:
             # A node of its own, not another argument: torch keeps what it knows of a node's arguments in its meta.
@@ -41,6 +45,8 @@ def read_through_views(graph: Graph) -> int:
 def _keeps_columns(view: Node) -> bool:
     source = view.args[0]
     assert isinstance(source, Node)
+    if view.target is _CLONE and source.op != "call_function":
+        return False  # of an input that the model may write afterwards
     before, after = source.meta["val"], view.meta["val"]
     same = before.dim() >= 1 and after.dim() >= 1 and isinstance(before.shape[-1], int)
     return same and before.shape[-1] == after.shape[-1] and before.is_contiguous()

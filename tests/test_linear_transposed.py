@@ -46,7 +46,7 @@ def results(recipe: str, transposed: bool, workspace: bool, bias: bool) -> list[
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("workspace", "bias"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("workspace", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
 def test_it_has_the_bits_of_the_weight_transposed(recipe: str, workspace: bool, bias: bool) -> None:
     # The CPU adds products up in another order where operands change sides: wgrad's, and a dgrad's in high precision.
     close = 2**-7
@@ -57,7 +57,10 @@ def test_it_has_the_bits_of_the_weight_transposed(recipe: str, workspace: bool, 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("x_grad", "weight_grad"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("x_grad", "weight_grad"),
+    [(True, True), (False, False), *(pytest.param(*g, marks=pytest.mark.slow) for g in ((True, False), (False, True)))],
+)
 def test_real_and_fake_agree(recipe: str, x_grad: bool, weight_grad: bool) -> None:
     x, w, b = operands()
     stored, setting = w.t().contiguous(), config(recipe, True, x=x_grad, weight=weight_grad)

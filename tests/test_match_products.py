@@ -150,6 +150,9 @@ def test_attention_is_no_linear() -> None:
     compiled = Matched(lambda x: (x @ x.transpose(-1, -2)) @ x)
     compiled(torch.randn(2, 4, 32))
     assert not compiled.records
+    compiled = Matched(lambda q, k, v: (q @ k.t()).softmax(-1) @ v)
+    compiled(*(torch.randn(16, 32, requires_grad=True) for _ in range(3)))
+    assert [reason.partition(",")[0] for reason in compiled.reasons()] == ["its weight is an input that learns"] * 2
 
 
 def test_autocast_casts_the_weight_as_it_is_stored() -> None:

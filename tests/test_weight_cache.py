@@ -323,7 +323,7 @@ def test_wrong_values_are_refused(options: dict[str, str]) -> None:
         Options.parse(options)
 
 
-@pytest.mark.parametrize("kept", ["freeze", "step"])
+@pytest.mark.parametrize("kept", [pytest.param("freeze", marks=pytest.mark.slow), "step"])
 def test_weights_that_are_stored_transposed_and_those_of_attention(kept: str, quantized) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ from te_dynamo.passes.match.inline import CannotInline, inline_call
 from te_dynamo.passes.match.linear import RecipeFor, linear_record
 from te_dynamo.passes.match.products import LINEAR, Sizes
 from te_dynamo.passes.match.values import calls, is_number, left_as_plain, tensor_of
-from te_dynamo.passes.match.where import clean_path, parameter_name
+from te_dynamo.passes.match.where import clean_path, parameter_name, path_prefix
 from te_dynamo.report import MatchRecord
 
 __all__ = ["match_attention"]
@@ -50,10 +50,9 @@ def match_attention(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> 
         or _ignores_autocast(node)
         or left_as_plain(*(operand for operand in node.all_input_nodes if not is_number(operand)))
     )
-    owners = [_owner(weight) for weight, _ in hidden]
-    if not reason and any(
-        recipe is not None or recipe_for(o)[0] is not None for (_, recipe), o in zip(found, owners, strict=True)
-    ):
+    recipes = [recipe for _, recipe in found]
+    recipes += [recipe_for(f"{path_prefix.get() or ''}{_owner(weight)}")[0] for weight, _ in hidden]
+    if not reason and any(recipe is not None for recipe in recipes):
         try:
             for new in inline_call(node, parts):
                 _name_after_weight(new)

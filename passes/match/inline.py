@@ -40,23 +40,32 @@ def inline_call(node: fx.Node, function: Callable[..., Any]) -> list[fx.Node]:
 
     Raises CannotInline, with the graph as it was.
     """
-    graph = node.graph
-    before = set(graph.nodes)
+    graph, last = node.graph, node.prev
     try:
         with graph.inserting_before(node):
             result = _record(node, function)
         _check(node, result)
     except Exception as error:
-        for new in reversed([n for n in graph.nodes if n not in before]):
+        for new in reversed(_between(last, node)):
             graph.erase_node(new)
         if isinstance(error, CannotInline):
             raise
-        raise CannotInline(f"{type(error).__name__} while tracing it: {str(error).splitlines()[0]}") from error
+        raise CannotInline(f"{type(error).__name__} while tracing it: {str(error).partition(chr(10))[0]}") from error
+    added = _between(last, node)
     _take_over(node, result)
-    for new in reversed([n for n in graph.nodes if n not in before]):
+    for new in reversed(added):
         if not new.users and not written_by(new):
             graph.erase_node(new)
-    return [n for n in graph.nodes if n not in before]
+    return [new for new in added if not new._erased]
+
+
+def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes behind `first` and before `last`, in order."""
+    found, node = [], first.next
+    while node is not last:
+        found.append(node)
+        node = node.next
+    return found
 
 
 def _record(node: fx.Node, function: Callable[..., Any]) -> Any:

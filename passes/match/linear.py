@@ -17,11 +17,13 @@ import torch
 from torch import fx
 
 from te_dynamo.ops.linear import LinearConfig
+from te_dynamo.passes.fusions.producer import has_fused_kernels
 from te_dynamo.passes.match.autocast import may_be_autocast
 from te_dynamo.passes.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
 from te_dynamo.passes.match.products import Product, Sizes, product_of, transpositions, without_casts
 from te_dynamo.passes.match.values import (
     FLOATS,
+    calls,
     dtype_name,
     emit,
     emit_getitem,
@@ -64,6 +66,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
 
 def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     out, x, weight = tensor_of(node), product.x, product.weight
+    batch_first = _before_swap(x) if has_fused_kernels(recipe.input_quantizer()) else None
     config = LinearConfig.from_recipe(
         recipe,
         input_requires_grad=out.requires_grad and tensor_of(x).requires_grad,
@@ -72,11 +75,24 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     )
     graph, written = node.graph, node.all_input_nodes
     with graph.inserting_before(node):
-        operands = [o if o is None else _cast(o, out.dtype, node) for o in (x, weight, product.bias)]
+        operands = [o if o is None else _cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias)]
         saved = emit(graph, torch.ops.te.linear.default, (*operands, config), node)
         new = emit_getitem(graph, saved, 0)
+        if batch_first is not None:
+            new = emit_method(graph, "contiguous", (emit_method(graph, "transpose", (new, 0, 1), node),), node)
     node.replace_all_uses_with(new)
-    erase_unused(graph, [node, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
+    swaps = [x] if batch_first is not None else []
+    erase_unused(graph, [node, *swaps, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
+
+
+def _before_swap(x: fx.Node) -> fx.Node | None:
+    """y [B, T, K], of which x is y.transpose(0, 1): what nn.MultiheadAttention makes of a batch-first input; else None.
+
+    One scale a tensor has the same bits in either order, so y is what is read: no copy, and a norm that makes y writes FP8.
+    """
+    dims = x.args[1:] if calls(x, {torch.transpose}, {"transpose"}) and not x.kwargs else ()
+    y = tensor_of(x.args[0]) if dims in ((0, 1), (1, 0)) else None
+    return x.args[0] if y is not None and y.dim() == 3 and y.is_contiguous() else None  # type: ignore[return-value]
 
 
 def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:

@@ -88,9 +88,17 @@ def is_parameter(node: Any, rank: int = 2) -> bool:
     weight, value = without_casts(node), tensor_of(node)
     if weight is None or value is None or value.dim() != rank or weight.op not in ("placeholder", "get_attr"):
         return False
-    held = isinstance(weight.type, type) and issubclass(weight.type, torch.nn.Parameter)
     leaf = tensor_of(weight)
-    return held or "_parameters_" in str(weight.target) or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
+    return _is_module_parameter(weight) or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
+
+
+def _is_module_parameter(node: fx.Node | None) -> bool:
+    """Whether an input of the graph is an nn.Parameter, of a body too, or what FSDP has in the place of one."""
+    return node is not None and (
+        isinstance(tensor_of(node), torch.nn.Parameter)
+        or (isinstance(node.type, type) and issubclass(node.type, torch.nn.Parameter))
+        or "_parameters_" in str(node.target)
+    )
 
 
 def transpositions(node: Any) -> list[fx.Node]:
@@ -146,7 +154,7 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     if a is None or b is None or a.dim() < 1 or b.dim() < 1:
         return None
     if is_parameter(right):
-        return Product(left, right, None, True, _sizes(left, right, True), reason or _of_parameters(left))
+        return Product(left, right, None, True, _sizes(left, right, True), reason or _unsure(left, right))
     if is_parameter(left):  # the columns of x are the rows of a linear
         rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
         reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
@@ -154,7 +162,10 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     return None
 
 
-def _of_parameters(x: Any) -> str:
+def _unsure(x: Any, weight: Any) -> str:
+    """Why x @ weight may be something else than a linear; "" where it is one."""
+    if not _is_module_parameter(without_casts(weight)):
+        return "its weight is an input that learns, no nn.Parameter; write F.linear to have it in the recipe"
     return "a product of two parameters, no linear of an input" if is_parameter(x) else ""
 
 
@@ -177,7 +188,7 @@ def _einsum(node: fx.Node) -> Product | None:
     terms = inputs.split(",")
     transposed = _contracts_last(terms[1 - index], terms[index], output) if len(terms) == 2 else None
     if transposed is not None and fixed(tensor_of(x).shape[-1]) == tensor_of(weight).shape[0 if transposed else 1]:  # type: ignore[union-attr]
-        return Product(x, weight, None, transposed, _sizes(x, weight, transposed), _of_parameters(x))
+        return Product(x, weight, None, transposed, _sizes(x, weight, transposed), _unsure(x, weight))
     reason = f"einsum {equation!r}; write 'btk,kn->btn' or x @ weight to have it in the recipe"
     return Product(x, weight, None, False, _einsum_sizes(terms, operands, weight, output), reason)
 
