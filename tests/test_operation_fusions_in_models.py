@@ -206,6 +206,7 @@ def test_a_legacy_fused_operation_breaks_the_graph_by_name_or_is_an_error():
         actual = torch.autograd.grad(torch.compile(module, backend="eager")(x).sum(), [x, *module.parameters()])
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b)
+        torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match="Legacy has the legacy fuser_forward"):
             torch.compile(module, backend="eager", fullgraph=True)(x)
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Legacy has the legacy fuser_forward"):
