@@ -199,7 +199,7 @@ def test_a_legacy_fused_operation_breaks_the_graph_by_name_or_is_an_error():
     """A Sequential runs it between two graphs; in a model nothing of the user's could run it."""
     module = te_dynamo.Sequential(BasicLinear(32, 32), Bias(32), GELU())
     x = torch.randn(4, 32, requires_grad=True)
-    model = MLP(nn.GELU())
+    model = MLP(nn.GELU()).bfloat16()
     with te_dynamo.register_forward_backward_fusion(legacy):
         torch._dynamo.reset()
         expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
