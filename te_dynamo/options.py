@@ -56,7 +56,7 @@ class Options:
         if weight_cache not in _WEIGHT_CACHES:
             raise InvalidOptionError.unknown("weight_cache", weight_cache, _WEIGHT_CACHES)
         return cls(
-            recipe=_recipe(options.get("recipe", "float8_current_scaling")),
+            recipe=recipes.as_recipe(options.get("recipe", "float8_current_scaling")),
             rules=_rules(options.get("rules", ())),
             codegen=codegen,
             fusions=_fusions(options.get("fusions", True)),
@@ -74,16 +74,6 @@ class Options:
                     "leaves it in the model's precision" if chosen is None else "chooses it"
                 )
         return self.recipe, "" if self.recipe is not None else "recipe is None"
-
-
-def _recipe(value: Any) -> Recipe | None:
-    if value is None or isinstance(value, Recipe):
-        return value
-    if isinstance(value, str):
-        return recipes.by_name(value)
-    raise InvalidOptionError(
-        f"te_dynamo: a recipe is a name ({', '.join(recipes.names())}), a te_dynamo.recipe object or None, got {value!r}"
-    )
 
 
 def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
@@ -104,7 +94,7 @@ def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
                 f"te_dynamo: rules[{index}]: {rule[0]!r} is not a regular expression: {error}"
             ) from None
         try:
-            checked.append((rule[0], _recipe(rule[1])))
+            checked.append((rule[0], recipes.as_recipe(rule[1])))
         except InvalidOptionError as error:
             raise InvalidOptionError(f"{error} (in rules[{index}])") from None
     return tuple(checked)

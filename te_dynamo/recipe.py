@@ -23,6 +23,7 @@ from te_dynamo.quantizers import (
 )
 
 __all__ = [
+    "as_recipe",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "MXFP8BlockScaling",
@@ -232,6 +233,17 @@ _RECIPES: dict[str, type[Recipe]] = {
 def names() -> list[str]:
     """The names `options={"recipe": ...}` takes."""
     return sorted(_RECIPES)
+
+
+def as_recipe(value: Any) -> Recipe | None:
+    """A recipe as users give it: a name, an object, or None. Raises InvalidOptionError for anything else."""
+    if value is None or isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        return by_name(value)
+    raise InvalidOptionError(
+        f"te_dynamo: a recipe is a name ({', '.join(names())}), a te_dynamo.recipe object or None, got {value!r}"
+    )
 
 
 def by_name(name: str) -> Recipe:

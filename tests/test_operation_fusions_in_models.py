@@ -199,13 +199,14 @@ def test_a_legacy_fused_operation_breaks_the_graph_by_name_or_is_an_error():
     """A Sequential runs it between two graphs; in a model nothing of the user's could run it."""
     module = te_dynamo.Sequential(BasicLinear(32, 32), Bias(32), GELU())
     x = torch.randn(4, 32, requires_grad=True)
-    model = MLP(nn.GELU())
+    model = MLP(nn.GELU()).bfloat16()
     with te_dynamo.register_forward_backward_fusion(legacy):
         torch._dynamo.reset()
         expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
         actual = torch.autograd.grad(torch.compile(module, backend="eager")(x).sum(), [x, *module.parameters()])
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b)
+        torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match="Legacy has the legacy fuser_forward"):
             torch.compile(module, backend="eager", fullgraph=True)(x)
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Legacy has the legacy fuser_forward"):

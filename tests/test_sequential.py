@@ -14,7 +14,7 @@ import torch
 
 import te_dynamo
 from te_dynamo import BasicOperation, Sequential, register_forward_fusion
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InvalidOptionError, TeError
 from te_dynamo.operations.basic import (
     GELU,
     AddExtraInput,
@@ -467,3 +467,34 @@ def test_a_norm_of_a_single_row(norm: Any) -> None:
     actual = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_recipe_by_name() -> None:
+    module = Sequential(BasicLinear(32, 64), recipe="float8_current_scaling")
+    assert module.ops == (BasicLinear(32, 64, Float8CurrentScaling()),)
+    assert repr(module) == "Sequential(\n  (0): BasicLinear(32, 64, recipe=float8_current_scaling)\n)"
+    with pytest.raises(InvalidOptionError, match="float8_current_scaling"):
+        Sequential(BasicLinear(32, 64), recipe="float8_current_scalin")
+    with pytest.raises(TypeError, match=r"BasicLinear.recipe: expected a te_dynamo.recipe object or None, got 'mxfp8'"):
+        BasicLinear(32, 64, "mxfp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda n: BasicLinear(n, 32), Bias, RMSNorm, LayerNorm])
+def test_sizes_are_positive_whole_numbers(make: Any) -> None:
+    for wrong in (0, -1, 32.0, True):
+        with pytest.raises(ValueError, match=rf"features: expected a positive whole number, got {wrong}"):
+            make(wrong)
+
+
+def test_on_meta() -> None:
+    module = mlp(device="meta")
+    x = torch.empty(4, 32, device="meta", requires_grad=True)
+    y, _ = module(x, x)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape  # type: ignore[union-attr]
+
+
+def test_a_torch_func_transform_is_an_error_that_says_so() -> None:
+    for transformed in (torch.func.vmap, torch.func.grad):
+        with pytest.raises(TeError, match=r"Sequential: inside a torch.func transform"):
+            transformed(Sequential(GELU()))(torch.randn(3, 4))

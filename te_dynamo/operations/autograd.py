@@ -13,7 +13,7 @@ from te_dynamo.errors import TeError
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.run import Call, Context, Grads, run_backward
 
-__all__ = ["backward", "keep"]
+__all__ = ["backward", "is_autocast_on", "keep"]
 
 
 def keep(func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[Context], output: torch.Tensor) -> None:
@@ -42,8 +42,9 @@ def backward(
     given = iter(grad_extra_outputs)
     extras = [tuple(next(given) for _ in range(op.num_extra_outputs)) for op in call.ops]
     # Ambient autocast would choose a dtype for each operation inside.
-    autocast = torch.autocast(grad_output.device.type, enabled=False)
-    with torch.no_grad(), autocast if torch.is_autocast_enabled(grad_output.device.type) else contextlib.nullcontext():
+    device = grad_output.device
+    off = torch.autocast(device.type, enabled=False) if is_autocast_on(device) else contextlib.nullcontext()
+    with torch.no_grad(), off:
         grad, params, extra_inputs = run_backward(func_ctx.groups, call, ctxs, grad_output, extras)
     if not torch.is_grad_enabled():
         return grad, params, extra_inputs
@@ -53,6 +54,11 @@ def backward(
         [tuple(_once(names, g) for g in grads) for grads in params],
         [tuple(_once(names, g) for g in grads) for grads in extra_inputs],
     )
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on for tensors of that device; "meta" has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _once(names: str, grad: Optional[torch.Tensor]) -> Optional[torch.Tensor]:

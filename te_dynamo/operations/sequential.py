@@ -10,23 +10,34 @@ import torch
 
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import operation_fusions_digest
-from te_dynamo.operations.autograd import keep
+from te_dynamo.operations.autograd import is_autocast_on, keep
 from te_dynamo.operations.checks import SPLIT
 from te_dynamo.operations.fuser import OperationFuser
 from te_dynamo.operations.op import BasicOperation, FusibleOperation
 from te_dynamo.operations.program import Program, gradients, split_tensors
 from te_dynamo.operations.run import run_forward
 from te_dynamo.operations.sequence import OperationSequence, sequence
-from te_dynamo.recipe import Recipe
+from te_dynamo.recipe import Recipe, as_recipe
 
 __all__ = ["Sequential"]
+
+
+class _Parameters(torch.nn.Module):
+    """Those of one operation, which `repr` shows."""
+
+    def __init__(self, described: str) -> None:
+        super().__init__()
+        self.described = described
+
+    def __repr__(self) -> str:
+        return self.described
 
 
 class Sequential(torch.nn.Module):
     """Operations one after another, with their parameters.
 
-    ops: the operations; a fused one counts as its basic operations. recipe: that of the operations without one of their own, None
-    for high precision. fusions: False runs every operation by itself. device, dtype: of the parameters.
+    ops: the operations; a fused one counts as its basic operations. recipe: that of the operations without one of their own, by name
+    or as an object, None for high precision. fusions: False runs every operation by itself. device, dtype: of the parameters.
 
     `seq(x, *extra_inputs)` gives y, or (y, *extra_outputs) where an operation makes one. Parameters are called "0.weight" after the
     position of their operation. One autograd node stands for all of it. Everything is computed in the dtype of x, also where
@@ -36,12 +47,13 @@ class Sequential(torch.nn.Module):
     def __init__(
         self,
         *ops: FusibleOperation,
-        recipe: Optional[Recipe] = None,
+        recipe: Optional[Recipe | str] = None,
         fusions: bool = True,
         device: Optional[torch.device | str] = None,
         dtype: Optional[torch.dtype] = None,
     ) -> None:
         super().__init__()
+        recipe = as_recipe(recipe)
         basic_ops = OperationFuser(ops, recipe=recipe).basic_ops
         self.sequence = OperationSequence(basic_ops, recipe, fusions)
         self._extra_inputs = [type(op).__name__ for op in basic_ops for _ in range(op.num_extra_inputs)]
@@ -50,7 +62,7 @@ class Sequential(torch.nn.Module):
         self._legacy = _cannot_be_traced(legacy, "op") if legacy else ""
         self._names: list[tuple[str, str]] = []
         for i, op in enumerate(basic_ops):
-            holder = torch.nn.Module()
+            holder = _Parameters(op.describe())
             for parameter in op.parameters():
                 value = torch.empty(parameter.shape, device=device, dtype=dtype)
                 with torch.no_grad():
@@ -75,7 +87,7 @@ class Sequential(torch.nn.Module):
                 raise TeError(
                     f"Sequential: expected tensors as its input and extra inputs, got a {type(tensor).__name__}"
                 )
-        if torch.is_autocast_enabled(input.device.type):
+        if is_autocast_on(input.device):
             with torch.autocast(input.device.type, enabled=False):
                 results = self._results(input, extra_inputs)
         else:
@@ -121,6 +133,11 @@ def _cannot_be_traced(names: Sequence[str], api: str) -> str:
 def _run(
     sequence: OperationSequence, requires_grad: list[bool], training: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        raise TeError(
+            "Sequential: inside a torch.func transform (grad, vmap, jvp, ...), which its operations do not support; call it outside, "
+            "or build that part of torch's own modules"
+        )
     return _Run.apply(sequence.program(requires_grad, training), *tensors)  # type: ignore[no-any-return]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.operations.checks import check_settings
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.ops.grouped_linear import (
@@ -53,6 +54,7 @@ class GroupedLinear(BasicOperation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_settings(self, "num_groups", "in_features", "out_features")
         recipe = self._grouped_recipe()
         if recipe is not None and (self.in_features % recipe.alignment or self.out_features % recipe.alignment):
             raise QuantizationError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.errors import QuantizationError, TeError
-from te_dynamo.operations.checks import check_width
+from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.ops.gemm import bias_grad
@@ -46,6 +46,7 @@ class BasicLinear(BasicOperation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_settings(self, "in_features", "out_features")
         align = 1 if self.recipe is None else self.recipe.alignment
         if self.recipe is not None and (self.in_features % align or self.out_features % align):
             raise QuantizationError(
@@ -164,6 +165,10 @@ class Bias(BasicOperation):
     """y [..., N] = x [..., N] + bias [N]. Saves nothing; db is the sum of dy over the leading dimensions, in fp32."""
 
     features: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self, "features")
 
     def parameters(self) -> tuple[Parameter, ...]:
         return (Parameter("bias", (self.features,), torch.nn.init.zeros_),)

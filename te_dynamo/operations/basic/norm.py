@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.operations.checks import check_width
+from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.ops.norm import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
@@ -26,6 +26,10 @@ class LayerNorm(_Norm):
 
     features: int
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self, "features")
 
     def parameters(self) -> tuple[Parameter, ...]:
         shape = (self.features,)
@@ -66,6 +70,10 @@ class RMSNorm(_Norm):
     eps: float = 1e-5
     zero_centered: bool = False
     cast_before_weight: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self, "features")
 
     def parameters(self) -> tuple[Parameter, ...]:
         init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
