@@ -155,17 +155,16 @@ def check_buffers(
     """
     for name, (sizes, dtype) in quantizer._describe_buffers(shape).items():
         buffer = buffers[name]
-        if not all(type(size) is int for size in (*sizes, *buffer.shape)):
-            continue
+        known = all(type(size) is int for size in (*sizes, *buffer.shape))
         what = f"{quantizer.describe()} of shape {shape}: buffer {name!r} has"
         for fact, found, expected in (
-            ("shape", tuple(buffer.shape), tuple(sizes)),
+            ("shape", tuple(buffer.shape), tuple(sizes) if known else tuple(buffer.shape)),
             ("dtype", buffer.dtype, dtype),
             ("device", buffer.device, _on(device, buffer.device)),
         ):
             if found != expected:
                 raise QuantizationError(f"{what} {fact} {found}, expected {expected}")
-        if not buffer.is_contiguous():
+        if known and not buffer.is_contiguous():
             raise QuantizationError(f"{what} stride {buffer.stride()}, expected the contiguous one of {tuple(sizes)}")
 
 
