@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -307,9 +308,11 @@ def compile_ahead(problem_of: type[Problem], shapes: list[tuple[str, int, int, i
         print(f"    {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--format", choices=FORMATS, default="tensor", help="how operands are scaled")
+def parsed(description: str, **options: dict[str, Any]) -> argparse.Namespace:
+    """The command line of a benchmark of GEMMs, `options` beside what all take. Prints the device; an error without one."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
     parser.add_argument("--sweep", action="store_true", help="time every candidate tile, not only the chosen one")
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--rounds", type=int, default=3)
@@ -320,6 +323,11 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     print(f"{device.name}, {device.multi_processor_count} SMs, torch {torch.__version__}, triton {triton.__version__}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed(__doc__, format={"choices": FORMATS, "default": "tensor", "help": "how operands are scaled"})
     shapes = [shape for shape in SHAPES if arguments.only in shape[0]]
     if arguments.sweep:
         compile_ahead(FORMATS[arguments.format], shapes)

@@ -19,8 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
-from gemm import Provider, measure, time_once
+from gemm import Provider, measure, parsed, time_once
 from models import Experts
 
 from te_dynamo.kernels.gemm import gemm
@@ -178,18 +177,7 @@ def steps(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="time every candidate tile, not only the chosen one")
-    parser.add_argument("--even", action="store_true", help="groups of one size")
-    parser.add_argument("--only", default="", help="shapes whose label contains this")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rep", type=int, default=15, help="milliseconds of one measurement")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    torch.manual_seed(0)
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    print(f"{device.name}, {device.multi_processor_count} SMs, torch {torch.__version__}, triton {triton.__version__}")
+    arguments = parsed(__doc__, even={"action": "store_true", "help": "groups of one size"})
     products([shape for shape in SHAPES if arguments.only in shape[0]], arguments)
     if not arguments.sweep:
         steps(arguments)

@@ -6,12 +6,10 @@ of it in Triton's front end, which torch asks what a kernel writes; a copy of th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten
@@ -20,6 +18,7 @@ from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.ops import KERNELS
+from te_dynamo.ops.fakes import fake_mode_of
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
 from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
@@ -95,7 +94,7 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
 
     values = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node)]
     try:
-        with _fake_mode_of(values):
+        with fake_mode_of(values):
             # Launches that write their buffers, which nothing else knows yet, stay what they are: made functional, Inductor would
             # trace every one of them again to undo that. No pass between this and code generation drops what has no reader.
             traced = _traced(implementation, values)
@@ -164,7 +163,7 @@ def _copy_into(graph: Graph, traced: GraphModule, node: Node, inputs: list[Node]
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
     kept: dict[str, Any] = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
-    with _fake_mode_of([n.meta["val"] for n in inputs]), disable_proxy_modes_tracing():
+    with fake_mode_of([n.meta["val"] for n in inputs]), disable_proxy_modes_tracing():
         for original in traced.graph.nodes:
             if original.op in ("placeholder", "output"):
                 continue
@@ -183,10 +182,6 @@ def _value(node: Node) -> Any:
     assert callable(node.target)
     value: Any = node.target(*args, **kwargs)
     return value
-
-
-def _fake_mode_of(values: Any) -> contextlib.AbstractContextManager[Any]:
-    return detect_fake_mode(values) or contextlib.nullcontext()
 
 
 def where(node: Node) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from te_dynamo.ops.fakes import fake_mode_of
 
 __all__ = [
     "RESHAPES",
@@ -63,7 +64,7 @@ def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...]
     )
     node.meta.update({key: like.meta[key] for key in inherited if key in like.meta})
     fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])
-    with _fake_mode_of(fakes), disable_proxy_modes_tracing():
+    with fake_mode_of(fakes), disable_proxy_modes_tracing():
         node.meta["val"] = target(*fakes)
     return node
 
@@ -71,7 +72,7 @@ def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...]
 @contextlib.contextmanager
 def fakes_of(node: Node) -> Iterator[None]:
     """Inside, tensors are fakes of the mode that `node`'s value is of, and nothing is traced."""
-    with _fake_mode_of([node.meta["val"]]), disable_proxy_modes_tracing():
+    with fake_mode_of([node.meta["val"]]), disable_proxy_modes_tracing():
         yield
 
 
@@ -138,7 +139,3 @@ def replace_items(old: Node, new: Node, index_map: dict[int, int]) -> None:
     for index, readers in item_users(old).items():
         if index in index_map:
             read_item(new, index_map[index], readers)
-
-
-def _fake_mode_of(args: Any) -> Any:
-    return detect_fake_mode(args) or contextlib.nullcontext()

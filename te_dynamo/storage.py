@@ -13,6 +13,7 @@ import torch
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantizers.base import Buffers
 from te_dynamo.quantizers.formats import rows_and_columns
 
 __all__ = ["QuantizedTensorStorage", "check_buffers"]
@@ -52,7 +53,7 @@ class QuantizedTensorStorage:
                 f"expected {expected}, got {[n for n, b in buffers.items() if b is not None]}"
             )
         if not torch.compiler.is_dynamo_compiling():
-            check_buffers(quantizer, tuple(shape), buffers, buffers[expected[0]].device)
+            check_buffers(quantizer, tuple(shape), described, buffers, buffers[expected[0]].device)
         self.shape, self.dtype, self.quantizer = tuple(shape), dtype, quantizer
         for name in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, name, buffers[name] if name in expected else None)
@@ -145,6 +146,7 @@ class QuantizedTensorStorage:
 def check_buffers(
     quantizer: Quantizer,
     shape: tuple[int, ...],
+    described: Buffers,
     buffers: Mapping[str, torch.Tensor],
     device: torch.device | None = None,
 ) -> None:
@@ -153,24 +155,22 @@ def check_buffers(
     Shapes, dtypes, strides (every buffer is contiguous; a dimension of size 1 may have any stride) and the device, if one is
     given. Symbolic sizes are not compared: that would be a guard of a graph.
     """
-    for name, (sizes, dtype) in quantizer._describe_buffers(shape).items():
+    for name, (sizes, dtype) in described.items():
         buffer = buffers[name]
-        if not all(type(size) is int for size in (*sizes, *buffer.shape)):
+        known = all(type(size) is int for size in (*sizes, *buffer.shape))
+        if known and buffer.shape != sizes:
+            wrong = f"shape {tuple(buffer.shape)}, expected {tuple(sizes)}"
+        elif buffer.dtype != dtype:
+            wrong = f"dtype {buffer.dtype}, expected {dtype}"
+        elif device is not None and not _is_on(buffer, device):
+            wrong = f"device {buffer.device}, expected {device}"
+        elif known and not buffer.is_contiguous():
+            wrong = f"stride {buffer.stride()}, expected the contiguous one of {tuple(sizes)}"
+        else:
             continue
-        what = f"{quantizer.describe()} of shape {shape}: buffer {name!r} has"
-        for fact, found, expected in (
-            ("shape", tuple(buffer.shape), tuple(sizes)),
-            ("dtype", buffer.dtype, dtype),
-            ("device", buffer.device, _on(device, buffer.device)),
-        ):
-            if found != expected:
-                raise QuantizationError(f"{what} {fact} {found}, expected {expected}")
-        if not buffer.is_contiguous():
-            raise QuantizationError(f"{what} stride {buffer.stride()}, expected the contiguous one of {tuple(sizes)}")
+        raise QuantizationError(f"{quantizer.describe()} of shape {shape}: buffer {name!r} has {wrong}")
 
 
-def _on(device: torch.device | None, found: torch.device) -> torch.device:
-    """The device that a buffer found there should be on; one without an index is any of its type."""
-    if device is None or (device.index is None and device.type == found.type):
-        return found
-    return device
+def _is_on(buffer: torch.Tensor, device: torch.device) -> bool:
+    """Whether the buffer is there; a device without an index is any of its type."""
+    return buffer.device == device or (device.index is None and buffer.device.type == device.type)

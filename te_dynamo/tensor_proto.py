@@ -110,9 +110,9 @@ def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> Non
 
     Names and their order, and what `check_buffers` compares.
     """
-    quantizer, described = proto._quantizer(), list(proto._buffers())
-    if list(buffers) != described:
+    quantizer, described = proto._quantizer(), proto._buffers()
+    if list(buffers) != list(described):
         raise QuantizationError(
-            f"{quantizer.describe()} of shape {proto.shape}: expected the buffers {described}, got {list(buffers)}"
+            f"{quantizer.describe()} of shape {proto.shape}: expected the buffers {list(described)}, got {list(buffers)}"
         )
-    check_buffers(quantizer, proto.shape, buffers, proto.device)
+    check_buffers(quantizer, proto.shape, described, buffers, proto.device)

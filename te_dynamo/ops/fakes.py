@@ -1,14 +1,22 @@
-"""What fakes return: tensors without data, every one made from a TensorProto."""
+"""What fakes return: tensors without data, every one made from a TensorProto; and the mode that tensors are fakes of."""
 
+import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.tensor_proto import TensorProto
 
-__all__ = ["column_sums", "like", "of_proto", "plain", "quantized", "quantized_stack", "row_statistic"]
+__all__ = ["column_sums", "fake_mode_of", "like", "of_proto", "plain", "quantized", "quantized_stack", "row_statistic"]
+
+
+def fake_mode_of(values: Any) -> contextlib.AbstractContextManager[Any]:
+    """The fake mode of the tensors among `values`, or nothing where none is a fake."""
+    return detect_fake_mode(values) or contextlib.nullcontext()
 
 
 def of_proto(proto: TensorProto) -> torch.Tensor:

@@ -12,7 +12,7 @@ from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.ops.activation import activation, activation_backward
 from te_dynamo.tensor_proto import TensorProto
 
-__all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "check_approximate"]
+__all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "gelu_kind"]
 
 _KERNELS = ("gelu", "gelu_tanh", "silu", "relu")
 """The kinds that te.activation has kernels for, alone and fused with quantization."""
@@ -61,10 +61,10 @@ class GELU(Activation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_approximate(self, self.approximate)
+        self.kind()
 
     def kind(self) -> str:
-        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
+        return gelu_kind(self, self.approximate)
 
 
 class QGELU(Activation):
@@ -95,7 +95,8 @@ class SiLU(Activation):
         return "silu"
 
 
-def check_approximate(op: BasicOperation, approximate: str) -> None:
-    """ValueError unless it is one that GELU has."""
+def gelu_kind(op: BasicOperation, approximate: str) -> str:
+    """The kind of a GELU, alone or gated; ValueError for an approximation that there is not."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f"{type(op).__name__}: approximate is 'none' or 'tanh', got {approximate!r}")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"

@@ -12,7 +12,7 @@ import torch
 
 from te_dynamo.errors import TeError
 from te_dynamo.operations.basic import formulas
-from te_dynamo.operations.basic.activation import check_approximate
+from te_dynamo.operations.basic.activation import gelu_kind
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.ops.swiglu import swiglu, swiglu_backward
@@ -84,10 +84,10 @@ class GEGLU(Gated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_approximate(self, self.approximate)
+        self.kind()
 
     def kind(self) -> str:
-        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
+        return gelu_kind(self, self.approximate)
 
 
 class QGEGLU(Gated):
