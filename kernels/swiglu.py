@@ -122,9 +122,9 @@ _NO_QUANTIZATION = {
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, contiguous, in gate's shape and dtype.
 
-    gate and up have rank >= 2 and a contiguous last dimension; their other dimensions must collapse to one
-    row stride (ValueError otherwise).
+    gate and up are read as they are where they are rows of one stride, parts of a wider tensor say; else copied.
     """
+    gate, up = in_rows(gate), in_rows(up)
     sizes = sizes_of(gate, up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block_m, block_k, warps = amax_tile(sizes["K"])
@@ -165,6 +165,7 @@ def swiglu_quantize(
     amax (fp32, a power of two of partial ones), where the caller knows it, saves a launch and a read of both. `tile`
     overrides the cast's.
     """
+    gate, up = in_rows(gate), in_rows(up)
     sizes = sizes_of(gate, up)
     rows, columns = sizes["M"], sizes["K"]
     partials = swiglu_partial_amaxes(gate, up) if amax is None else amax
@@ -213,7 +214,8 @@ def swiglu_partial_amaxes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(dgate, dup), contiguous, in gate's shape and dtype."""
-    dy, sizes = dy.contiguous(), sizes_of(gate, up)
+    dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
+    sizes = sizes_of(gate, up)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     block_m, block_k, warps = amax_tile(sizes["K"])
     unused = {f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")}
@@ -256,7 +258,8 @@ def swiglu_backward_quantize(
 
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
     """
-    dy, sizes = dy.contiguous(), sizes_of(gate, up)
+    dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
+    sizes = sizes_of(gate, up)
     rows, columns = sizes["M"], sizes["K"]
     partials = partial_amaxes_of_gradients(dy, gate, up)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
@@ -318,6 +321,11 @@ def partial_amaxes_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.
     return partials
 
 
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x where it is rows of one stride (`sizes_of` takes it), else a copy that is."""
+    return x if _rows_collapse(x) else x.contiguous()
+
+
 def sizes_of(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:
     """M, K and the row strides as kernel arguments."""
     rows, columns = rows_and_columns(gate)
@@ -331,13 +339,20 @@ def sizes_of(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:
 
 def _row_stride(x: torch.Tensor, name: str) -> Size:
     """Elements from one row of x read as [M, K] to the next."""
-    if x.is_contiguous():
-        return x.shape[-1]
-    dims = [d for d in range(x.dim() - 1) if x.shape[d] != 1]
-    collapse = all(x.stride(a) == x.stride(b) * x.shape[b] for a, b in itertools.pairwise(dims))
-    if x.stride(-1) != 1 or not collapse:
+    if not _rows_collapse(x):
         raise ValueError(
             f"swiglu: {name} of shape {tuple(x.shape)} and strides {x.stride()} is not rows of one stride; "
             "make it contiguous"
         )
-    return x.stride(dims[-1]) if dims else x.shape[-1]
+    dims = _leading_dims(x)
+    return x.stride(dims[-1]) if dims and not x.is_contiguous() else x.shape[-1]
+
+
+def _rows_collapse(x: torch.Tensor) -> bool:
+    """Whether x read as [M, K] has values side by side in each row, and one stride from row to row."""
+    pairs = itertools.pairwise(_leading_dims(x))
+    return x.is_contiguous() or (x.stride(-1) == 1 and all(x.stride(a) == x.stride(b) * x.shape[b] for a, b in pairs))
+
+
+def _leading_dims(x: torch.Tensor) -> list[int]:
+    return [d for d in range(x.dim() - 1) if x.shape[d] != 1]

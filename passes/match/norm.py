@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.passes.match.mutation import refuses
-from te_dynamo.passes.match.readers import why_not_read_by_linear
+from te_dynamo.passes.match.readers import why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,
@@ -96,6 +96,7 @@ def replace_norm(norm: Norm) -> MatchRecord:
         left_as_plain(norm.x, last, *norm.weights)
         or _reason(norm)
         or why_not_read_by_linear(last)
+        or why_its_strides_stay(last)
         or refuses(norm.nodes)
     )
     if reason:

@@ -46,7 +46,7 @@ def te_op(
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Decorator: registers `te::<function name>` and returns its overload.
 
-    reference: plain PyTorch, any device; must not return an input.
+    reference: plain PyTorch, any device; must not return an input. What it returns is made contiguous, as the fakes are.
     kernel: the Triton launcher (CUDA of compute capability 9.0 or newer); None where the operation has no kernel of its own
         and the reference, made of aten operations, is what Inductor should compile.
     backward, setup_context: the autograd formula. Without one the operation is an inner part of another's backward, and
@@ -56,10 +56,10 @@ def te_op(
     def decorate(fake: Callable[..., Any]) -> torch._ops.OpOverload:
         name = f"{NAMESPACE}::{fake.__name__}"
         schema = torch.library.infer_schema(fake, mutates_args=())
-        definition = torch.library.custom_op(name, reference, mutates_args=(), schema=schema)
+        definition = torch.library.custom_op(name, _contiguous(reference), mutates_args=(), schema=schema)
         definition.register_fake(fake)
         if kernel is not None:
-            definition.register_kernel("cuda", _kernel_or_reference(kernel, reference))
+            definition.register_kernel("cuda", _kernel_or_reference(kernel, _contiguous(reference)))
         definition.register_autograd(
             backward or functools.partial(_refuse_double_backward, name), setup_context=setup_context
         )
@@ -70,6 +70,19 @@ def te_op(
         return overload
 
     return decorate
+
+
+def _contiguous(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """An elementwise formula of torch's keeps the strides of a transposed input; kernels and fakes do not."""
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = reference(*args, **kwargs)
+        if isinstance(results, torch.Tensor):
+            return results.contiguous()
+        return type(results)(result.contiguous() for result in results)
+
+    return run
 
 
 def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,8 +29,9 @@ def _keep_dims(statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return statistic.view(*x.shape[:-1], 1)
 
 
-def _leading(x: torch.Tensor) -> list[int]:
-    return list(range(x.dim() - 1))
+def _sum_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """values [..., N] summed to [N]."""
+    return values.sum(list(range(values.dim() - 1))) if values.dim() > 1 else values  # sum([]) is that of all values
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -59,7 +60,7 @@ def rms_norm_gradients(
         w32 = weight.to(torch.float32)
         g = dy32 * (1.0 + w32 if zero_centered else w32)
         if needs[1]:
-            dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
+            dweight = _sum_of_rows(dy32 * xhat).to(weight.dtype)
     dx = None
     if needs[0]:
         dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
@@ -117,9 +118,9 @@ def layer_norm_gradients(
     if needs[0]:
         dx = (rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
     if weight is not None and needs[1]:
-        dweight = (dy32 * xhat).sum(_leading(x)).to(weight.dtype)
+        dweight = _sum_of_rows(dy32 * xhat).to(weight.dtype)
     if bias_dtype is not None and needs[2]:
-        dbias = dy32.sum(_leading(x)).to(bias_dtype)
+        dbias = _sum_of_rows(dy32).to(bias_dtype)
     return dx, dweight, dbias
 
 
