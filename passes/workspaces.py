@@ -5,6 +5,9 @@
               y = te.linear_with_workspace(x, None, bias, config, [w_data, w_scale_inv])[0]      frozen: l_w is no input any more
               y = te.linear_with_workspace(x, l_w, bias, config, [w_data, ...])[0]               else l_w is what gets the gradient
 
+A linear whose weight the graph itself writes before (a model that normalizes its weights as it runs) quantizes it as ever: what is
+kept are the values that the call began with.
+
 At Torch IR, so that AOTAutograd, the partitioner and Inductor see the buffers as what they are: inputs, which are never
 written and of which backward gets references. te_dynamo/weight_cache.py supplies them.
 
@@ -14,6 +17,7 @@ te.swiglu reads, and of frozen weights any two or three of one input whose colum
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -29,6 +33,7 @@ from te_dynamo.ops import LinearConfig
 from te_dynamo.ops.fakes import quantized, quantized_stack
 from te_dynamo.ops.stacked import segments_stack
 from te_dynamo.passes.fusions.producer import has_fused_kernels
+from te_dynamo.passes.match.mutation import effects_known, written_before
 from te_dynamo.passes.match.values import emit, emit_getitem, emit_method, tensor_of
 from te_dynamo.passes.match.where import parameter_name, source_line
 from te_dynamo.quantizers import Quantizer
@@ -96,13 +101,15 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     dropped has another reader: it has its values again, and Dynamo has to trace anew.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    readers = []
+    candidates = []
     for reader in _readers(gm.graph, example_inputs):
         if reader.weight in FROZEN:
             _check_frozen(reader)
-            readers.append(reader)
+            candidates.append(reader)
         elif by_step and not _managed_by_fsdp(placeholders[reader.position]):
-            readers.append(reader)
+            candidates.append(reader)
+    with effects_known(gm.graph) if candidates else contextlib.nullcontext():
+        readers = [r for r in candidates if not written_before(r.node, placeholders[r.position])]
     if not readers:
         _give_back_dropped(gm, example_inputs)
         return None

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_dynamo.passes.match.values import tensor_of
 
-__all__ = ["effects_known", "refuses", "written_by"]
+__all__ = ["effects_known", "refuses", "written_before", "written_by"]
 
 _AUGMENTED = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -58,6 +58,13 @@ def refuses(nodes: Sequence[fx.Node]) -> str:
             when = "inside the pattern" if inside else "after it, and backward needs its value"
             return f"{_spelled(node)} writes an input in place {when}"
     return ""
+
+
+def written_before(node: fx.Node, tensor: fx.Node) -> bool:
+    """Whether something in the graph may write `tensor` before `node` reads it."""
+    effects = _known.get()
+    earlier = (e for e in (_effects(node.graph) if effects is None else effects) if not e._erased and e < node)
+    return any(_may_share_memory(written, tensor) for effect in earlier for written in written_by(effect))
 
 
 @contextlib.contextmanager
