@@ -231,6 +231,7 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         partition_fn=partition,
+        keep_inference_input_mutations=True,  # as for Inductor; without it torch refuses a model that sets a parameter's data
     )
     return backend(gm, example_inputs)
 

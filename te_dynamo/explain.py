@@ -49,7 +49,8 @@ class Explanation:
 
     @property
     def coverage(self) -> float:
-        """The share of linear FLOPs that runs in a recipe, 0 to 1; 0.0 for a model without linears."""
+        """The share of linear FLOPs that runs in a recipe, 0 to 1; 0.0 for a model without linears. A linear on as many tokens as
+        data decides (an expert's) counts nothing."""
         total = sum(match.flops for match in self.linears)
         return sum(match.flops for match in self.linears if match.matched) / total if total else 0.0
 
@@ -60,10 +61,12 @@ class Explanation:
         recipes = ", ".join(dict.fromkeys(match.recipe for match in matched if match.recipe)) or "no recipe"
         kept = sum(weight.nbytes for weight in self._kept_weights())
         weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
+        unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
+        uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
         return (
             f"coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
-            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}"
+            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def _unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
 def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """Puts back the random state and every buffer that the run writes to or replaces."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    buffers = [(module, dict(module._buffers)) for module in modules]
+    buffers = [(module, dict(module._buffers.items())) for module in modules]
     copies = {
         id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
     }
@@ -234,7 +237,8 @@ def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
             yield
         finally:
             for module, named in buffers:
-                module._buffers.update(named)
+                if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
+                    module._buffers.update(named)
             with torch.no_grad():
                 for buffer, version, copy in copies.values():
                     if buffer._version != version:
@@ -251,8 +255,8 @@ def _graph_break(entry: Any) -> GraphBreak:
     lines = str(entry.reason).splitlines() or [""]
     message = next(
         (line.partition("Message: ")[2] for line in lines if "Message: " in line), ""
-    )  # of a deliberate break
-    return GraphBreak(source=source, reason=message or lines[0])
+    )  # of a deliberate break, "None" where it was given none
+    return GraphBreak(source=source, reason=lines[0] if message in ("", "None") else message)
 
 
 def _linear_row(match: MatchRecord) -> tuple[str, ...]:

@@ -374,3 +374,27 @@ def test_without_triton_the_reference_runs() -> None:
     program = [sys.executable, "-c", textwrap.dedent(WITHOUT_TRITON)]
     result = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout == "1 warning\n", result.stderr[-2000:]
+
+
+def test_tokens_that_data_counts_are_not_in_coverage() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.expert = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = self.router(x)[:, 0].nonzero()[:, 0]
+            return self.expert(x[chosen])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = te_dynamo.explain(Routed(), torch.randn(4, 16), options=EAGER)
+    assert found.coverage == 1.0
+    assert found.headline.endswith(
+        "2 of 2 linears; 1 graph, 0 graph breaks; 1 linear of a length that data decides not counted"
+    )
+
+
+def test_paths_in_a_model_that_a_function_closes_over() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
+    found = te_dynamo.explain(lambda x: model(x), torch.randn(4, 32), options=EAGER)
+    assert [row.module for row in found.linears] == ["0", "1.0"]

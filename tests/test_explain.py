@@ -113,6 +113,28 @@ def test_graph_breaks_are_listed_with_line_and_reason():
     assert found.to_dict()["graphs"] == 2
 
 
+def test_a_break_without_a_message_has_dynamos_reason():
+    def forward(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    (found,) = explain(forward, torch.ones(3)).graph_breaks
+    assert "graph_break" in found.reason
+
+
+def test_a_traced_module_inside_a_model():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = nn.Linear(16, 16), torch.jit.trace(nn.BatchNorm1d(16).eval(), torch.randn(4, 16))
+
+        def forward(self, x):
+            return self.norm(self.fc(x))
+
+    assert [row.module for row in explain(Net(), torch.randn(4, 16)).linears] == ["fc"]
+
+
 def test_the_model_is_left_as_it_was(net):
     net.fc.weight.grad = torch.full_like(net.fc.weight, 7)
     state = {name: value.clone() for name, value in net.state_dict().items()}

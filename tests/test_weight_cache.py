@@ -317,6 +317,47 @@ def test_graphs_on_a_gpu_hold_references_to_the_stack() -> None:
     ]
 
 
+class Normalized(nn.Linear):
+    """EDM2's: the weight is brought back to unit rows in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(nn.functional.normalize(self.weight, dim=-1))
+        return super().forward(x)
+
+
+class NormalizedByData(Normalized):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = nn.functional.normalize(self.weight.data, dim=-1)
+        return nn.functional.linear(x, self.weight)
+
+
+class Reads(Normalized):
+    """Reads the weight before it is written, and after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + super().forward(x)
+
+
+@pytest.mark.parametrize("keep", ["by step", "frozen"])
+@pytest.mark.parametrize("made", [Normalized, NormalizedByData, Reads])
+def test_a_weight_that_the_model_writes_is_read_as_written(made: type[Normalized], keep: str) -> None:
+    torch.manual_seed(0)
+    model, reference = made(), made()
+    calls = te(model, **(STEP if keep == "by step" else {})), te(reference)
+    if keep == "frozen":
+        te_dynamo.freeze(model)
+    with torch.no_grad():
+        for scale in (3, 5):
+            for each in (model, reference):
+                each.weight.copy_(torch.full((32, 32), scale).triu() + torch.eye(32))
+            ours, theirs = (call(tokens(32, torch.float32)) for call in calls)
+            assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("options", [{"weight_cache": "forever"}, {"weight_cache_check": "yes"}])
 def test_wrong_values_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))):

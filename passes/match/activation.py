@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.passes.match.mutation import refuses, written_by
-from te_dynamo.passes.match.readers import comes_from_linear, why_not_read_by_linear
+from te_dynamo.passes.match.readers import comes_from_linear, why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,
@@ -24,6 +24,7 @@ from te_dynamo.passes.match.values import (
     dtype_name,
     emit,
     erase_unused,
+    fixed,
     left_as_plain,
     tensor_of,
 )
@@ -78,7 +79,7 @@ def _replace(
     reason = left_as_plain(*reads, last) or _dtype_reason(kind, last, reads)
     if not reason and not any(map(comes_from_linear, reads)):
         reason = why_not_read_by_linear(last)
-    reason = reason or refuses(nodes)
+    reason = reason or _stride_reason(kind, reads) or why_its_strides_stay(last) or refuses(nodes)
     record = _record(kind, last, reason)
     if not reason:
         with last.graph.inserting_before(last):
@@ -95,6 +96,16 @@ def _dtype_reason(kind: str, node: fx.Node, reads: tuple[fx.Node, ...]) -> str:
     if len(set(dtypes)) > 1:
         out, x = dtype_name(dtypes[-1]), dtype_name(dtypes[0])
         return f"its operands are not all {x}, or its output is {out}; te.{kind} takes and gives one dtype"
+    return ""
+
+
+def _stride_reason(kind: str, reads: tuple[fx.Node, ...]) -> str:
+    """te.swiglu reads parts of a wider tensor where they lie; what does not lie in rows it would have to copy."""
+    for name, node in zip(("gate", "up"), reads if kind == "swiglu" else (), strict=False):
+        value = tensor_of(node)
+        if value.dim() and fixed(value.shape[-1]) != 1 and fixed(value.stride(-1)) != 1:
+            strides = list(value.stride())
+            return f"its {name}'s strides are {strides}; te.swiglu reads rows whose values lie side by side; left to Inductor"
     return ""
 
 

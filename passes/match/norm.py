@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.passes.match.mutation import refuses
-from te_dynamo.passes.match.readers import why_not_read_by_linear
+from te_dynamo.passes.match.readers import why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,
@@ -97,7 +97,7 @@ def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
 def replace_norm(norm: Norm) -> MatchRecord:
     """Puts the te operation in the norm's place, or leaves it; either way its record."""
     last = norm.last
-    reason = why_no_te_norm(norm) or why_not_read_by_linear(last) or refuses(norm.nodes)
+    reason = why_no_te_norm(norm) or why_not_read_by_linear(last) or why_its_strides_stay(last) or refuses(norm.nodes)
     if reason:
         return left_norm(norm.kind, last, reason)
     graph, op = last.graph, getattr(torch.ops.te, norm.kind).default

@@ -13,7 +13,7 @@ from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.fusions.producer import has_fused_kernels
 from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 
-__all__ = ["comes_from_linear", "why_not_read_by_linear"]
+__all__ = ["comes_from_linear", "why_its_strides_stay", "why_not_read_by_linear"]
 
 _VIEWS = {torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten}
 _VIEW_METHODS = {
@@ -62,6 +62,15 @@ def comes_from_linear(node: fx.Node) -> bool:
         ):
             return False
         node = source
+
+
+def why_its_strides_stay(node: fx.Node) -> str:
+    """ "" where `node` may as well be contiguous, as results of te operations are; else why not: a view of it that the user
+    wrote may hold for its own strides alone. te.linear takes any."""
+    value = tensor_of(node)
+    if value is None or value.is_contiguous() or all(_is_te_linear(user) for user in node.users):
+        return ""
+    return f"its result has the strides {list(value.stride())} and is read by other than linears; left to Inductor"
 
 
 def _is_te_linear(node: fx.Node) -> bool:

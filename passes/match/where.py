@@ -20,6 +20,7 @@ path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dyn
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
+_GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
 _WRAPPERS = {
     "_modules", "_parameters", "_buffers",  # where nn.Module keeps them
@@ -65,6 +66,8 @@ def source_line(node: fx.Node) -> str:
 def clean_path(name: str) -> str:
     """A name in Dynamo's spelling ("L['self']._modules['layers']._modules['0']") as a module path
     ("layers.0")."""
+    while name != (found := _GETATTR.sub(r"\1.\3", name)):  # a name that is no identifier: getattr(L['model'], '0')
+        name = found
     name = _INDEX.sub(r".\1", _ROOT.sub("", name))
     parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
     return ".".join(part for part in parts if part and part not in _WRAPPERS)
