@@ -8,6 +8,7 @@ forward, backward and what is saved.
     bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
     checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
     linear.py       F.linear: always tried, always recorded
+    shards.py       F.linear of DTensors: te.linear of the rank's shards
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     cost.py         whether the experts' GEMMs repay their quantization
     experts.py      a loop over experts that each take a piece of one split

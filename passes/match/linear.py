@@ -19,6 +19,7 @@ from torch import fx
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.match.autocast import may_be_autocast
 from te_dynamo.passes.match.products import Sizes, products_of, without_casts
+from te_dynamo.passes.match.shards import is_shared, layout_of, to_shards
 from te_dynamo.passes.match.values import (
     FLOATS,
     arguments,
@@ -68,10 +69,20 @@ def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
     x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
     record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
-        record.reason = outside or _reason(node, x, weight, bias, recipe)
+        record.reason = outside or _rewrite(node, x, weight, bias, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
-        return record
+    return record
+
+
+def _rewrite(node: fx.Node, x: Any, weight: Any, bias: Any, recipe: Recipe) -> str:
+    """Puts te.linear in the place of `node`; the reason where it has to stay, "" where it is gone."""
+    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))):
+        return "its operands are not all tensors of the graph"
+    if any(map(is_shared, (x, weight, bias))):
+        return _rewrite_shards(node, x, weight, bias, recipe)
+    if reason := _reason(node, x, weight, bias, recipe):
+        return reason
     out = tensor_of(node)
     config = LinearConfig.from_recipe(
         recipe,
@@ -85,7 +96,23 @@ def _match(node: fx.Node, recipe_for: RecipeFor, outside: str) -> MatchRecord:
         new = emit_getitem(graph, saved, 0)
     node.replace_all_uses_with(new)
     erase_unused(graph, [node])
-    return record
+    return ""
+
+
+def _rewrite_shards(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe) -> str:
+    layout = layout_of(x, weight, bias)
+    if isinstance(layout, str):
+        return layout
+    with node.graph.inserting_before(node):
+        linear, whole = to_shards(layout, x, weight, bias, node)
+    shards: tuple[Any, Any, Any] = linear.args  # type: ignore[assignment]
+    reason = _rewrite(linear, *shards, recipe)
+    if reason:
+        erase_unused(node.graph, [whole, linear, *filter(None, shards)])
+        return f"of its shards: {reason}"
+    node.replace_all_uses_with(whole)
+    erase_unused(node.graph, [node])
+    return ""
 
 
 def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
@@ -94,10 +121,8 @@ def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     return emit_method(like.graph, "to", (operand, dtype), like)
 
 
-def _reason(node: fx.Node, x: Any, weight: Any, bias: Any, recipe: Recipe) -> str:
+def _reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe) -> str:
     """Why this linear stays what it is, "" when it becomes te.linear."""
-    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))):
-        return "its operands are not all tensors of the graph"
     return (
         left_as_plain(node, x, weight, bias)
         or _dtype_reason(node, x, weight, bias)
