@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,11 +98,12 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     readers = []
+    of_fsdp = _parameters_of_fsdp() if by_step else set()
     for reader in _readers(gm.graph, example_inputs):
         if reader.weight in FROZEN:
             _check_frozen(reader)
             readers.append(reader)
-        elif by_step and not _managed_by_fsdp(placeholders[reader.position]):
+        elif by_step and not (_managed_by_fsdp(placeholders[reader.position]) or id(reader.weight) in of_fsdp):
             readers.append(reader)
     if not readers:
         _give_back_dropped(gm, example_inputs)
@@ -172,6 +174,15 @@ def _managed_by_fsdp(placeholder: fx.Node) -> bool:
             return True
         source = getattr(source, "base", None)
     return False
+
+
+def _parameters_of_fsdp() -> set[int]:
+    """The ids of what FSDP2 manages in this process: torch's `replicate` runs on it too, which Dynamo does not know of."""
+    states, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("_composable_state", "fsdp"))
+    if states is None or fsdp is None:
+        return set()
+    managed = [module for module in list(states._module_state_mapping) if isinstance(module, fsdp.FSDPModule)]
+    return {id(parameter) for module in managed for parameter in module.parameters()}
 
 
 def _groups(graph: fx.Graph, readers: list[_Reader]) -> list[list[list[_Reader]]]:
