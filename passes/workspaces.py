@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -150,7 +151,12 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     parts = regions(gm)
     found = _readers(parts, example_inputs)
     written = written_inputs(parts) if found else set()
-    managed = {position for position, placeholder in enumerate(placeholders) if _managed_by_fsdp(placeholder)}
+    of_fsdp = _parameters_of_fsdp() if by_step else set()
+    managed = {
+        position
+        for position, (placeholder, value) in enumerate(zip(placeholders, example_inputs, strict=False))
+        if _managed_by_fsdp(placeholder) or id(value) in of_fsdp
+    }
     readers = [
         reader
         for reader in map(_checked, found)
@@ -246,6 +252,15 @@ def _managed_by_fsdp(placeholder: fx.Node) -> bool:
             return True
         source = getattr(source, "base", None)
     return False
+
+
+def _parameters_of_fsdp() -> set[int]:
+    """The ids of what FSDP2 manages in this process: torch's `replicate` runs on it too, which Dynamo does not know of."""
+    states, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("_composable_state", "fsdp"))
+    if states is None or fsdp is None:
+        return set()
+    managed = [module for module in list(states._module_state_mapping) if isinstance(module, fsdp.FSDPModule)]
+    return {id(parameter) for module in managed for parameter in module.parameters()}
 
 
 # --- grouping -----------------------------------------------------------------------------------------------

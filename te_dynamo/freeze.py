@@ -35,9 +35,10 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
     torch.inference_mode, which have no version counter.
     """
     model = _unwrapped(model)
+    _check_unmanaged(model)
     added = []
     for module, name, parameter, path in _parameters(model):
-        _check(parameter, module, path)
+        _check(parameter, path)
         if parameter not in FROZEN:
             FROZEN[parameter] = Frozen(path)
             added.append(parameter)
@@ -88,12 +89,24 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter
                 yield module, name, parameter, f"{prefix}.{name}".removeprefix(".")
 
 
-def _check(parameter: nn.Parameter, module: nn.Module, path: str) -> None:
-    if type(parameter) not in (nn.Parameter, FakeTensor) or getattr(module, "_is_fsdp_managed_module", False):
-        raise TeError(
-            f"te_dynamo.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
-            "change without a trace; freeze the plain model"
-        )
+def _check_unmanaged(model: nn.Module) -> None:
+    """FSDP's parameters may have any shape while they are not gathered."""
+    for prefix, module in model.named_modules():
+        if getattr(module, "_is_fsdp_managed_module", False):
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                raise _wrapped(name, parameter)
+
+
+def _wrapped(path: str, parameter: nn.Parameter) -> TeError:
+    return TeError(
+        f"te_dynamo.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
+        "change without a trace; freeze the plain model"
+    )
+
+
+def _check(parameter: nn.Parameter, path: str) -> None:
+    if type(parameter) not in (nn.Parameter, FakeTensor):
+        raise _wrapped(path, parameter)
     if parameter.is_inference():
         raise TeError(
             f"te_dynamo.freeze: {path!r} was made under torch.inference_mode and has no version counter; make the model "

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Attention", "GeluMLP", "GemmaRMSNorm", "Residual", "SwiGLU", "WrittenRMSNorm"]
+__all__ = ["MODELS", "Attention", "GeluMLP", "GemmaRMSNorm", "Llama", "Residual", "SwiGLU", "WrittenRMSNorm"]
 
 WIDTH = 32
 
@@ -81,6 +81,22 @@ class Residual(nn.Module):
         for norm, part in zip(self.norms, self.parts, strict=True):
             x = x + part(norm(x))
         return x
+
+
+class Llama(nn.Module):
+    """Token numbers to logits."""
+
+    def __init__(self, layers: int = 2, words: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.layers = nn.ModuleList(Residual(Attention(), SwiGLU()) for _ in range(layers))
+        self.norm, self.head = WrittenRMSNorm(), nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_oracle import fp8_linears, relative_error
+from small_models import SwiGLU
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -120,6 +121,37 @@ class Broken(nn.Module):
 def test_rules_find_module_paths_behind_a_graph_break() -> None:
     explanation = te_dynamo.explain(Broken(), torch.randn(4, 32), options={**EAGER, "rules": [("^head$", None)]})
     assert [(row.module, row.matched) for row in explanation.linears] == [("inner.0", True), ("head", False)]
+
+
+class BrokenLoop(nn.Module):
+    """Each block is compiled as a function of its own: one graph for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SwiGLU() for _ in range(3))
+        for layer in self.layers:
+            layer.register_forward_pre_hook(torch._dynamo.disable(lambda *_: None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_rule_that_tells_blocks_of_one_graph_apart_leaves_them() -> None:
+    """The second and third block run the first one's graph: a rule for one must not hold for all, nor for none."""
+    torch.manual_seed(0)
+    model, x = BrokenLoop(), torch.randn(8, 32, requires_grad=True)
+    explanation = te_dynamo.explain(model, x, options={**EAGER, "rules": [(r"layers\.2", None)]})
+    assert explanation.coverage == 0 and len(explanation.reports) == 1
+    reason = "3 modules run this graph, behind graph breaks, and the rules treat them differently"
+    assert {row.reason.partition(";")[0] for row in explanation.linears} == {reason}
+    same = te_dynamo.explain(model, x, options={**EAGER, "rules": [("down", None)]})
+    assert [(row.module, row.matched) for row in same.linears] == [
+        ("layers.0.gate", True),
+        ("layers.0.up", True),
+        ("layers.0.down", False),
+    ]
 
 
 # ---- dtypes and shapes

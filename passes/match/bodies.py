@@ -25,7 +25,7 @@ from te_dynamo.passes.match.mutation import effects_known
 from te_dynamo.passes.match.norm import match_norm
 from te_dynamo.passes.match.rms_norm import match_written_rms_norm
 from te_dynamo.passes.match.sequence import match_sequence
-from te_dynamo.passes.match.where import module_path
+from te_dynamo.passes.match.where import module_path, path_prefix, sharing_prefixes
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
@@ -56,7 +56,7 @@ class Matcher:
         recipe_for: (recipe, which rule chose it or why it is None) by module path, the options' own by default.
         outside: why nothing in here may be rewritten, "" normally.
         """
-        recipe_for = recipe_for or self.options.recipe_for
+        recipe_for = recipe_for or self._recipe_for_all_sharing
         records: list[tuple[int, MatchRecord]] = []
         whole = {node: match_attention(node, recipe_for, outside) for node in list(gm.graph.nodes)}
         place = {node: index for index, node in enumerate(gm.graph.nodes)}
@@ -79,6 +79,17 @@ class Matcher:
         gm.graph.lint()
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]
+
+    def _recipe_for_all_sharing(self, path: str) -> tuple[Recipe | None, str]:
+        """The options' choice, None where another module that runs the same graph has a choice of its own."""
+        chosen, prefix = self.options.recipe_for(path), path_prefix.get() or ""
+        paths = [other + path.removeprefix(prefix) for other in sharing_prefixes.get()]
+        if all(self.options.recipe_for(other)[0] == chosen[0] for other in paths):
+            return chosen
+        return None, (
+            f"{len(paths)} modules run this graph, behind graph breaks, and the rules treat them differently; compile each "
+            "with options of its own"
+        )
 
     def _match_body(
         self, body: fx.GraphModule, calls: list[fx.Node], recipe_for: RecipeFor, outside: str

@@ -21,6 +21,7 @@ from te_dynamo.passes.fusions.producer import has_fused_kernels
 from te_dynamo.passes.match.autocast import may_be_autocast
 from te_dynamo.passes.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
 from te_dynamo.passes.match.products import Product, Sizes, product_of, transpositions, without_casts
+from te_dynamo.passes.match.shards import is_shared, layout_of, to_shards
 from te_dynamo.passes.match.values import (
     FLOATS,
     calls,
@@ -54,14 +55,49 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
         return []
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
-        record.reason = outside or product.reason or _reason(node, product, recipe)
-        if not record.reason and not named_by_rule(recipe_for, record.module):
-            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, product, recipe)
+        named = named_by_rule(recipe_for, record.module)
+        record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
-    else:
-        _replace(node, product, recipe)
     return [record]
+
+
+def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
+    """Puts te.linear in the place of `node`; the reason where it has to stay, "" where it is gone.
+
+    named: whether a rule chose the recipe for it, whatever it costs.
+    """
+    operands = (product.x, product.weight, product.bias)
+    if not all(isinstance(operand, fx.Node) for operand in operands if operand is not None) or None in operands[:2]:
+        return "its operands are not all tensors of the graph"
+    if any(map(is_shared, operands)):
+        return _rewrite_shards(node, product, recipe, named)
+    if reason := _reason(node, product, recipe):
+        return reason
+    if not named and (reason := _cost_reason(node, product, recipe)):
+        node.meta[LEFT_FOR_COST] = reason
+        return reason
+    _replace(node, product, recipe)
+    return ""
+
+
+def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
+    if product.transposed:
+        return "a DTensor stored as [K, N]; write F.linear or nn.Linear to have it in the recipe"
+    layout = layout_of(product.x, product.weight, product.bias)
+    if isinstance(layout, str):
+        return layout
+    with node.graph.inserting_before(node):
+        linear, whole = to_shards(layout, product.x, product.weight, product.bias, node)
+    shards = product_of(linear)
+    assert shards is not None
+    if reason := _rewrite(linear, shards, recipe, named):
+        node.meta[LEFT_FOR_COST] = linear.meta.get(LEFT_FOR_COST, "")
+        erase_unused(node.graph, [whole, linear, *filter(None, (shards.x, shards.weight, shards.bias))])
+        return f"of its shards: {reason}"
+    node.replace_all_uses_with(whole)
+    erase_unused(node.graph, [node])
+    return ""
 
 
 def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
@@ -104,8 +140,6 @@ def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
 def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why this linear stays what it is, "" when it becomes te.linear."""
     x, weight, bias = product.x, product.weight, product.bias
-    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))):
-        return "its operands are not all tensors of the graph"
     return (
         left_as_plain(node, x, weight, bias)
         or _dtype_reason(node, x, weight, bias)

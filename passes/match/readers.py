@@ -11,6 +11,7 @@ from torch import fx
 
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.passes.fusions.producer import has_fused_kernels
+from te_dynamo.passes.match.shards import keeps_shards
 from te_dynamo.passes.match.values import calls, dtype_name, tensor_of
 
 __all__ = ["comes_from_linear", "why_its_strides_stay", "why_not_read_by_linear"]
@@ -89,7 +90,7 @@ def _keeps_elements(user: fx.Node, node: fx.Node) -> bool:
     dtype)."""
     if not user.args or user.args[0] is not node:
         return False
-    if calls(user, _VIEWS, _VIEW_METHODS):
+    if calls(user, _VIEWS, _VIEW_METHODS) or keeps_shards(user, node):
         return True
     if calls(user, {operator.getitem}):  # hidden[:, slice(0, None), :], which Hugging Face's lm_head reads
         return _whole(user.args[1]) and tensor_of(user) is not None and tensor_of(user).shape == tensor_of(node).shape

@@ -9,7 +9,7 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["OWNERS", "clean_path", "module_path", "parameter_name", "path_prefix", "source_line"]
+__all__ = ["OWNERS", "clean_path", "module_path", "parameter_name", "path_prefix", "sharing_prefixes", "source_line"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (root.py)."""
@@ -17,13 +17,18 @@ OWNERS = "te_dynamo_owners"
 path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dynamo_path_prefix", default=None)
 """What stands before every path of the graph being matched ("" or "layers.0."); None where that is not known."""
 
+sharing_prefixes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "te_dynamo_sharing_prefixes", default=()
+)
+"""The prefixes of all modules that may run the graph being matched; () where it is but one."""
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
 _GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
 _WRAPPERS = {
-    "_modules", "_parameters", "_buffers",  # where nn.Module keeps them
+    "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
     "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
     "__self__", "forward",  # a compiled bound method
 }  # fmt: skip
