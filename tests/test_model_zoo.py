@@ -26,6 +26,25 @@ COMMON = {
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2}
 
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 # Family -> (model class, configuration, share of linear FLOPs in FP8).
 FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "Llama": ("LlamaForCausalLM", GROUPED, 1.0),
@@ -41,6 +60,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "GPT2": ("GPT2LMHeadModel", {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}, 1.0),
     # The router is four columns wide: left, with that reason.
     "Mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}, 0.99),
+    # Queries and keys through low ranks, a shared expert, a router four columns wide.
+    "DeepseekV3": ("DeepseekV3ForCausalLM", LATENT, 0.99),
+    # Experts with biases and gate and up interleaved.
+    "GptOss": ("GptOssForCausalLM", {**GROUPED, **MIXTURE, "head_dim": 16, "sliding_window": 16}, 0.99),
+    # Experts by torch.bmm.
+    "Llama4Text": (
+        "Llama4ForCausalLM",
+        {**GROUPED, "head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 4, "attention_chunk_size": 16},
+        0.99,
+    ),
+    # LayerNorm behind the embedding, a GELU of its own, q, k and v in one.
+    "Bloom": ("BloomForCausalLM", {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}, 1.0),
+    # A short convolution between two linears.
+    "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, 1.0),
 }
 
 
