@@ -82,11 +82,7 @@ class Sequential(torch.nn.Module):
                 f"Sequential: expected {len(self._extra_inputs)} extra inputs ({', '.join(self._extra_inputs) or 'none'}), "
                 f"got {len(extra_inputs)}"
             )
-        for tensor in (input, *extra_inputs):
-            if not isinstance(tensor, torch.Tensor):
-                raise TeError(
-                    f"Sequential: expected tensors as its input and extra inputs, got a {type(tensor).__name__}"
-                )
+        _check_tensor(input)
         if is_autocast_on(input.device):
             with torch.autocast(input.device.type, enabled=False):
                 results = self._results(input, extra_inputs)
@@ -97,6 +93,8 @@ class Sequential(torch.nn.Module):
     def _results(self, input: torch.Tensor, extra_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """(output, *extra outputs)."""
         params = [getattr(getattr(self, child), name) for child, name in self._names]
+        for tensor in (*params, *extra_inputs):  # parameters first: Dynamo's graph takes its inputs in this order
+            _check_tensor(tensor)
         grad = torch.is_grad_enabled()
         # Read here, once: what is saved follows from it in real and in fake runs.
         requires_grad = [grad and tensor.requires_grad for tensor in (input, *params, *extra_inputs)]
@@ -111,6 +109,11 @@ class Sequential(torch.nn.Module):
             return _run(self.sequence, requires_grad, self.training, input, *params, *extra_inputs)
         results = sequence(input, params, list(extra_inputs), self.sequence, requires_grad, self.training, fusions)
         return results[: 1 + self._num_extra_outputs]  # type: ignore[no-any-return]
+
+
+def _check_tensor(value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TeError(f"Sequential: expected tensors as its input and extra inputs, got a {type(value).__name__}")
 
 
 @torch._dynamo.assume_constant_result
