@@ -114,3 +114,33 @@ def test_compiles_for_cuda(model: Callable[[], nn.Module]) -> None:
         capture_on_fake_cuda(
             lambda: model().bfloat16(), lambda device: (torch.empty(16, 32, dtype=torch.bfloat16, device=device),)
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("producer", ["rms_norm", "layer_norm", "gelu"])
+def test_kernels_read_a_transposed_input(producer: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc = nn.LayerNorm(32) if producer == "layer_norm" else nn.RMSNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(-1, -2)
+            return self.fc(F.gelu(x) if producer == "gelu" else self.norm(x))
+
+    with kernels_everywhere():
+        graphs = capture_on_fake_cuda(
+            lambda: Model().bfloat16(),
+            lambda device: (torch.empty(2, 32, 16, dtype=torch.bfloat16, device=device, requires_grad=True),),
+        )
+    assert "_kernel[" in graphs["lower.forward"] and "_kernel[" in graphs["lower.backward"]
+
+
+def test_operations_give_contiguous_results() -> None:
+    x = torch.randn(32, 16).t()
+    for result in (
+        torch.ops.te.activation(x, "gelu"),
+        torch.ops.te.swiglu(x, x),
+        torch.ops.te.rms_norm(x, None, 1e-5, False, False)[0],
+    ):
+        assert result.is_contiguous()

@@ -186,9 +186,8 @@ def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     gemms = ["fprop"]
     gemms += ["dgrad"] if quantized and tensor_of(x).requires_grad else []
     gemms += ["wgrad"] if quantized and tensor_of(weight).requires_grad else []
-    return linear_cost_reason(
-        m, n, k, gemms, recipe, len(weight.users)
-    )  # linears of one weight share its quantized copy
+    # Linears of one weight share its quantized copy.
+    return linear_cost_reason(m, n, k, gemms, recipe, readers=len(weight.users))
 
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
