@@ -47,7 +47,7 @@ def few_rows_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     Marked `cost_rule` are those of that rule.
     """
     if "cost_rule" not in request.keywords:
-        monkeypatch.setattr("te_dynamo.passes.match.linear.linear_cost_reason", lambda *_: "")
+        monkeypatch.setattr("te_dynamo.passes.match.linear.linear_cost_reason", lambda *_, **__: "")
 
 
 @pytest.fixture(autouse=True)
