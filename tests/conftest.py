@@ -7,6 +7,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -40,14 +41,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(autouse=True)
-def few_rows_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows.
+@pytest.fixture(autouse=True, scope="session")
+def few_rows_too() -> Iterator[None]:
+    """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows."""
+    with mock.patch("te_dynamo.passes.match.linear.linear_cost_reason", lambda *_, **__: ""):
+        yield
 
-    Marked `cost_rule` are those of that rule.
-    """
-    if "cost_rule" not in request.keywords:
-        monkeypatch.setattr("te_dynamo.passes.match.linear.linear_cost_reason", lambda *_, **__: "")
+
+@pytest.fixture(autouse=True)
+def but_for_tests_of_that_rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those marked `cost_rule`."""
+    if "cost_rule" in request.keywords:
+        from te_dynamo.passes.match.cost import linear_cost_reason
+
+        monkeypatch.setattr("te_dynamo.passes.match.linear.linear_cost_reason", linear_cost_reason)
 
 
 @pytest.fixture(autouse=True)

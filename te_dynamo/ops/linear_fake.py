@@ -96,11 +96,11 @@ def linear_forward_fake(args: LinearFwdProtos) -> tuple[TensorProto, list[Tensor
     Raises QuantizationError for shapes that no linear has.
     """
     x, weight, config = args.x, args.weight, args.config
-    _check_shapes(x.shape, weight.shape, None if args.bias is None else args.bias.shape)
+    transposed = config.weight_transposed
+    _check_shapes(x.shape, weight.shape, transposed, None if args.bias is None else args.bias.shape)
     leading = (args.parallel.output_leading(x.shape[0]), *x.shape[1:-1]) if len(x.shape) > 1 else ()
     requires_grad = config.input_requires_grad or config.weight_requires_grad
     requires_grad = requires_grad or (args.bias is not None and args.bias.requires_grad)
-    transposed = config.weight_transposed
     out = TensorProto((*leading, weight.shape[1 if transposed else 0]), x.dtype, None, requires_grad, x.device)
     saved = []
     if config.grad_output_quantizer is not None:
@@ -113,11 +113,15 @@ def linear_forward_fake(args: LinearFwdProtos) -> tuple[TensorProto, list[Tensor
     return out, saved
 
 
-def _check_shapes(x: tuple[int, ...], weight: tuple[int, ...], bias: Optional[tuple[int, ...]]) -> None:
-    if len(weight) != 2 or not x or x[-1] != weight[1] or bias not in (None, weight[:1]):
+def _check_shapes(
+    x: tuple[int, ...], weight: tuple[int, ...], transposed: bool, bias: Optional[tuple[int, ...]]
+) -> None:
+    n_k = weight[::-1] if transposed else weight
+    if len(weight) != 2 or not x or x[-1] != n_k[1] or bias not in (None, n_k[:1]):
+        stored = "[K, N]" if transposed else "[N, K]"
         given = "" if bias is None else f" and a bias of {bias}"
         raise QuantizationError(
-            f"linear: expected x [..., K], a weight [N, K] and a bias [N], got {x}, {weight}{given}"
+            f"linear: expected x [..., K], a weight {stored} and a bias [N], got {x}, {weight}{given}"
         )
 
 
