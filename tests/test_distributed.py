@@ -117,12 +117,12 @@ def test_ddp(ranks: Ranks, optimize_ddp: Any) -> None:
 
 
 def test_ddp_with_checkpoints_and_microbatches(ranks: Ranks) -> None:
-    """Gradients meet in the last microbatch (no_sync); linears in checkpoints keep nothing."""
+    """Gradients meet in the last microbatch (no_sync); weights are kept in checkpoints too."""
     both = ranks.run(rank_bodies.data_parallel, "ddp", "whole", True, 2, 2, {"weight_cache": "step"}, False)
     assert_trained_as(both, one_process(2 * SIZE, steps=2), SAME)
     for one in both:
         assert one["linears"] == names([*LAYERS, "head"], "module.") and one["graphs"] == 1
-        assert one["kept"] == ["head.weight"]
+        assert len(one["kept"]) > 10 and "head.weight" in one["kept"]
 
 
 def test_mixed_precision_of_fsdp(ranks: Ranks) -> None:
