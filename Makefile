@@ -22,18 +22,22 @@ endif
 # OpenMP's threads otherwise spin while they wait: beside other work on two cores everything takes several times as long.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# As many tests at a time, where pytest-xdist is there (a machine without a network may lack it).
+JOBS ?= 2
+SIDE_BY_SIDE = $$($(RUN) -c "import importlib.util as u; print('-n $(JOBS) --dist worksteal' if u.find_spec('xdist') else '')")
+
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet
 .PHONY: test test-slow test-all test-gpu lint demo clean
 .DELETE_ON_ERROR:
 
 test: $(STAMP)test                                ## the suite without the slow and the GPU tests
-	$(RUN) -m pytest -m "not slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(STAMP)test $(STAMP)demo              ## the slow ones only
-	$(RUN) -m pytest -m "slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS)
 
 test-all: $(STAMP)test $(STAMP)demo               ## everything this machine can run
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-gpu: $(STAMP)test                            ## the tests that need a GPU
 	$(RUN) -m pytest -m gpu $(ARGS)

@@ -11,6 +11,7 @@ forward, backward and what is saved.
     inline.py       a call replaced by the torch calls that a Python function makes for it
     linear.py       linears: always tried, always recorded
     products.py     the ways in which models write them: F.linear, x @ weight, addmm, einsum
+    compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
     shards.py       F.linear of DTensors: te.linear of the rank's shards
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     cost.py         whether a linear's GEMMs repay the quantization of its weight

@@ -18,6 +18,7 @@ from te_dynamo.options import Options
 from te_dynamo.passes.match.activation import match_activation, match_swiglu
 from te_dynamo.passes.match.attention import match_attention
 from te_dynamo.passes.match.checkpoint import ask_for_what_was_replaced
+from te_dynamo.passes.match.compounds import match_compound
 from te_dynamo.passes.match.experts import match_expert_loop
 from te_dynamo.passes.match.grouped import match_grouped
 from te_dynamo.passes.match.linear import RecipeFor, match_linear
@@ -36,7 +37,7 @@ _PLAIN_BODIES = {
     "wrap_with_autocast", "invoke_subgraph", "cond",
 }  # fmt: skip
 
-_LINEARS = (match_expert_loop, match_grouped, match_linear)
+_LINEARS = (match_expert_loop, match_grouped, match_linear, match_compound)
 """Matchers of linears, in order: a loop over experts before each of its linears becomes one of its own."""
 
 _AFTER_LINEARS = (match_norm, match_written_rms_norm, match_swiglu, match_activation)

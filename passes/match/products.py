@@ -28,14 +28,19 @@ __all__ = ["LINEAR", "Product", "Sizes", "is_parameter", "product_of", "transpos
 Sizes = tuple[Any, ...]
 """(M, N, K), each an int or a SymInt; () where the graph does not say."""
 
-LINEAR = {F.linear, torch._C._nn.linear, torch.ops.aten.linear.default}
+_aten = torch.ops.aten
 
-_MATMUL = {torch.matmul, torch.mm, operator.matmul}
+LINEAR = {F.linear, torch._C._nn.linear, _aten.linear.default}
+
+# The overloads are those of a model that torch.export has decomposed.
+_ADDMM = {torch.addmm, _aten.addmm.default}
+_MATMUL = {torch.matmul, torch.mm, operator.matmul, _aten.matmul.default, _aten.mm.default}
 _MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
-_SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims}
+_SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, _aten.transpose.int}
+_PERMUTES = {torch.permute, _aten.permute.default}
 _SWAP_METHODS = {"transpose", "swapaxes", "swapdims"}
 # Dynamo spells x.mT and x.T as getattr, from torch 2.14 on as these operations.
-_TRANSPOSED = {torch.t, torch.permute, torch.ops.aten.mT, torch.ops.aten.numpy_T} | _SWAPS
+_TRANSPOSED = {torch.t, _aten.t.default, _aten.mT, _aten.numpy_T} | _PERMUTES | _SWAPS
 _TRANSPOSED_METHODS = {"t", "permute"} | _SWAP_METHODS
 _CAST_METHODS = {"to", "type_as", "float", "bfloat16", "half"}
 
@@ -62,7 +67,7 @@ def product_of(node: fx.Node) -> Product | None:
         given = arguments(node, "input", "weight", "bias") or {}
         x, weight = given.get("input"), given.get("weight")
         found: Product | None = Product(x, weight, given.get("bias"), False, _sizes(x, weight))
-    elif calls(node, {torch.addmm}, {"addmm"}):
+    elif calls(node, _ADDMM, {"addmm"}):
         found = _addmm(node)
     elif calls(node, _MATMUL, _MATMUL_METHODS):
         second = "mat2" if node.target in (torch.mm, "mm") else "other"
@@ -129,7 +134,7 @@ def _is_transposition(node: Any) -> bool:
     dims: tuple[Any, ...] = node.args[1:]
     if calls(node, _SWAPS, _SWAP_METHODS):
         return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 2 for d in dims} == {0, 1}
-    if calls(node, {torch.permute}, {"permute"}):
+    if calls(node, _PERMUTES, {"permute"}):
         order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         return len(order) == 2 and all(isinstance(d, int) for d in order) and [d % 2 for d in order] == [1, 0]
     return calls(node, _TRANSPOSED, {"t"})
