@@ -146,17 +146,16 @@ def plot(runs: list[Run], path: pathlib.Path) -> None:
 
 def compare(reference: Run, others: list[Run], console: Console) -> bool:
     """Prints the runs side by side; whether both losses of every other one are within its tolerance of `reference`'s."""
-    table = Table(
-        "", "training loss*", "", "validation loss", "", "tokens/s**", "",
-        caption="* mean of the last tenth of the steps; ** of the median step",
-    )  # fmt: skip
+    table = Table("", caption="* mean of the last tenth of the steps; ** of the median step")
+    for header in ("training loss*", "validation loss", "tokens/s**"):
+        table.add_column(header, justify="right", no_wrap=True)
     close = True
     for run in (reference, *others):
         cells = []
         for attribute, form in [("final_loss", ".4f"), ("validation_loss", ".4f"), ("tokens_per_second", ",.0f")]:
             value = getattr(run, attribute)
             difference = value / getattr(reference, attribute) - 1
-            cells += [format(value, form), "" if run is reference else f"{difference:+.2%}"]
+            cells.append(format(value, form) + ("" if run is reference else f" {difference:+.2%}"))
             if "loss" in attribute:
                 close = close and abs(difference) <= tolerance(run.name)  # false for NaN
         table.add_row(run.name, *cells)

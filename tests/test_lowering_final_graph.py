@@ -13,6 +13,28 @@ from torch import fx
 from te_dynamo.lowering import trace
 from te_dynamo.testing import capture_on_fake_cuda
 
+MOVABLE = {
+    "aten.empty.memory_format", "aten.slice.Tensor", "aten.reshape.default", "aten.view.default", "aten.permute.default",
+    "<built-in function getitem>",
+}  # fmt: skip
+"""Allocations and views: nothing depends on where between their operands and their first reader they stand."""
+
+
+def in_order(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes in the graph's order, movable ones in front of their first reader."""
+    order: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand not in order:
+                visit(operand)
+        order[node] = None
+
+    for node in graph.nodes:
+        if str(node.target) not in MOVABLE:
+            visit(node)
+    return list(order)
+
 
 def described(gm: fx.GraphModule) -> list[Any]:
     """Every node by number: target, arguments, the value's layout; of a launch also the kernel, its constants and what it was
@@ -21,7 +43,7 @@ def described(gm: fx.GraphModule) -> list[Any]:
 
     numbers: dict[fx.Node, int] = {}
     lines = []
-    for node in gm.graph.nodes:
+    for node in in_order(gm.graph):
         numbers[node] = len(numbers)
         kwargs = dict(node.kwargs)
         if "kernel_idx" in kwargs:
