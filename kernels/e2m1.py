@@ -150,7 +150,8 @@ def hadamard(x):
     """The sixteen tensors x in fp32 times diag(signs) H16 / 4: `hadamard_reference`, addition by addition."""
     y = ()
     for i in tl.static_range(16):
-        y += (-x[i] if (HADAMARD_NEGATIVE >> i) & 1 else x[i],)
+        # Triton's -x is 0 - x, which makes +0 of +0: the transform's zeros would have other signs.
+        y += (x[i] * -1.0 if (HADAMARD_NEGATIVE >> i) & 1 else x[i],)
     for _ in tl.static_range(4):
         sums, differences = (), ()
         for i in tl.static_range(0, 16, 2):

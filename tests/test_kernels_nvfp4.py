@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from ptx_emulator import PtxEmulator
@@ -29,7 +30,7 @@ from te_dynamo.kernels.nvfp4 import (
 )
 
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272))
-KINDS = (*INPUT_KINDS, "zero_row")
+KINDS = (*INPUT_KINDS, "zero_row", "signed_zeros")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 ROW, COLUMN, BOTH = (True, False), (False, True), (True, True)
 KEY = torch.tensor([123456789, -987654321], dtype=torch.int32)
@@ -46,7 +47,12 @@ OPTIONS = (PLAIN, TWO_D, HADAMARD, STOCHASTIC, GRADIENT, (True, False, True))
 
 
 def make(kind: str, shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> torch.Tensor:
-    """`make_input`, and "zero_row": normal with a row and a column of zeros, and a -0."""
+    """`make_input`, "zero_row": normal with a row and a column of zeros, and a -0, and "signed_zeros": nothing but zeros, of those
+    signs that make one -0 of each 16 rows in the transform, which is the sum of sixteen -0."""
+    if kind == "signed_zeros":
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        signs = hadamard_reference(torch.eye(16)).repeat(-(-rows // 16), -(-columns // 16))[:rows, :columns]
+        return torch.zeros(rows, columns).copysign(-signs).reshape(shape).to(dtype).to(device)
     x = make_input("normal" if kind == "zero_row" else kind, shape, dtype, "cpu", seed)
     if kind == "zero_row":
         matrix = x.view(-1, shape[-1])
@@ -284,6 +290,13 @@ def test_product_of_two_transformed_operands_needs_no_inverse(tokens) -> None:
         assert (wgrad - exact).norm() < (0.25 if options[2] else 0.18) * exact.norm()
 
 
+def test_zeros_keep_their_signs_through_the_transform() -> None:
+    """The product with a sign is exact, of zeros too: sums of -0 alone are -0, all others +0."""
+    data, _, amax = reference(make("signed_zeros", (16, 16), torch.float32), COLUMN, HADAMARD)
+    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1)
+    assert amax == 0 and torch.equal(codes, 8 * torch.eye(16, dtype=torch.uint8))
+
+
 def test_hadamard_spreads_an_outlier() -> None:
     x = torch.full((16, 1), 0.01)
     x[3] = 100.0
@@ -448,6 +461,7 @@ def test_kernel_equals_reference(shape, kind) -> None:
     dtype=st.sampled_from(DTYPES),
     options=st.sampled_from(OPTIONS),
 )
+@example(rows=5, columns=1, exponent=-25, dtype=torch.float16, options=HADAMARD)  # zeros of both signs
 def test_kernel_on_any_shape_and_magnitude(rows, columns, exponent, dtype, options) -> None:
     x = torch.ldexp(make("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent)).to(dtype).cuda()
     assert_same_bits(kernel(x, BOTH, options), reference(x, BOTH, options))

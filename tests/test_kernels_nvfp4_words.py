@@ -135,7 +135,7 @@ def main() -> None:
         ((40, 136), KINDS, (torch.bfloat16,)),
         ((128, 128), ("normal",), (torch.bfloat16,)),
         ((303, 304), ("normal",), (torch.bfloat16,)),
-        ((35, 50), ("nan", "zero_row"), DTYPES),
+        ((35, 50), ("nan", "zero_row", "signed_zeros"), DTYPES),
         ((1, 32), ("normal",), DTYPES),
     ):
         for kind, dtype, options in itertools.product(kinds, dtypes, OPTIONS):
