@@ -135,8 +135,10 @@ def as_parameter(case: Case) -> Any:
 @pytest.mark.parametrize("case", [as_parameter(case) for case in CASES])
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
-    # What is emulated on sm_100 is for its own tensor cores to replace; Triton 3.7 on spills a few words there.
-    assert report.spills <= (256 if case.capability == 100 else 0), report.log
+    # What is emulated on sm_100 is for its own tensor cores to replace; Triton 3.7 on spills a few words there, and Triton 3.6
+    # on sm_90 of fp16 gradients.
+    few_words = case.capability == 100 or case.name.startswith("quantize gradient fp16")
+    assert report.spills <= (256 if few_words else 0), report.log
     assert report.warnings == (), report.log
     for text in case.has:
         assert text in report.ptx
