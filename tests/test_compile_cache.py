@@ -86,6 +86,7 @@ def compile_in_new_process(folder: Path, setup: str = "", **options: object) -> 
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # whatever compiles does so here, where it is counted
     }
+    environment.pop("TRITON_PTXAS_PATH", None)  # this process may have set it, which a user's finds out by itself
     command = [sys.executable, "-c", PROGRAM, setup, json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
