@@ -29,6 +29,7 @@ from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.mutation import analyse_once
+from te_dynamo.lowering.ptxas import use_torchs_ptxas
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
@@ -177,6 +178,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
 
     extern_gemm.register()
     analyse_once()
+    use_torchs_ptxas()
     patches = dict(compilation.options.inductor)
     key = cache_key(compilation.options, fusion_key())
     for hook, stage in (

@@ -7,8 +7,13 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+
+from te_dynamo.lowering.ptxas import use_torchs_ptxas
+from te_dynamo.testing import capture_on_fake_cuda
 
 PROGRAM = textwrap.dedent(
     """
@@ -81,6 +86,7 @@ def compile_in_new_process(folder: Path, setup: str = "", **options: object) -> 
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # whatever compiles does so here, where it is counted
     }
+    environment.pop("TRITON_PTXAS_PATH", None)  # this process may have set it, which a user's finds out by itself
     command = [sys.executable, "-c", PROGRAM, setup, json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -133,6 +139,37 @@ def test_second_process_hits_on_a_gpu(tmp_path: Path) -> None:
     warm = compile_in_new_process(tmp_path)
     assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
     assert (warm["lowered"], warm["analysed"], warm["compiled"]) == (0, 0, [])
+
+
+def test_kernels_are_stored_under_the_ptxas_that_assembles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch chooses one after Triton was asked for the version of another: a second process would compile all kernels again."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    from torch._inductor.runtime import compile_tasks
+
+    torchs = tmp_path / "ptxas"
+    torchs.write_text("#!/bin/sh\necho Cuda compilation tools, release 99.1, V99.1.0\n")
+    torchs.chmod(0o755)
+    monkeypatch.setattr(
+        compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(torchs))
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "99.1" not in compiler.get_ptxas_version(90)
+    use_torchs_ptxas.__wrapped__()
+    assert "99.1" in compiler.get_ptxas_version(90)
+    compiler.get_ptxas_version.cache_clear()
+
+
+def test_ptxas_is_chosen_before_code_is_generated() -> None:
+    chosen: list[bool] = []
+    with mock.patch("te_dynamo.backend.use_torchs_ptxas", lambda: chosen.append(True)):
+        capture_on_fake_cuda(
+            lambda: torch.nn.Linear(32, 32).bfloat16(),
+            lambda device: (torch.empty(16, 32, dtype=torch.bfloat16, device=device),),
+            backward=False,
+        )
+    assert chosen
 
 
 def test_key_covers_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
