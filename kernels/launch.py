@@ -55,7 +55,7 @@ def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
 @functools.cache
 def multiprocessor_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; an H200's where no GPU can be asked, so that graphs build anywhere."""
-    if not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return _H200_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -63,4 +63,6 @@ def multiprocessor_count(device: torch.device) -> int:
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device has Hopper's tensor cores (wgmma, which its successors lack); True where no GPU can be asked."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device)[0] == 9
