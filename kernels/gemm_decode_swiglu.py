@@ -100,7 +100,7 @@ def gemm_decode_swiglu_kernel(
     left = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     right = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = b + columns.to(tl.int64)[:, None] * K
-    second = first + WIDTH.to(tl.int64) * K
+    second = first + tl.cast(WIDTH, tl.int64) * K
     for block in tl.range(tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         x_mask = (rows < M)[:, None] if EVEN else (rows < M)[:, None] & (k < K)[None, :]
