@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from te_dynamo.kernels.gemm_amax import has_amax
-from te_dynamo.ops.gemm import gemm, gemm_amax
+from te_dynamo.ops.gemm import gemm, gemm_amax, has_amax
 from te_dynamo.ops.quantize import quantize_with_amax
 from te_dynamo.passes.fusions.producer import quantize_of
 from te_dynamo.passes.graph import call_like, calls, getitem_after, read_item, replace_items

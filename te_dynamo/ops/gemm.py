@@ -6,12 +6,12 @@ import torch
 
 from te_dynamo.kernels import gemm as kernels
 from te_dynamo.kernels.gemm_amax import gemm_amax as launch_gemm_amax
-from te_dynamo.kernels.gemm_amax import gemm_amax_reference
+from te_dynamo.kernels.gemm_amax import gemm_amax_reference, has_amax
 from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import column_sums, plain
 
-__all__ = ["add_bias", "bias_grad", "gemm", "gemm_amax"]
+__all__ = ["add_bias", "bias_grad", "gemm", "gemm_amax", "has_amax"]
 
 
 @te_op(reference=kernels.gemm_reference, kernel=kernels.gemm)
