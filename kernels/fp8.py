@@ -79,6 +79,14 @@ def store_partial_amax(partials, bits):
 
 
 @triton.jit
+def store_amax(partials, bits, PARTIALS: tl.constexpr):
+    """This program's amax, the maximum of `bits`, in its place and in those that no program has: PARTIALS or fewer run."""
+    amax = tl.max(bits, axis=None).to(tl.float32, bitcast=True)
+    for place in range(tl.program_id(0), PARTIALS, tl.num_programs(0)):
+        tl.store(partials + place, amax)
+
+
+@triton.jit
 def larger_or_nan(a, b):
     """The larger one, or NaN if either is that."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
+from te_dynamo.kernels.fp8 import abs_bits, store_amax
 from te_dynamo.kernels.gemm_decode import DecodeTile, decode_tile, launch_decode
 from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
@@ -108,14 +109,18 @@ def gemm_with_tile(
     b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    partials: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing."""
+    """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing.
+
+    partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of the result, or None.
+    """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     split = tile.split_k > 1
     target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=a.device) if split else c
     if isinstance(tile, DecodeTile):
-        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, target)
+        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, target, partials=None if split else partials)
     else:
         programs = multiprocessor_count(a.device) * tile.ctas_per_sm
         # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
@@ -123,7 +128,7 @@ def gemm_with_tile(
         arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
         launch(gemm_kernel, (programs,), *arguments, **kernel_options(tile, n, bias is not None))
     if split:
-        add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=True)
+        add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=True, partials=partials)
     return c
 
 
@@ -134,15 +139,23 @@ def add_parts(
     bias: torch.Tensor | None,
     c: torch.Tensor,
     scaled: bool,
+    partials: torch.Tensor | None = None,
 ) -> None:
-    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* a_scale_inv * b_scale_inv) + bias)."""
+    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* a_scale_inv * b_scale_inv) + bias). partials: as of `launch_decode`."""
     m, n = c.shape
+    optional = [a_scale_inv if x is None else x for x in (bias, partials)]
     launch(
         gemm_reduce_kernel,
-        (triton.cdiv(m * n, _REDUCE_BLOCK),),
-        *(parts, a_scale_inv, b_scale_inv, a_scale_inv if bias is None else bias, c, m * n, n),
-        **{"SCALED": scaled, "HAS_BIAS": bias is not None, "SPLIT_K": parts.shape[0], "BLOCK": _REDUCE_BLOCK},
+        (reduce_programs(m, n),),
+        *(parts, a_scale_inv, b_scale_inv, optional[0], c, optional[1], m * n, n),
+        **{"SCALED": scaled, "HAS_BIAS": bias is not None, "SPLIT_K": parts.shape[0]},
+        **{"PARTIALS": 0 if partials is None else partials.shape[0], "BLOCK": _REDUCE_BLOCK},
     )
+
+
+def reduce_programs(m: int, n: int) -> int:
+    """Programs that add up the parts of C [m, n], and the amaxes that they know."""
+    return triton.cdiv(m * n, _REDUCE_BLOCK)
 
 
 def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[str, Any]:
@@ -302,14 +315,16 @@ def gemm_reduce_kernel(
     b_scale_inv,
     bias,
     c,
+    partials,
     SIZE,
     N,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    PARTIALS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """c = round(sum of parts [SPLIT_K, SIZE], in order, (* scale) + bias), SIZE = M * N."""
+    """c = round(sum of parts [SPLIT_K, SIZE], in order, (* scale) + bias), SIZE = M * N. PARTIALS: places for its amax, or 0."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < SIZE
     total = tl.zeros((BLOCK,), tl.float32)
@@ -319,4 +334,7 @@ def gemm_reduce_kernel(
         total = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
     if HAS_BIAS:
         total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(c + offsets, total.to(c.dtype.element_ty), mask=inside)
+    result = total.to(c.dtype.element_ty)
+    tl.store(c + offsets, result, mask=inside)
+    if PARTIALS > 0:
+        store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
+from te_dynamo.kernels.fp8 import abs_bits, store_amax
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.stacking import Stacking
 
@@ -25,6 +26,7 @@ __all__ = ["DecodeTile", "decode_tile", "gemm_decode_kernel", "launch_decode"]
 MOST_ROWS = 64
 _SMALLEST_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 _MOST_PARTS = 4
+_SHORTEST_PART = 2048  # of K: what shorter ones save, adding them up costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +51,19 @@ def decode_tile(
     """
     if not hopper or not isinstance(m, int) or not 0 < m <= MOST_ROWS or n * k < _SMALLEST_WEIGHT:
         return None
-    tile = DecodeTile(
-        max(16, triton.next_power_of_2(m)), 64, 256 if fast_accum else 128, 4, 4 if fast_accum else 6, fast_accum, 1
-    )
-    tiles, split = triton.cdiv(n, tile.block_n), 1
-    while split < _MOST_PARTS and tiles * split < 3 * multiprocessors // 2 and k >= 8 * split * tile.block_k:
+    block_m, block_n, tiles = max(16, triton.next_power_of_2(m)), 64, triton.cdiv(n, 64)
+    block_k, split = 256 if fast_accum else 128, 1
+    while split < _MOST_PARTS and 2 * split * tiles <= multiprocessors and k > 2 * split * _SHORTEST_PART:
         split *= 2
-    return dataclasses.replace(tile, split_k=split)
+    # The deepest ring of which a multiprocessor holds as many as there are for it: all programs run at once.
+    programs = triton.cdiv(split * tiles, multiprocessors) if block_m > 32 else 1
+    if programs > 2:
+        block_k, stages = 128, 3
+    elif fast_accum:
+        stages = 3 if programs > 1 else 4
+    else:
+        stages = 6
+    return DecodeTile(block_m, block_n, block_k, 4, stages, fast_accum, split)
 
 
 def launch_decode(
@@ -67,18 +75,26 @@ def launch_decode(
     bias: torch.Tensor | None,
     c: torch.Tensor,
     stacking: Stacking | None = None,
+    partials: torch.Tensor | None = None,
 ) -> None:
-    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N."""
+    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N.
+
+    partials: fp32, as many as there are programs or more, or None; their maximum becomes the amax of C, which is whole.
+    """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    # A pointer that is never used stands in for a tensor that is not there: torch wants every argument.
+    optional = [a_scale_inv if x is None else x for x in (bias, partials)]
     launch(
         gemm_decode_kernel,
         (triton.cdiv(n, tile.block_n) * tile.split_k,),
-        *(a, a_scale_inv, b, b_scale_inv, a_scale_inv if bias is None else bias, c, m, n, k),
-        **decode_options(tile, n, k, bias is not None, stacking),
+        *(a, a_scale_inv, b, b_scale_inv, optional[0], c, optional[1], m, n, k),
+        **decode_options(tile, n, k, bias is not None, stacking, 0 if partials is None else partials.shape[0]),
     )
 
 
-def decode_options(tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None) -> dict[str, Any]:
+def decode_options(
+    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int = 0
+) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_decode_kernel`."""
     edges = {"EDGE_1": n, "EDGE_2": n}
     if stacking is not None:
@@ -87,6 +103,7 @@ def decode_options(tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: S
         "HAS_BIAS": has_bias,
         "FAST": tile.fast,
         "SPLIT_K": tile.split_k,
+        "PARTIALS": partials,
         "EVEN": n % tile.block_n == 0 and k % (tile.block_k * tile.split_k) == 0,
         **edges,
         "STAGES": tile.num_stages,
@@ -105,12 +122,14 @@ def gemm_decode_kernel(
     b_scale_inv,
     bias,
     c,
+    partials,
     M,
     N,
     K,
     HAS_BIAS: tl.constexpr,
     FAST: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    PARTIALS: tl.constexpr,
     EVEN: tl.constexpr,
     EDGE_1: tl.constexpr,
     EDGE_2: tl.constexpr,
@@ -119,7 +138,10 @@ def gemm_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]. EVEN: N and K fill whole tiles."""
+    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]. EVEN: N and K fill whole tiles.
+
+    PARTIALS: places for an amax of C, or 0.
+    """
     column = tl.program_id(0) // SPLIT_K * BLOCK_N
     part = tl.program_id(0) % SPLIT_K
     blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
@@ -150,4 +172,7 @@ def gemm_decode_kernel(
             total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     target = c + part.to(tl.int64) * M * N
     inside = (columns < N)[:, None] & (rows < M)[None, :]
-    tl.store(target + rows.to(tl.int64)[None, :] * N + columns[:, None], total.to(c.dtype.element_ty), mask=inside)
+    result = total.to(c.dtype.element_ty)
+    tl.store(target + rows.to(tl.int64)[None, :] * N + columns[:, None], result, mask=inside)
+    if PARTIALS > 0:
+        store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)

@@ -35,7 +35,7 @@ from te_dynamo.kernels.gemm_tiles import Tile, choose_stacked_tile
 from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import Stacking, check_segments
 
-__all__ = ["gemm_stacked", "gemm_stacked_reference", "gemm_stacked_with_tile"]
+__all__ = ["check_stack", "gemm_stacked", "gemm_stacked_reference", "gemm_stacked_with_tile"]
 
 
 def gemm_stacked(
@@ -55,7 +55,7 @@ def gemm_stacked(
     along, segments: the stacked dimension, "M", "N" or "K", and its two or three parts, multiples of 128.
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
-    stacking = _checked(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
+    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
     if not is_recording() and stacked_runs_specialized(a, b, fast_accum, along):
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         stacked_specialized_out(a, a_scale_inv, b, b_scale_inv, fast_accum, along, segments, out=c)
@@ -82,7 +82,7 @@ def gemm_stacked_reference(
     segments: Sequence[int],
 ) -> torch.Tensor:
     """The same in plain PyTorch on any device, products and sums in fp32 whatever `fast_accum` says."""
-    stacking = _checked(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
+    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
     lengths = list(stacking.segments)
     scales = a_scale_inv * b_scale_inv
     if along == "K":
@@ -95,7 +95,7 @@ def gemm_stacked_reference(
     return torch.cat([a.float() @ part.t() * s for part, s in zip(columns, scales, strict=True)], 1).to(out_dtype)
 
 
-def _checked(
+def check_stack(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from te_dynamo.kernels._triton import triton
 
-__all__ = ["is_hopper", "is_recording", "launch", "multiprocessor_count", "size_hint"]
+__all__ = ["compiling_only", "is_hopper", "is_recording", "launch", "multiprocessor_count", "size_hint"]
 
 _H200_MULTIPROCESSORS = 132
 
@@ -29,9 +31,30 @@ def launch(
     default), name none of them `out` (the pattern matcher refuses it), and make tensor descriptors inside the
     kernel. `num_warps` and `num_stages` may stand among the keyword arguments.
     """
+    if _compiling_only.get():
+        kernel.warmup(*(_dtype(x) for x in args), grid=grid, **{name: _dtype(x) for name, x in kwargs.items()})
+        return
     triton.set_allocator(_scratch)
     # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
     (torch.library.wrap_triton(kernel) if is_recording() else kernel)[grid](*args, **kwargs)
+
+
+_compiling_only: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_compiling_only", default=False)
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, `launch` compiles for the current device and launches nothing; tensors need no memory, and count as aligned."""
+    token = _compiling_only.set(True)
+    try:
+        yield
+    finally:
+        _compiling_only.reset(token)
+
+
+def _dtype(argument: Any) -> Any:
+    """What stands for an argument where nothing is launched: its dtype for a tensor."""
+    return argument.dtype if isinstance(argument, torch.Tensor) else argument
 
 
 def is_recording() -> bool:
@@ -55,7 +78,7 @@ def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
 @functools.cache
 def multiprocessor_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; an H200's where no GPU can be asked, so that graphs build anywhere."""
-    if not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return _H200_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -63,4 +86,6 @@ def multiprocessor_count(device: torch.device) -> int:
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device has Hopper's tensor cores (wgmma, which its successors lack); True where no GPU can be asked."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device)[0] == 9

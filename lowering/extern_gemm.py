@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
@@ -24,6 +25,8 @@ from te_dynamo.kernels.gemm_specialized import (
     stacked_specialized_out,
 )
 from te_dynamo.kernels.gemm_swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
+from te_dynamo.lowering.compile_ahead import compile_ahead
+from te_dynamo.ops.fakes import fake_mode_of
 from te_dynamo.ops.gemm import gemm
 from te_dynamo.ops.gemm_block import gemm_block
 from te_dynamo.ops.gemm_grouped import gemm_grouped_columns
@@ -129,6 +132,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
         a = arguments[0]
         if not kernels_available(a.get_device()).ok:
             return opaque(*arguments)
+        _compile_kernel_of(V.graph.current_node, extern)
         operands = [x for x in arguments[: extern.tensors] if x is not None]
         call: dict[str, Any] = {
             "inputs": [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands],
@@ -146,3 +150,13 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
             for i, layout in enumerate(layouts)
         )
+
+
+def _compile_kernel_of(node: torch.fx.Node, extern: _Extern) -> None:
+    """Ahead of the call, of an operation's node, whose values are fakes."""
+    tensors = [x.meta["val"] for x in node.args[: extern.tensors] if isinstance(x, torch.fx.Node)]
+    keywords = extern.keywords(*extern.flags(node.args))
+    with fake_mode_of(tensors), disable_proxy_modes_tracing():
+        if extern.planned:
+            keywords["out"] = torch.empty_like(node.meta["val"])
+        compile_ahead(extern.call, tensors, **keywords)

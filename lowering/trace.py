@@ -142,7 +142,8 @@ def _launches(node: Node) -> Callable[..., Any]:
 
         return with_amaxes
     sums: list[Callable[..., Any]] = [KERNELS[bias_grad]] if node.target is quantize_bias_grad else []
-    return lambda x, quantizer: [*(f(x) for f in sums), *quantize_with_amax(x, quantizer, amax_by_rows(x))]
+    cast = KERNELS[quantize_with_amax]
+    return lambda x, quantizer: [*(f(x) for f in sums), *cast(x, quantizer, amax_by_rows(x))]
 
 
 def _known_amaxes(node: Node) -> tuple[bool, ...]:

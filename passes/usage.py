@@ -11,7 +11,7 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.ops.activation import activation_quantize
 from te_dynamo.ops.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.ops.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
-from te_dynamo.ops.quantize import quantize
+from te_dynamo.ops.quantize import quantize, quantize_with_amax
 from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.ops.swiglu import swiglu_quantize
@@ -22,6 +22,7 @@ __all__ = ["drop_unread_usages"]
 
 _ONE_RESULT_QUANTIZED = (
     quantize,
+    quantize_with_amax,
     quantize_stacked,
     quantize_bias_grad,
     rms_norm_quantize,

@@ -27,6 +27,7 @@ from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
 from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
+from te_dynamo.lowering.compile_ahead import compiles_ahead
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
@@ -171,7 +172,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         token = _phase.set(phase)
         try:
             # Autograd compiles a CUDA backward on a thread of its own, where capture()'s patches do not hold.
-            with uncached():
+            with uncached(), compiles_ahead():
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)

@@ -49,11 +49,23 @@ class SwigluResidual(nn.Module):
         return h + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class LinearsInARow(nn.Module):
+    """Of weights as large as those that few rows are multiplied with by a kernel of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(HIDDEN, 2048), nn.Linear(2048, 2048), nn.Linear(2048, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class SharedSwigluResidual(SwigluResidual):
     """With gate and up in one GEMM, in every combination."""
 
 
 FUSED = {
+    LinearsInARow: ({"fuse_gemm_bias", "fuse_gemm_amax"}, {"fuse_quantize_bias_grad"}),
     GeluResidual: (
         {"fuse_gemm_bias", "fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
         {"fuse_activation_backward_quantize", "fuse_quantize_bias_grad"},

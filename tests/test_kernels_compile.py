@@ -127,9 +127,9 @@ def gemm_cases() -> Iterator[Case]:
             gemm_case(choose_tile(1, 14336, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096), M=1
         )
         yield gemm_case(choose_tile(8192, 4096, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096, capability=100)
-    for scaled in (True, False):
+    for scaled, partials in ((True, 0), (False, 0), (True, 512)):
         yield Case(
-            name=f"gemm_reduce {scaled=}",
+            name=f"gemm_reduce {scaled=} {partials=}",
             kernel=gemm_reduce_kernel,
             args={
                 **{
@@ -138,14 +138,15 @@ def gemm_cases() -> Iterator[Case]:
                     "b_scale_inv": "*fp32",
                     "bias": "*bf16",
                     "c": "*bf16",
+                    "partials": "*fp32",
                 },
                 **{"SIZE": "i32", "N": "i32"},
             },
-            constants={"SCALED": scaled, "HAS_BIAS": True, "SPLIT_K": 4, "BLOCK": 1024},
-            aligned=("parts", "a_scale_inv", "b_scale_inv", "bias", "c", "SIZE", "N"),
+            constants={"SCALED": scaled, "HAS_BIAS": True, "SPLIT_K": 4, "PARTIALS": partials, "BLOCK": 1024},
+            aligned=("parts", "a_scale_inv", "b_scale_inv", "bias", "c", "partials", "SIZE", "N"),
             has=("ld.global.v4.b32",),
             lacks=("fma.",),
-            writes=("c",),
+            writes=("c", "partials") if partials else ("c",),
         )
 
 

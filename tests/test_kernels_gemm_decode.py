@@ -17,6 +17,7 @@ import torch
 
 from te_dynamo.kernels import gemm_decode as kernels
 from te_dynamo.kernels.gemm import gemm, gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm_amax import gemm_amax
 from te_dynamo.kernels.gemm_decode import DecodeTile, decode_options, decode_tile
 from te_dynamo.kernels.gemm_stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
 from te_dynamo.kernels.gemm_tiles import Tile, choose_stacked_tile
@@ -38,30 +39,36 @@ def operands(m: int, n: int, k: int, device: str = "cpu") -> tuple[torch.Tensor,
 
 
 def test_the_choice() -> None:
-    assert chosen(1, 14336, 4096, True).split_k == 1, "as many tiles as multiprocessors hold"
-    assert chosen(1, 4096, 14336, True).split_k == 4
+    assert chosen(1, 14336, 4096, True).split_k == 1
+    assert chosen(1, 4096, 14336, True).split_k == 2, "a program a multiprocessor"
+    assert chosen(1, 4096, 4096, True).split_k == 1, "another launch takes as long as what parts save"
+    assert chosen(1, 1024, 14336, True).split_k == 4
     assert [chosen(m, 14336, 4096, True).block_m for m in (1, 16, 17, 64)] == [16, 16, 32, 64]
+    rings = [(chosen(64, n, 4096, True).block_k, chosen(64, n, 4096, True).num_stages) for n in (4096, 14336, 28672)]
+    assert rings == [(256, 4), (256, 3), (128, 3)], "all programs at once"
     assert chosen(1, 14336, 4096, False).block_k == 128, "slow accumulation: 128 products between two additions"
     for others in ((65, 14336, 4096, True, True), (0, 14336, 4096, True, True), (1, 1024, 1024, True, True)):
         assert decode_tile(*others, 132) is None
     assert decode_tile(1, 14336, 4096, True, False, 132) is None, "not Hopper"
 
 
+@pytest.mark.parametrize("partials", [0, 512])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_machine_code(m: int, n: int, k: int, fast: bool) -> None:
+def test_machine_code(m: int, n: int, k: int, fast: bool, partials: int) -> None:
     from te_dynamo.kernels.ptx import compile_for
 
     tile = chosen(m, n, k, fast)
-    options = decode_options(tile, n, k, tile.split_k == 1, None)
+    options = decode_options(tile, n, k, tile.split_k == 1, None, partials)
     report = compile_for(
         kernels.gemm_decode_kernel,
         args={
             **{"a": "*fp8e4nv", "a_scale_inv": "*fp32", "b": "*fp8e4nv", "b_scale_inv": "*fp32", "bias": "*bf16"},
-            **{"c": "*fp32" if tile.split_k > 1 else "*bf16", "M": "i32", "N": "i32", "K": "i32"},
+            **{"c": "*fp32" if tile.split_k > 1 else "*bf16", "partials": "*fp32"},
+            **{"M": "i32", "N": "i32", "K": "i32"},
         },
         constexprs={name: value for name, value in options.items() if name != "num_warps"},
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "N", "K"),
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "partials", "N", "K"),
         num_warps=tile.num_warps,
     )
     assert "wgmma.mma_async" in report.ptx and "cp.async.cg" in report.ptx
@@ -85,7 +92,9 @@ def main() -> None:
             a, sa, b, sb = operands(m, n, k)
             for bias in (None, torch.randn(n)):
                 c = torch.full((m, n), torch.nan)
-                kernels.launch_decode(tile, a, sa, b, sb, bias, c)
+                partials = torch.full((4,), torch.nan)
+                kernels.launch_decode(tile, a, sa, b, sb, bias, c, partials=partials)
+                assert partials.max() == c.abs().max()
                 torch.testing.assert_close(
                     c, gemm_reference(a, sa, b, sb, bias, torch.float32, fast), rtol=1e-5, atol=1e-4
                 )
@@ -116,6 +125,20 @@ def test_bits_of_the_other_kernels(m: int, n: int, k: int, fast: bool) -> None:
     error = (got.float() - reference).norm() / reference.norm()
     assert error < (0.02 if fast else 0.003), "fast accumulation keeps fewer bits than the reference's fp32"
     assert torch.equal(gemm(a, sa, b, sb, bias, torch.bfloat16, fast), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "n", "k"), [*SHAPES, (64, 65536, 128)])
+def test_the_amax_beside_it(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """In one part of K, in several, and by a pass where there are more programs than places."""
+    a, sa, b, sb = operands(m, n, k, "cuda")
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    c, partials = gemm_amax(a, sa, b, sb, bias, dtype, True)
+    torch.testing.assert_close(c, gemm(a, sa, b, sb, bias, dtype, True), rtol=0, atol=0)
+    assert partials.max() == c.abs().max().float()
+    a.view(torch.uint8)[m // 2, 3] = 0x7F  # NaN
+    assert gemm_amax(a, sa, b, sb, bias, dtype, True)[1].max().isnan()
 
 
 @pytest.mark.gpu

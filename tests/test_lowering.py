@@ -328,8 +328,33 @@ CASES: dict[str, Case] = {
     ),
     "gemm of a few rows": (
         te.gemm,
-        lambda: (f8(16, 4096), f32(1), f8(4096, 4096), f32(1), None, torch.bfloat16, True),
+        lambda: (f8(16, 8192), f32(1), f8(1024, 8192), f32(1), None, torch.bfloat16, True),
         "gemm_decode_kernel -> c\ngemm_reduce_kernel -> c",
+    ),
+    "gemm_amax of a few rows": (
+        te.gemm_amax,
+        lambda: (f8(16, 1024), f32(1), f8(4096, 1024), f32(1), bf16(4096), torch.bfloat16, True),
+        "gemm_decode_kernel -> c, partials",
+    ),
+    "gemm_amax of a few rows, K in parts": (
+        te.gemm_amax,
+        lambda: (f8(16, 8192), f32(1), f8(1024, 8192), f32(1), None, torch.bfloat16, True),
+        "gemm_decode_kernel -> c\ngemm_reduce_kernel -> c, partials",
+    ),
+    "gemm_amax": (
+        te.gemm_amax,
+        lambda: (f8(16, 64), f32(1), f8(32, 64), f32(1), None, torch.bfloat16, True),
+        "gemm_kernel -> c\nquantize_amax_kernel -> partials",
+    ),
+    "gemm_swiglu of a few rows": (
+        te.gemm_swiglu,
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), True, 0),
+        "gemm_decode_swiglu_kernel -> c, partials",
+    ),
+    "quantize_with_amax": (
+        te.quantize_with_amax,
+        lambda: (bf16(16, 64), BOTH.with_usage(columnwise=False), f32(512)),
+        "quantize_cast_kernel -> data, scale_inv",
     ),
     "gemm_stacked of a few rows": (
         te.gemm_stacked,

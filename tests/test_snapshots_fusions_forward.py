@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from test_fuser_passes import BOTH, Builder, aten, te
+from test_fuser_passes import BOTH, ROWS, Builder, aten, te
 from torch import fx
 
 from te_dynamo.passes.fuser import fuse
@@ -284,3 +284,37 @@ def test_another_format_is_not_fused() -> None:
     b = Builder((128, 64), (128, 64), WEIGHT)
     h = b.call(aten.add.Tensor, *b.inputs[:2])
     assert fuse(b.returns(h, *normalized(b, h, MXFP8Quantizer())), "forward") == []
+
+
+def test_gemm_amax() -> None:
+    """Of 32 rows and a weight of 4 MB; a GEMM of more rows keeps the pass over its result."""
+    b = Builder((32, 2048), (2048, 2048))
+    x, w = (b.read(b.call(te.quantize.default, value, ROWS), 0, 1) for value in b.inputs)
+    y = b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, torch.bfloat16, True)
+    q = b.read(b.call(te.quantize.default, y, ROWS), 0, 1)
+    assert_expected_inline(
+        before_and_after(b.returns(*q), "fuse_gemm_amax"),
+        """\
+x0: bf16[32, 2048] = input
+x1: bf16[2048, 2048] = input
+quantize: (f8e4m3[32, 2048], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_1: (f8e4m3[2048, 2048], f32[1]) = te.quantize(x1, e4m3[row])
+gemm: bf16[32, 2048] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+quantize_2: (f8e4m3[32, 2048], f32[1]) = te.quantize(gemm, e4m3[row])
+return quantize_2[0], quantize_2[1]
+
+x0: bf16[32, 2048] = input
+x1: bf16[2048, 2048] = input
+quantize: (f8e4m3[32, 2048], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_1: (f8e4m3[2048, 2048], f32[1]) = te.quantize(x1, e4m3[row])
+gemm_amax: (bf16[32, 2048], f32[512]) = te.gemm_amax(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+quantize_with_amax: (f8e4m3[32, 2048], f32[1]) = te.quantize_with_amax(gemm_amax[0], e4m3[row], gemm_amax[1])
+return quantize_with_amax[0], quantize_with_amax[1]""",
+    )
+
+
+def test_no_amax_of_many_rows() -> None:
+    b = Builder((128, 2048), (2048, 2048))
+    x, w = (b.read(b.call(te.quantize.default, value, ROWS), 0, 1) for value in b.inputs)
+    y = b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, torch.bfloat16, True)
+    assert fuse(b.returns(*b.read(b.call(te.quantize.default, y, ROWS), 0, 1)), "forward", ("fuse_gemm_amax",)) == []

@@ -5,10 +5,13 @@ from typing import Optional
 import torch
 
 from te_dynamo.kernels import gemm as kernels
+from te_dynamo.kernels.gemm_amax import gemm_amax as launch_gemm_amax
+from te_dynamo.kernels.gemm_amax import gemm_amax_reference, has_amax
+from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import column_sums, plain
 
-__all__ = ["add_bias", "bias_grad", "gemm"]
+__all__ = ["add_bias", "bias_grad", "gemm", "gemm_amax", "has_amax"]
 
 
 @te_op(reference=kernels.gemm_reference, kernel=kernels.gemm)
@@ -23,6 +26,20 @@ def gemm(
 ) -> torch.Tensor:
     """[M, N] = (a[M, K] @ b[N, K]^T) * (a_scale_inv * b_scale_inv) (+ bias[N]), summed in fp32 and rounded once to out_dtype."""
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
+
+
+@te_op(reference=gemm_amax_reference, kernel=launch_gemm_amax)
+def gemm_amax(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y = te.gemm of the same arguments, fp32 [PARTIALS] whose maximum is the amax of y)."""
+    return plain((a.shape[0], b.shape[0]), out_dtype, a), plain((PARTIALS,), torch.float32, a)
 
 
 def _add_bias(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -116,16 +116,30 @@ def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]])
     return run
 
 
-quantize_with_amax = takes_quantizer(kernels.quantize)
-"""The launches of `te.quantize` with a third argument, x's amax (fp32 [1]), where that is known already: one pass over x."""
-
-
 @te_op(reference=_runs(lambda format: format.reference), kernel=_runs(lambda format: format.kernel))
 def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
     """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers.
 
     random: the bits of stochastic rounding, an argument so that the operation is a function of what it is given.
     """
+    return quantized(x, quantizer)
+
+
+def _with_largest(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    amax: torch.Tensor,
+) -> list[torch.Tensor]:
+    return kernels.quantize_reference(x, fp8_dtype, rowwise, columnwise, power_of_two, eps, amax.max())
+
+
+@te_op(reference=takes_quantizer(_with_largest), kernel=takes_quantizer(kernels.quantize))
+def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
+    """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
     return quantized(x, quantizer)
 
 

@@ -1,0 +1,91 @@
+"""lowering/compile_ahead.py: what Inductor's code calls is compiled before it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_dynamo.kernels.launch import compiling_only, launch
+from te_dynamo.lowering.compile_ahead import compile_ahead, compiles_ahead
+
+
+class Kernel:
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        self.compiled.append((args, kwargs))
+
+
+def test_a_launch_becomes_a_compilation() -> None:
+    kernel = Kernel()
+    with compiling_only():
+        launch(kernel, (3,), torch.empty(2, device="meta"), 16, BLOCK=32)
+    assert kernel.compiled == [((torch.float32, 16), {"grid": (3,), "BLOCK": 32})]
+
+
+def test_nothing_without_a_gpu_and_outside() -> None:
+    def launches(*tensors: torch.Tensor) -> None:
+        raise AssertionError
+
+    with compiles_ahead() if not torch.cuda.is_available() else compiling_only():
+        compile_ahead(launches, [torch.empty(2)])
+
+
+def test_one_inside_another() -> None:
+    with compiles_ahead(), compiles_ahead():
+        pass
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import json
+    import torch
+    from torch._inductor.select_algorithm import extern_kernels
+    from triton import knobs
+    from te_dynamo.lowering import extern_gemm
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = (torch.nn.Linear(*s, bias=False) for s in ((2048, 4096), (2048, 4096), (4096, 2048)))
+
+        def forward(self, x):
+            return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    events = []
+    knobs.runtime.jit_post_compile_hook = lambda **given: events.append(given["fn"].name.rsplit(".")[-1])
+    extern_gemm.register()
+    for name in ("te_gemm", "te_gemm_stacked", "te_gemm_swiglu"):
+        def call(*args, _of=getattr(extern_kernels, name), **keywords):
+            events.append("call")
+            return _of(*args, **keywords)
+        setattr(extern_kernels, name, call)
+    x = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model = Gated().to("cuda", torch.bfloat16)
+    loss = torch.compile(model, backend="te")(x).sum()
+    forward, events[:] = list(events), []
+    loss.backward()
+    torch.cuda.synchronize()
+    print(json.dumps([forward, events]))
+    """
+)
+
+
+@pytest.mark.gpu
+def test_every_called_kernel_is_compiled_before_the_first_call(tmp_path: Path) -> None:
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | folders, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for events in json.loads(done.stdout.splitlines()[-1]):
+        first = events.index("call")
+        assert any("gemm" in event for event in events[:first]), events
+        assert not any("gemm" in event for event in events[first:]), events
