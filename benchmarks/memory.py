@@ -23,7 +23,7 @@ import train_blocks
 from models import BLOCKS, Block
 from train_blocks import Candidate, Inputs, Row, Step
 
-PROVIDERS = ("bf16", "te", "te low memory")
+PROVIDERS = ("bf16", "te", "te, low_memory off")
 BYTES_WORTH_NAMING = 8 * 2**20
 
 

@@ -52,7 +52,7 @@ def torchao(recipe: str) -> Callable[[nn.Module], Callable]:
     return compile_
 
 
-def te(low_memory: bool = False, **recipe_fields: bool) -> Callable[[nn.Module], Callable]:
+def te(low_memory: bool = True, **recipe_fields: bool) -> Callable[[nn.Module], Callable]:
     """This package, current scaling, with these fields of the recipe set."""
 
     def compile_(module: nn.Module) -> Callable:
@@ -70,7 +70,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
-    "te low memory": te(low_memory=True),
+    "te, low_memory off": te(low_memory=False),
     "te fast backward": te(dgrad_fast_accum=True, wgrad_fast_accum=True),
 }
 

@@ -1,4 +1,4 @@
-"""The option "low_memory": the order of backward, and when columnwise copies are made, by what is alive meanwhile.
+"""The option "low_memory", on by default: the order of backward, and when columnwise copies are made, by what is alive meanwhile.
 
 A step's memory is at its peak where the gradients of a gate and what it gates are quantized: dy, gate and up (bf16) are read there
 while two float8 copies of both gradients are written. Only the rowwise copy is needed at once. It is written into dy's memory

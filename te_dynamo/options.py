@@ -30,8 +30,8 @@ class Options:
               each those to leave out.
     weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
     weight_cache_check: compares what is kept with the weights before each call, for debugging.
-    low_memory: orders backward by what is alive, and makes columnwise copies late: less memory at a step's peak, for a little
-              more time.
+    low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits, for
+              a little more time.
     inductor: options passed on to Inductor, a mode's included.
     """
 
@@ -41,7 +41,7 @@ class Options:
     fusions: bool | tuple[str, ...] = True
     weight_cache: str | None = None
     weight_cache_check: bool = False
-    low_memory: bool = False
+    low_memory: bool = True
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -62,7 +62,7 @@ class Options:
             fusions=_fusions(options.get("fusions", True)),
             weight_cache=weight_cache,
             weight_cache_check=_flag("weight_cache_check", options),
-            low_memory=_flag("low_memory", options),
+            low_memory=_flag("low_memory", options, default=True),
             inductor=tuple(sorted(inductor.items())),
         )
 
@@ -115,8 +115,8 @@ def _fusions(value: Any) -> bool | tuple[str, ...]:
     return tuple(value)
 
 
-def _flag(name: str, options: Mapping[str, Any]) -> bool:
-    value = options.get(name, False)
+def _flag(name: str, options: Mapping[str, Any], default: bool = False) -> bool:
+    value = options.get(name, default)
     if not isinstance(value, bool):
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value

@@ -74,9 +74,10 @@ tangents_1: bf16[32, 64] = input
 quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm: bf16[32, 128] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
 gemm_1: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], swiglu_quantize[1], swiglu_quantize[2], None, bf16, fast_accum=False)
-swiglu_backward_quantize: (f8e5m2[32, 256], f8e5m2[256, 32], f32[2]) = te.swiglu_backward_quantize(gemm, slice, slice_1, e5m2[row+column], keep_output=False, stacked=True)
-gemm_stacked: bf16[32, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[2], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[128, 128])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[1], swiglu_backward_quantize[2], rms_norm_quantize[2], rms_norm_quantize[3], bf16, fast_accum=False, along='M', segments=[128, 128])
+swiglu_backward_quantize: (f8e5m2[32, 256], f32[2]) = te.swiglu_backward_quantize(gemm, slice, slice_1, e5m2[row], keep_output=False, stacked=True)
+gemm_stacked: bf16[32, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[128, 128])
+transpose: f8e5m2[256, 32] = te.transpose(swiglu_backward_quantize[0])
+gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, swiglu_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], bf16, fast_accum=False, along='M', segments=[128, 128])
 slice_2: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
 slice_3: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
 to: f32[32, 64] = gemm_stacked.to(f32)
@@ -127,8 +128,9 @@ quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 gemm_kernel -> c
 swiglu_backward_amax_kernel -> gate_partials, up_partials
-swiglu_backward_write_kernel -> gate_data, gate_transpose, gate_scale_inv
+swiglu_backward_rows_kernel -> dy, scale_inv
 gemm_stacked_kernel -> c
+transpose_kernel -> transpose
 gemm_stacked_kernel -> c""",
     )
 
