@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from small_models import SwiGLU
@@ -151,6 +153,33 @@ def test_dropping_halves_the_memory() -> None:
         compiled(tokens(16, 2048))
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 0.55 * held
+
+
+def casts(call: Callable[[], None]) -> int:
+    """Quantizing launches that the profiler sees on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum("quantize_cast_kernel" in event.name for event in profiler.events())
+
+
+def test_a_profile_shows_one_quantization_a_weight_and_step() -> None:
+    """Whatever the number of microbatches: what does not grow with it is the weights'."""
+    module, x = model(), tokens(1024)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    compiled = torch.compile(module, backend="te", options={"weight_cache": "step"})
+
+    def step(microbatches: int) -> None:
+        for _ in range(microbatches):
+            compiled(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step(1)
+    one, two, five = (casts(lambda count=count: step(count)) for count in (1, 2, 5))  # type: ignore[misc]
+    assert five - two == 3 * (two - one), "each microbatch quantizes the same"
+    assert one - (two - one) == 3, "gate, up and down"
 
 
 def test_a_frozen_call_launches_no_quantization_of_a_weight() -> None:
