@@ -1,4 +1,4 @@
-"""What the two processes of test_distributed.py do: models as users share them out, compiled with backend "te".
+"""What the two processes of test_distributed.py and test_gpu_distributed.py do: models as users share them out, compiled with backend "te".
 
 Each function runs in both; what it returns goes back to the test. Nothing here compares anything.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ranks import SIZE
+from ranks import SIZE, device, mesh
 from small_models import GeluMLP, Llama
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ import te_dynamo
 from te_dynamo.errors import TeError
 
 __all__ = [
+    "alone",
     "batch",
     "biased",
     "collectives",
@@ -67,10 +68,11 @@ def data_parallel(
     microbatches: int = 1,
     options: dict[str, Any] | None = None,
     optimize_ddp: Any = True,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """wrap: "fsdp2", "fsdp1" or "ddp". compiled: "blocks", each by itself before it is wrapped, or "whole", afterwards."""
+    """wrap: "fsdp2", "fsdp1", "replicate" or "ddp". compiled: "blocks", each by itself before it is wrapped, or "whole", afterwards."""
     options = {"codegen": "eager", **(options or {})}
-    plain = model()
+    plain = model(dtype).to(device())
     if checkpoint:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -81,7 +83,7 @@ def data_parallel(
             layer.compile(backend="te", options=options)
     wrapped = WRAPPERS[wrap](plain)
     call = torch.compile(wrapped, backend="te", options=options) if compiled == "whole" else wrapped
-    ids, wanted = (half.chunk(SIZE)[rank] for half in batch())
+    ids, wanted = (half.chunk(SIZE)[rank].to(device()) for half in batch())
     losses, gradients = [], {}
     with te_dynamo.capture() as graphs, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
         for number in range(steps):
@@ -101,6 +103,7 @@ def data_parallel(
         "gradients": gradients,
         "linears": [(r.module, r.reason) for report in graphs.reports for r in report.matches if r.kind == "linear"],
         "kept": [w.weight for report in graphs.reports for w in report.workspaces],
+        "runs": {runs for report in graphs.reports for _, _, runs in report.lowered},
         "graphs": len(graphs),
     }
 
@@ -117,18 +120,20 @@ def _synchronized(wrapped: Any, wrap: str, last: bool) -> Iterator[None]:
 def _fsdp2(plain: Llama) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
+    ranks = mesh()
     for layer in plain.layers:
-        fully_shard(layer)
-    return fully_shard(plain)
+        fully_shard(layer, mesh=ranks)
+    return fully_shard(plain, mesh=ranks)
 
 
 def _replicate(plain: Llama) -> nn.Module:
     """DDP on FSDP2's machinery."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
+    ranks = mesh(names=("replicate",))
     for layer in plain.layers:
-        replicate(layer)
-    return replicate(plain)
+        replicate(layer, mesh=ranks)
+    return replicate(plain, mesh=ranks)
 
 
 def _fsdp1(plain: Llama) -> nn.Module:
@@ -136,7 +141,7 @@ def _fsdp1(plain: Llama) -> nn.Module:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy({type(plain.layers[0])})
-    return FullyShardedDataParallel(plain, use_orig_params=True, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(plain, use_orig_params=True, auto_wrap_policy=policy, device_id=device())
 
 
 def _ddp(plain: Llama) -> nn.Module:
@@ -171,6 +176,36 @@ def _full(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
+def alone(
+    rank: int,
+    parts: int,
+    compiled: str = "blocks",
+    steps: int = 2,
+    options: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """What data_parallel trains, in one process: each rank all of it. parts: of the batch, one after another."""
+    options = {"codegen": "eager", **(options or {})}
+    plain = model(dtype).to(device())
+    if compiled == "blocks":
+        for layer in plain.layers:
+            layer.compile(backend="te", options=options)
+    call = torch.compile(plain, backend="te", options=options) if compiled == "whole" else plain
+    losses, gradients = [], {}
+    for number in range(steps):
+        plain.zero_grad()
+        total = 0.0
+        for ids, wanted in zip(*(tensor.to(device()).chunk(parts) for tensor in batch()), strict=True):
+            loss = loss_of(call, ids, wanted) / parts
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if number == 0:
+            gradients = {name: _full(p.grad) for name, p in plain.named_parameters()}
+        step(plain.parameters())
+    return {"losses": losses, "gradients": gradients}
+
+
 # ---- tensor parallelism: each rank has its half of each weight, and the whole batch
 
 
@@ -180,28 +215,28 @@ def tensor_parallel(
     fsdp: bool = False,
     compiled: str = "whole",
     options: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """The plans of torch's tutorial and of torchtitan. sequence: tokens are shared out between the linears."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     options = {"codegen": "eager", **(options or {})}
-    mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("data", "tensor"))
-    shared = model()
+    both = mesh(1, SIZE, names=("data", "tensor"))
+    shared = model(dtype).to(device())
     for layer in shared.layers:
         layer.parts[0].heads //= SIZE
-    parallelize_module(shared, mesh["tensor"], _sequence_plan(shared) if sequence else _tensor_plan(shared))
+    parallelize_module(shared, both["tensor"], _sequence_plan(shared) if sequence else _tensor_plan(shared))
     if compiled == "blocks":
         for layer in shared.layers:
             layer.compile(backend="te", options=options)
     if fsdp:
         for layer in shared.layers:
-            fully_shard(layer, mesh=mesh["data"])
-        fully_shard(shared, mesh=mesh["data"])
+            fully_shard(layer, mesh=both["data"])
+        fully_shard(shared, mesh=both["data"])
     call = torch.compile(shared, backend="te", options=options) if compiled == "whole" else shared
     with te_dynamo.capture() as graphs:
-        loss = loss_of(call, *batch())
+        loss = loss_of(call, *(tensor.to(device()) for tensor in batch()))
         loss.backward()
     return {
         "losses": [loss.item()],
@@ -210,6 +245,7 @@ def tensor_parallel(
         "linears": [(r.module, r.reason) for report in graphs.reports for r in report.matches if r.kind == "linear"],
         "others": [(r.kind, r.reason) for report in graphs.reports for r in report.matches if r.kind != "linear"],
         "fusions": {(phase, name) for report in graphs.reports for phase, name, _ in report.fusions},
+        "runs": {runs for report in graphs.reports for _, _, runs in report.lowered},
         "graphs": len(graphs),
     }
 
@@ -252,17 +288,16 @@ def _sequence_plan(shared: Llama) -> dict[str, Any]:
 
 def biased(rank: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """A column-parallel and a row-parallel linear with biases; a DTensor in, a DTensor out."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (SIZE,))
+    ranks = mesh()
     torch.manual_seed(0)
     mlp = parallelize_module(
-        GeluMLP(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
+        GeluMLP().to(device()), ranks, {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
     )
     x = torch.randn(4, 24, 32)
-    given = DTensor.from_local(x, mesh, [Replicate()]).requires_grad_()
+    given = DTensor.from_local(x.to(device()), ranks, [Replicate()]).requires_grad_()
     with te_dynamo.capture() as graphs:
         y = torch.compile(mlp, backend="te", options=options or {"codegen": "eager"})(given)
         y.full_tensor().square().sum().backward()
@@ -283,12 +318,12 @@ def mixed_precision(rank: int) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shared = model()
+    shared, ranks = model().to(device()), mesh()
     for layer in shared.layers:
         layer.compile(backend="te", fullgraph=True)
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(shared, mp_policy=policy)
-    ids, wanted = (half.chunk(SIZE)[rank] for half in batch())
+        fully_shard(layer, mesh=ranks, mp_policy=policy)
+    fully_shard(shared, mesh=ranks, mp_policy=policy)
+    ids, wanted = (half.chunk(SIZE)[rank].to(device()) for half in batch())
     with te_dynamo.capture() as graphs:
         loss = loss_of(shared, ids, wanted)
         loss.backward()
@@ -301,13 +336,15 @@ def mixed_precision(rank: int) -> dict[str, Any]:
 
 def frozen(rank: int) -> dict[str, str]:
     """What te_dynamo.freeze says of each kind of model."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
     said = {}
-    tensor = model()
-    parallelize_module(tensor, init_device_mesh("cpu", (SIZE,)), _tensor_plan(tensor))
-    for name, shared in {**{name: wrap(model()) for name, wrap in WRAPPERS.items()}, "tensor": tensor}.items():
+    tensor = model().to(device())
+    parallelize_module(tensor, mesh(), _tensor_plan(tensor))
+    for name, shared in {
+        **{name: wrap(model().to(device())) for name, wrap in WRAPPERS.items()},
+        "tensor": tensor,
+    }.items():
         try:
             te_dynamo.freeze(shared)
             said[name] = ""
@@ -332,14 +369,16 @@ def rows_of(rank: int) -> Tensor:
     return torch.randn(4, 32, requires_grad=True)
 
 
-def collectives(rank: int, recipe: str | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+def collectives(
+    rank: int, recipe: str | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[Tensor, Tensor]]:
     """(output, gradient of the input) of a linear, the collective and another linear, eagerly and compiled."""
     results = {}
     for operation in ("AllGather", "AllReduce", "ReduceScatter"):
-        module = sequential(operation, recipe)
+        module = sequential(operation, recipe).to(device(), dtype)
         compiled = torch.compile(module, backend="te", fullgraph=True, options={"codegen": "eager"})
         for how, call in {"eager": module, "compiled": compiled}.items():
-            x = rows_of(rank)
+            x = rows_of(rank).detach().to(device(), dtype).requires_grad_()
             y = call(x)
             results[f"{operation}, {how}"] = (y.detach(), torch.autograd.grad(y.square().sum(), x)[0])
     return results

@@ -1,6 +1,6 @@
-"""Two processes that run functions together: gloo, met over a file.
+"""Two processes that run functions together: gloo on the CPU, or NCCL with a GPU each; met over a file.
 
-    with Ranks(folder) as ranks:
+    with Ranks(folder) as ranks:                        # Ranks(folder, "cuda") on GPUs
         first, second = ranks.run(function, *args)      # function(rank, *args), importable by name, in both
 
 The processes live for many calls, as importing torch takes longer than most of them. A call that hangs fails after its
@@ -9,6 +9,7 @@ time, and the processes are replaced.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import multiprocessing
@@ -16,19 +17,34 @@ import pathlib
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 
-__all__ = ["SIZE", "Ranks"]
+__all__ = ["SIZE", "Ranks", "device", "mesh"]
 
 SIZE = 2
 
 
+def device() -> torch.device:
+    """In a rank: where its tensors are."""
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.distributed.get_rank()) if on_gpu else torch.device("cpu")
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    """In a rank: its device mesh, of all ranks in one dimension if no shape is given. Left to itself torch takes a GPU's
+    wherever there is one, whatever the processes meet over."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device().type, shape or (SIZE,), mesh_dim_names=names)
+
+
 class Ranks:
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder, self._started = folder, 0
+    def __init__(self, folder: pathlib.Path, device_type: str = "cpu") -> None:
+        self._folder, self._device_type, self._started = folder, device_type, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -36,29 +52,46 @@ class Ranks:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._stop()
+        self._stop(seconds=10)
 
     def run(self, body: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
         """What `body(rank, *args)` returns, of each rank; the first rank's exception is an AssertionError here."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((body, args))
-        deadline, answers = time.monotonic() + seconds, []
-        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
-            try:
-                if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                    raise AssertionError(f"rank {rank} did not answer within {seconds} s")
-                answers.append(pipe.recv())
-            except (AssertionError, EOFError) as error:
-                state = f"exit code {process.exitcode}"
-                self._stop()
-                raise AssertionError(f"{_name(body)}, rank {rank} ({state}): {error}") from None
-        failed = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
+            with contextlib.suppress(OSError):  # one that died says so instead of an answer
+                pipe.send((body, args))
+        answers = self._answers(seconds)
+        failed = [(rank, text) for rank, (ok, text) in sorted(answers.items()) if not ok]
         if failed:
             self._stop()  # the other one may wait in a collective
             raise AssertionError("\n".join(f"{_name(body)}, rank {rank}:\n{text}" for rank, text in failed))
-        return [torch.load(io.BytesIO(answer), weights_only=False) for _, answer in answers]
+        return [
+            torch.load(io.BytesIO(answers[rank][1]), map_location="cpu", weights_only=False) for rank in range(SIZE)
+        ]
+
+    def _answers(self, seconds: float) -> dict[int, tuple[bool, Any]]:
+        """(whether it is a result, the result or what went wrong) of each rank. Once one has failed the others have few seconds left:
+        they may wait for it in a collective."""
+        deadline, answers = time.monotonic() + seconds, dict[int, tuple[bool, Any]]()
+        while missing := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
+            ready = wait(list(missing), max(deadline - time.monotonic(), 0))
+            for pipe, rank in missing.items():
+                if pipe in ready:
+                    answers[rank] = self._answer(rank, pipe)
+                elif not ready:
+                    answers[rank] = (False, "did not answer in time")
+            if not all(ok for ok, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + 5)
+        return answers
+
+    def _answer(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = pipe.recv()
+        except (EOFError, OSError):
+            self._processes[rank].join(2)
+            return False, f"ended with exit code {self._processes[rank].exitcode}; its words are in the captured stderr"
+        return answer
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -66,36 +99,43 @@ class Ranks:
         meeting = self._folder / f"meeting_{self._started}"
         for rank in range(SIZE):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, meeting, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._device_type, meeting, there), daemon=True)
             process.start()
             there.close()  # or a process that died would never end the stream
             self._processes.append(process)
             self._pipes.append(here)
 
-    def _stop(self) -> None:
+    def _stop(self, seconds: float = 2) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(2)
+            process.join(seconds)
             if process.is_alive():
                 process.kill()
                 process.join()
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, meeting: pathlib.Path, pipe: Connection) -> None:
+def _serve(rank: int, device_type: str, meeting: pathlib.Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        # As tests/conftest.py does, which this process does not run: linears of few rows would stay in bf16.
+        mock.patch("te_dynamo.passes.match.linear.linear_cost_reason", lambda *_, **__: "").start()
     torch.distributed.init_process_group(
-        "gloo",
+        "nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=SIZE,
         timeout=datetime.timedelta(seconds=60),
+        device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
     )
     while True:
         try:
             body, args = pipe.recv()
         except EOFError:
+            if device_type == "cuda":
+                torch.distributed.destroy_process_group()
             return
         try:
             torch._dynamo.reset()
