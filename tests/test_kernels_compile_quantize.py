@@ -27,7 +27,7 @@ OPTIONS = (E4M3, True, True, False, 0.0)
 POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "mean", "rstd"}
 POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
-SIZES = {"M", "K", "gate_stride", "up_stride"}
+SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride"}
 
 
 # --- compilation --------------------------------------------------------------------------------------------
@@ -138,6 +138,17 @@ def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("block", [32, 8192])
+def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
+    for size in ({}, {"SIZE": 1}):  # Triton makes a constant of an integer argument that is 1
+        constants = {**CAST, "BLOCK": block, **size}
+        assert_no_spills(
+            compile_kernel(quantize.quantize_few_kernel, constants, max(block // 1024, 1), dtype), tmp_path
+        )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
@@ -192,7 +203,7 @@ LAUNCHERS = {
     ),
     "quantize_rowwise": (
         lambda x: quantize.quantize(x, E4M3, True, False, False, 0.0),
-        [(8, 128)],
+        [(8, 16384)],
         [["partials"], ["data", "scale_inv"]],
     ),
     "rms_norm": (
@@ -236,10 +247,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_launcher_traces_with_exact_mutations_and_no_guards(name, dynamic):
-    function, shapes, expected = LAUNCHERS[name]
+def written_without_guards(function, shapes, dynamic: bool) -> list[list[str]]:
+    """What each launch of function, on bf16 tensors of those shapes, the first dimension a symbol if `dynamic`, writes."""
     environment = ShapeEnv()
     symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
     rows = environment.create_symintnode(symbol, hint=8) if dynamic else 8
@@ -253,6 +262,18 @@ def test_launcher_traces_with_exact_mutations_and_no_guards(name, dynamic):
     finally:
         triton.runtime.driver._active = previous
     launches = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
-    mutated = [sorted(node.kwargs["tensors_to_clone"]) for node in launches]
-    assert mutated == [sorted(names) for names in expected]
     assert not environment.guards
+    return [sorted(node.kwargs["tensors_to_clone"]) for node in launches]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launcher_traces_with_exact_mutations_and_no_guards(name, dynamic):
+    function, shapes, expected = LAUNCHERS[name]
+    assert written_without_guards(function, shapes, dynamic) == [sorted(names) for names in expected]
+
+
+def test_few_values_are_one_launch_where_their_number_is_known():
+    rows, _, _ = LAUNCHERS["quantize_rowwise"]
+    assert written_without_guards(rows, [(8, 128)], dynamic=False) == [["data", "scale_inv"]]
+    assert written_without_guards(rows, [(8, 128)], dynamic=True) == [["partials"], ["data", "scale_inv"]]

@@ -127,8 +127,13 @@ CASES: dict[str, Case] = {
     ),
     "quantize rows": (
         te.quantize,
-        lambda: (bf16(19, 64), ROWS),
+        lambda: (bf16(1024, 128), ROWS),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, scale_inv",
+    ),
+    "quantize a few rows": (
+        te.quantize,
+        lambda: (bf16(19, 64), ROWS),
+        "quantize_few_kernel -> data, scale_inv",
     ),
     "quantize columns": (
         te.quantize,
