@@ -24,7 +24,7 @@ from te_dynamo.kernels.quantize_bias_grad import stripes
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
 OPTIONS = (E4M3, True, True, False, 0.0)
-POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "mean", "rstd"}
+POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "dbias", "mean", "rstd"}
 POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
 SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride"}
@@ -93,7 +93,7 @@ def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
         for backward in (False, True):
-            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True}
+            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "PARTS": 32 if backward else 0}
             yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
     yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
     for stacked in (False, True):
@@ -220,7 +220,7 @@ LAUNCHERS = {
     "activation_backward_quantize": (
         lambda dy, x: activation.activation_backward_quantize(dy, x, "gelu", *OPTIONS, False, True),
         [(8, 128), (8, 128)],
-        [["partials", "sums"], ["data", "transpose", "scale_inv"]],
+        [["partials", "sums"], ["dbias", "data", "transpose", "scale_inv"]],
     ),
     "swiglu_quantize": (
         lambda both: swiglu.swiglu_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), *OPTIONS, False),

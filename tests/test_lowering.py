@@ -243,7 +243,7 @@ CASES: dict[str, Case] = {
     "activation_backward_quantize": (
         te.activation_backward_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, True),
-        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> data, transpose, scale_inv",
+        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> dbias, data, transpose, scale_inv",
     ),
     "swiglu": (te.swiglu, lambda: (bf16(19, 64), bf16(19, 64)), "swiglu_write_kernel -> y"),
     "swiglu_quantize": (
