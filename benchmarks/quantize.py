@@ -1,4 +1,4 @@
-"""Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--recipe RECIPE] [--sweep]`.
+"""Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--recipe RECIPE] [--shape ROWSxCOLUMNS] [--sweep]`.
 
 Bytes are those the launches must move: inputs twice for current scaling and NVFP4, once for the others, every output
 once. A row's percentage is of the bandwidth of a kernel that copies a tensor of the same shape, measured in the same run
@@ -256,15 +256,22 @@ def measure(cases: Iterator[Case], shape: tuple[int, int], copy: float, only: st
                 print("   ", row(time), tile, flush=True)
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """(rows, columns) of "8192x4096"."""
+    rows, columns = text.split("x")
+    return int(rows), int(columns)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default="float8_current_scaling")
     parser.add_argument("--sweep", action="store_true", help="try other tiles of the last launch")
     parser.add_argument("--only", default="", help="run only the functions whose name holds this")
+    parser.add_argument("--shape", type=shape_of, action="append", help="ROWSxCOLUMNS, of which there may be several")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(environment())
-    for shape in SHAPES[:1] if arguments.sweep else SHAPES:
+    for shape in arguments.shape or (SHAPES[:1] if arguments.sweep else SHAPES):
         copy = copy_bandwidth(shape)
         print("{}x{}".format(*shape).ljust(12), f"copy {copy / 1e12:.2f} TB/s")
         measure(RECIPES[arguments.recipe](*shape), shape, copy, arguments.only, arguments.sweep)

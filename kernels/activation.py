@@ -7,7 +7,7 @@ All arithmetic is fp32 with one rounding, to the input's dtype, at the end. A fu
 launches: the amax of the rounded result, then the result again, cast (kernels/fp8.py); the cheap function
 is computed twice and its result never read back. The same device functions (activation_functions.py) serve fused
 and unfused kernels: fused equals unfused plus `quantize`, bit for bit. Backward with a bias gradient sums columns in
-the first launch.
+the first launch, in parts, and adds up the parts in the second.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from te_dynamo.kernels.fp8 import (
     amaxes_of_four,
     larger_or_nan,
     load_scale,
+    load_tile,
     load_values,
     program_count,
     rounded,
@@ -209,6 +210,17 @@ def activation_backward_sums_kernel(
 
 
 @triton.jit
+def _add_parts(sums, dbias, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """dbias [K] = the sum of sums [PARTS, K] over its parts: BLOCK_K columns a program, as far as there are any."""
+    for column in range(tl.program_id(0) * BLOCK_K, K, tl.num_programs(0) * BLOCK_K):
+        total = tl.zeros((32, BLOCK_K), tl.float32)
+        for part in range(0, PARTS, 32):
+            total += load_tile(sums, tl.cast(part, tl.int32), column, K, PARTS, K, 32, BLOCK_K)
+        columns = column + tl.arange(0, BLOCK_K)
+        tl.store(dbias + columns, tl.sum(total, axis=0), mask=columns < K)
+
+
+@triton.jit
 def _backward_quarter(
     dy,
     x,
@@ -239,7 +251,9 @@ def activation_write_kernel(
     dy,
     x,
     partials,
+    sums,
     y,
+    dbias,
     data,
     transpose,
     scale_inv,
@@ -248,6 +262,7 @@ def activation_write_kernel(
     KIND: tl.constexpr,
     BACKWARD: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
+    PARTS: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -257,7 +272,9 @@ def activation_write_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Every tile of the result to every output that is asked for."""
+    """Every tile of the result to every output that is asked for; dbias from sums [PARTS, K], unless PARTS is 0."""
+    if PARTS > 0:
+        _add_parts(sums, dbias, K, PARTS, BLOCK_K)
     if ROWWISE or COLUMNWISE:
         scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
@@ -343,7 +360,9 @@ def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torc
         dy=dy,
         x=x,
         partials=x,
+        sums=x,
         y=y,
+        dbias=x,
         data=x,
         transpose=x,
         scale_inv=x,
@@ -352,6 +371,7 @@ def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torc
         KIND=kind,
         BACKWARD=backward,
         KEEP_OUTPUT=True,
+        PARTS=0,
         FMAX=1.0,
         EPS=0.0,
         POWER_OF_TWO=False,
@@ -383,7 +403,8 @@ def _quantize(
     dy, x = dy.contiguous(), x.contiguous()
     rows, columns = rows_and_columns(x)
     function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
-    partials, *dbias = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function),)
+    partials, sums = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function), x)
+    dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
     large = write_tile(backward, x.element_size())
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, large)
     y = torch.empty_like(x) if keep_output else x
@@ -394,10 +415,13 @@ def _quantize(
             (program_count(rows, columns, block_m, block_k, x.device),),
             **function,
             partials=partials,
+            sums=sums,
             y=y,
+            dbias=dbias[0] if dbias else x,
             M=rows,
             K=columns,
             KEEP_OUTPUT=keep_output and number == 0,
+            PARTS=sums.shape[0] if dbias and number == 0 else 0,
             **buffers.pointers(unused=x),
             **buffers.constants(power_of_two, eps),
             **usage,
@@ -426,7 +450,7 @@ def _amaxes(function: dict[str, Any]) -> torch.Tensor:
 
 
 def _amaxes_and_sums(dy: torch.Tensor, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partial amaxes, dbias) of the rounded dx, from one launch that reads both tensors."""
+    """(partial amaxes, partial sums [parts, K]) of the rounded dx, from one launch that reads both tensors."""
     rows, columns = rows_and_columns(x)
     block_m, block_k, parts = stripes(columns)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
@@ -446,4 +470,4 @@ def _amaxes_and_sums(dy: torch.Tensor, x: torch.Tensor, kind: str) -> tuple[torc
         BLOCK_K=block_k,
         num_warps=8,
     )
-    return partials, sums.sum(0)
+    return partials, sums

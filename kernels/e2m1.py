@@ -71,11 +71,11 @@ def block_scale(block_amax, tensor):
 
 @triton.jit
 def block_hash(number, first, second):
-    """The random word of the block with that number, of the key (first, second): `random_words` of kernels/nvfp4.py."""
+    """The random word of the block with that number, of the key (first, second): `random_bits` of kernels/nvfp4.py."""
     h = number.to(tl.uint32) * 0x9E3779B1 + first.to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15) ^ second.to(tl.uint32, bitcast=True)) * 0x846CA68B
-    return (h ^ (h >> 16)).to(tl.int32, bitcast=True)
+    return h.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -191,6 +191,16 @@ def interleave(x, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def one_a_thread(N: tl.constexpr):
+    """0 to N - 1, as offsets of a store that leaves its values in the threads that have them.
+
+    The compiler takes them for pairs that are not aligned, so that wider stores do not pay: it would move the values through
+    shared memory first. Of values that it takes for scattered it would give neighbouring rows to neighbouring threads.
+    """
+    return tl.multiple_of(tl.max_contiguous(tl.arange(0, N), 2), 1)
+
+
+@triton.jit
 def store_words(
     data, words, row, column, row_words, M, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, WHOLE: tl.constexpr
 ):
@@ -215,18 +225,18 @@ def store_scales(
     K,
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    RUN: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K.
 
-    RUN: as many neighbours may be moved to one thread first, to be stored together; WHOLE: all lie inside.
+    IN_PLACE: each by its own thread, rather than collected to wider stores; WHOLE: all lie inside.
     """
     blocks = tl.cdiv(K, 16)
     padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
     rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
     corner = row.to(tl.int64) * padded_blocks + block
-    neighbours = tl.max_contiguous(tl.arange(0, BLOCK_B), RUN)
+    neighbours = one_a_thread(BLOCK_B) if IN_PLACE else tl.arange(0, BLOCK_B)
     offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + neighbours[None, :])
     if WHOLE:
         tl.store(scale_inv + offsets, scale)

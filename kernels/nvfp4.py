@@ -74,11 +74,15 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
 
 TILE: Tile = (128, 128, 4)
-"""(rows, columns, warps) of a quantizing program: what the scales are padded to, and as many threads as hold it in pieces
-of 16 rows and one load's columns. 4-byte elements, half as many a load, take twice the warps."""
+"""(rows, columns, warps) of a program: what the scales are padded to, and as many threads as hold it in pieces of 16 rows and
+one load's columns. 4-byte elements, half as many a load, take twice the warps."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Of a quantizing launch. Two are resident, as the kernel keeps its tile in registers."""
+WORDS_TILE: Tile = (64, 128, 4)
+"""Of a program that quantizes words: 64 values a thread."""
+
+PROGRAMS_PER_MULTIPROCESSOR = {(True, True): 3, (True, False): 6, (False, True): 4}
+"""By (rowwise, columnwise), of a launch that quantizes words: as many as are resident, of 168, 80 and 128 registers a thread. Of
+other input two are, and four run."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -193,7 +197,6 @@ def random_bits(key: torch.Tensor, rows: int, blocks_wide: int) -> torch.Tensor:
     h = (h * 0x9E3779B1 + first) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
     h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & mask
-    h = h ^ (h >> 16)
     steps = torch.tensor([pow(RANDOM_STEP, i, 2**32) for i in range(BLOCK)], device=h.device)
     return (((h[:, :, None] * steps) & mask) >> 10).to(torch.int32).flatten(1)
 
@@ -311,13 +314,16 @@ def quantize_nvfp4(
     row, column = empty_buffers(rows, columns, x.device), empty_buffers(columns, rows, x.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
     columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
-    block_m, block_k, warps = tile or TILE
-    shape = {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps * max(x.element_size() // 2, 1)}
+    packed = packs(x)
+    block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
+    sizes = isinstance(rows, int) and isinstance(columns, int)
+    whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
     programs = min(
         program_count(rows, columns, block_m, block_k, x.device),
-        PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(x.device),
+        (PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4) * multiprocessor_count(x.device),
     )
-    words = {"PACKED": packs(x), "WHOLE": isinstance(rows, int) and rows % block_m == 0 and columns % block_k == 0}
+    words = {"PACKED": packed, "WHOLE": whole}
+    wider = max(x.element_size() // 2, 1)
     if columnwise and hadamard:
         launch(
             hadamard_amax_kernel,
@@ -328,7 +334,9 @@ def quantize_nvfp4(
             M=rows,
             K=columns,
             ROWWISE=rowwise,
-            **shape,
+            BLOCK_M=TILE[0],
+            BLOCK_K=TILE[1],
+            num_warps=TILE[2] * wider,
             **words,
         )
     else:
@@ -368,7 +376,9 @@ def quantize_nvfp4(
             HADAMARD=hadamard,
             STOCHASTIC=stochastic_rounding,
             PARTIALS=PARTIALS,
-            **shape,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps * wider,
             **words,
         )
     return (row if rowwise else []) + (column if columnwise else [])

@@ -25,7 +25,6 @@ from te_dynamo.kernels.fp8 import (
     mul_rn,
     store_partial_amax,
     store_tile,
-    tile_from_the_end,
     tile_mask,
     tile_offsets,
     tile_origin,
@@ -94,6 +93,17 @@ def hadamard_amax_kernel(
 
 
 @triton.jit
+def grouped_tile(tile, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first row, first column) of the tile of that number of [M, K]: 512 rows are walked together, column by column, so that
+    the transposed codes and scales of programs that run together fill whole sectors."""
+    GROUP: tl.constexpr = 512 // BLOCK_M
+    tiles = GROUP * tl.cdiv(K, BLOCK_K)
+    group, inside = tile // tiles, tile % tiles
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - group * GROUP, GROUP)
+    return (group * GROUP + inside % height) * BLOCK_M, inside // height * BLOCK_K
+
+
+@triton.jit
 def quantize_nvfp4_kernel(
     x,
     partials,
@@ -135,7 +145,7 @@ def quantize_nvfp4_kernel(
     tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
     tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, wide, BLOCK_M, BLOCK_K)
+        row, column = grouped_tile(tiles - 1 - index, tall, wide, BLOCK_M, BLOCK_K)
         if PACKED:
             quantize_words(
                 x,
@@ -218,7 +228,7 @@ def quantize_elements(
             )
             scales += (scale.to(tl.uint8, bitcast=True),)
         store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
-        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, 16, False)
+        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, False, False)
     if COLUMNWISE:
         turned = hadamard(values) if HADAMARD else values
         if TWO_D:
@@ -233,7 +243,7 @@ def quantize_elements(
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
         store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
         scale = tl.trans(scale.to(tl.uint8, bitcast=True))
-        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, 16, False)
+        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, False, False)
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------

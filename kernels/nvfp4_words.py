@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_words import both_halves, larger_halves, magnitudes
-from te_dynamo.kernels.e2m1 import block_hash, block_scale, multiplier_of, store_scales, store_words
+from te_dynamo.kernels.e2m1 import block_hash, block_scale, multiplier_of, one_a_thread, store_scales, store_words
 from te_dynamo.kernels.e2m1_assembly import amax_of_column_words, block_of_a_row, blocks_of_two_columns
 from te_dynamo.kernels.fp8 import larger_or_nan
 
@@ -43,8 +43,10 @@ def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K
     B: tl.constexpr = BLOCK_K // 16
     row, column, M, K, _, _ = place
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
-    rows = tl.arange(0, BLOCK_M)[:, None, None]
-    words = 8 * tl.arange(0, B)[None, :, None] + 4 * HALF + tl.arange(0, 4)[None, None, :]
+    index = tl.arange(0, 4 * B)
+    # Four neighbours each, which the compiler does not see, and threads beside each other in a row.
+    words = tl.multiple_of(tl.max_contiguous(index // 4 * 8 + 4 * HALF + index % 4, 4), 4)
+    rows, words = tl.arange(0, BLOCK_M)[:, None], words[None, :]
     corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
     if WHOLE:
         four = tl.load(corner + (rows * stride + words))
@@ -247,7 +249,7 @@ def quantize_rows(
     words = load_row_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_row_blocks(
         x, place, 1, BLOCK_M, BLOCK_K, WHOLE
     )
-    rows, blocks = tl.arange(0, BLOCK_M)[:, None], tl.max_contiguous(tl.arange(0, B), 1)[None, :]
+    rows, blocks = tl.arange(0, BLOCK_M)[:, None], one_a_thread(B)[None, :]
     row_blocks = row_words // 2
     number = (row + rows) * row_blocks + (column // 16 + blocks)
     if TWO_D:
@@ -262,7 +264,7 @@ def quantize_rows(
     else:
         tl.store(places, codes, mask=(row + rows < M) & (column // 16 + blocks < row_blocks))
     # A byte from each thread: collecting them would take two barriers.
-    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, 1, WHOLE)
+    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, True, WHOLE)
 
 
 @triton.jit
@@ -304,7 +306,9 @@ def quantize_columns(
     words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
     store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
     scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
-    store_scales(columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, 16, WHOLE)
+    store_scales(
+        columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE
+    )
 
 
 @triton.jit

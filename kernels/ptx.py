@@ -35,6 +35,7 @@ class PtxReport:
     """What became of one kernel.
 
     ptx:       the PTX text.
+    ttgir:     Triton's intermediate code, with the layouts of its tensors.
     registers: registers a thread.
     spills:    bytes of spill stores and spill loads a thread; 0 is the only good number.
     shared:    bytes of shared memory a program.
@@ -43,6 +44,7 @@ class PtxReport:
     """
 
     ptx: str
+    ttgir: str
     registers: int
     spills: int
     shared: int
@@ -86,7 +88,7 @@ def compile_for(
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _report(compiled.asm["ptx"], compiled.metadata.shared, log.getvalue())
+    return _report(compiled.asm["ptx"], compiled.asm["ttgir"], compiled.metadata.shared, log.getvalue())
 
 
 def _source_class(kernel: Any) -> type[ASTSource]:
@@ -110,12 +112,13 @@ def _check_names(
         raise ValueError(f"compile_for: aligned names no run-time argument of {kernel.__name__}: {sorted(unknown)}")
 
 
-def _report(ptx: str, shared: int, log: str) -> PtxReport:
+def _report(ptx: str, ttgir: str, shared: int, log: str) -> PtxReport:
     registers = re.search(r"Used (\d+) registers", log)
     if registers is None:
         raise RuntimeError(f"compile_for: ptxas's report has no register count:\n{log}")
     return PtxReport(
         ptx=ptx,
+        ttgir=ttgir,
         registers=int(registers.group(1)),
         spills=sum(int(size) for size in re.findall(r"(\d+) bytes spill", log)),
         shared=shared,

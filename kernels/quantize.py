@@ -1,14 +1,18 @@
 """x -> float8 with one scale a tensor, rowwise, transposed or both (equations and buffers: kernels/fp8.py).
 
-`quantize` makes two launches, `quantize_reference` is the same function in plain PyTorch, equal bit for bit.
+`quantize` makes two launches, or one of few values: there each program reads all of them for the amax. `quantize_reference` is
+the same function in plain PyTorch, equal bit for bit.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.fp8 import (
+    FLOAT32_MAX,
     Fp8Buffers,
     Size,
     abs_bits,
@@ -17,6 +21,8 @@ from te_dynamo.kernels.fp8 import (
     program_count,
     round_up,
     rows_and_columns,
+    saturating_cast,
+    scale_from_amax,
     store_partial_amax,
     store_quantized_tile,
     tile_from_the_end,
@@ -43,6 +49,11 @@ PARTIALS = 512
 Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
 
+
+FEW_VALUES = 65536
+"""At most so many are quantized in one launch: a program reads them in less time than a launch takes."""
+
+_FEW_BLOCK = 8192
 
 CAST_TILE: Tile = (128, 128, 8)
 """Of `quantize`'s cast launch: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
@@ -132,6 +143,31 @@ def quantize_cast_kernel(
         store_quantized_tile(value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
+@triton.jit
+def quantize_few_kernel(
+    x,
+    data,
+    scale_inv,
+    SIZE,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """data = x in one scale, both of SIZE values: every program finds the amax of all and casts its BLOCK."""
+    bits = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, SIZE, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        bits = tl.maximum(bits, abs_bits(tl.load(x + offsets, mask=offsets < SIZE, other=0.0)))
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    scale = scale_from_amax(amax, FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + offsets, mask=offsets < SIZE, other=0.0)
+    tl.store(data + offsets, saturating_cast(value, scale, data.dtype.element_ty), mask=offsets < SIZE)
+
+
 # --- launcher -----------------------------------------------------------------------------------------------
 
 
@@ -154,6 +190,10 @@ def quantize(
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
+    known = isinstance(rows, int) and isinstance(columns, int)
+    if amax is None and not columnwise and known and rows * columns <= FEW_VALUES:
+        _quantize_few(x, buffers, buffers.constants(power_of_two, eps))
+        return buffers.as_list()
     partials = partial_amaxes(x) if amax is None else amax
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise)
     for usage in buffers.launches(x.element_size()):
@@ -173,6 +213,22 @@ def quantize(
             num_warps=warps,
         )
     return buffers.as_list()
+
+
+def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any]) -> None:
+    assert buffers.data is not None
+    block = min(_FEW_BLOCK, max(triton.next_power_of_2(x.numel()), 32))
+    launch(
+        quantize_few_kernel,
+        (max(triton.cdiv(x.numel(), block), 1),),
+        x=x,
+        data=buffers.data,
+        scale_inv=buffers.scale_inv,
+        SIZE=x.numel(),
+        **constants,
+        BLOCK=block,
+        num_warps=max(block // 1024, 1),
+    )
 
 
 def partial_amaxes(x: torch.Tensor) -> torch.Tensor:

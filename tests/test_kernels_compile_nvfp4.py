@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +31,8 @@ FORMS = {
 }
 
 
-def tile(dtype: str) -> dict[str, int]:
-    rows, columns, warps = nvfp4.TILE
+def tile(dtype: str, words: bool = False) -> dict[str, int]:
+    rows, columns, warps = nvfp4.WORDS_TILE if words else nvfp4.TILE
     return {"BLOCK_M": rows, "BLOCK_K": columns, "num_warps": warps * (2 if dtype == "*fp32" else 1)}
 
 
@@ -53,7 +54,7 @@ def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: 
         name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability} {shape}",
         kernel=nvfp4_kernels.quantize_nvfp4_kernel,
         args={**pointers, **dict.fromkeys(sizes, "i32")},
-        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **tile(dtype)},
+        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **tile(dtype, packed)},
         aligned=(*pointers, *(() if shape == "odd" else sizes)),
         has=("cvt.rn.satfinite.e4m3x2.f32", *(() if shape == "odd" else ("ld.global.v4.b32", *wide_stores))),
         lacks=() if shape == "odd" else lacks,
@@ -158,6 +159,17 @@ def test_blocks_of_columns_stay_in_a_thread() -> None:
     plain, hadamard = (compile_case(quantize_case(form, "*bf16", (False, True))).ptx for form in ("plain", "hadamard"))
     assert [plain.count(what) for what in exchanges] == [hadamard.count(what) for what in exchanges]
     assert plain.count("shfl.sync") == 2
+
+
+def test_rows_of_words_stay_in_their_threads() -> None:
+    """Neighbouring threads have neighbouring blocks of a row, and what they make of them moves nowhere before it is stored."""
+    report = compile_case(quantize_case("plain", "*bf16", (True, False)))
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*)", report.ttgir))
+    used = re.findall(r"tt\.(?:load|store) .*tensor<\d+x\d+x!tt\.ptr<\w+>, (#blocked\d*)>", report.ttgir)
+    assert len(used) == 4  # two halves of words, codes and scales
+    for name in used:
+        assert "threadsPerWarp = [4, 8]" in layouts[name] and "order = [1, 0]" in layouts[name], layouts[name]
+    assert "convert_layout" not in report.ttgir
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)

@@ -96,8 +96,7 @@ def hashed_words(key: torch.Tensor, blocks: int) -> np.ndarray:
     first, second = key.numpy().view(np.uint32)
     h = np.arange(blocks, dtype=np.uint32) * np.uint32(0x9E3779B1) + first
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    h = (h ^ (h >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B)
-    return h ^ (h >> np.uint32(16))
+    return (h ^ (h >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B)
 
 
 def hashed(key: torch.Tensor, blocks: int) -> np.ndarray:

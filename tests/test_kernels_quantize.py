@@ -1,8 +1,15 @@
-"""Current scaling: the reference against an independent formulation, the kernel against the reference."""
+"""Current scaling: the reference against an independent formulation, the kernel against the reference.
+
+Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,3 +196,55 @@ def test_kernel_writes_every_element_of_ragged_shapes(shape):
     x = make_input("normal", shape, torch.float16, "cuda")
     options = (torch.float8_e5m2, True, True, False, 0.0)
     assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))
+
+
+# -- few values ------------------------------------------------------------------------------------
+
+FEW_SHAPES = ((0, 32), (4, 0), (1, 1), (1, 33), (3, 7, 5, 48), (1, 8193), (16, 4096))
+
+
+def assert_few_values_equal_the_reference(fp8_dtypes, device: str = "cpu") -> None:
+    for shape, kind in itertools.product(FEW_SHAPES, INPUT_KINDS):
+        if 0 in shape and kind != "zeros":
+            continue  # the others put an element in
+        for dtype in DTYPES if shape != FEW_SHAPES[-1] else DTYPES[:1]:
+            x = make_input(kind, shape, dtype, device)
+            for fp8_dtype in fp8_dtypes:
+                for power_of_two, eps in ((False, 0.0), (True, 0.0), (False, 1e-3), (True, 0.3)):
+                    options = (fp8_dtype, True, False, power_of_two, eps)
+                    assert_same_bits(quantize(x, *options), quantize_reference(x.cpu(), *options))
+
+
+@gpu
+@needs_cuda
+def test_kernel_of_few_values_equals_reference():
+    assert_few_values_equal_the_reference(FP8_DTYPES, "cuda")
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("shape", [(16, 4096), (1, 8193), (1, 1)])
+def test_kernel_of_few_values_writes_every_element(shape):
+    x = make_input("normal", shape, torch.bfloat16, "cuda")
+    options = (torch.float8_e4m3fn, True, False, False, 0.0)
+    assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x.cpu(), *options))
+
+
+@pytest.mark.slow
+def test_kernel_of_few_values_equals_reference_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__]
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def main() -> None:
+    import interpreted
+
+    interpreted.install()
+    np.seterr(all="ignore")
+    assert_few_values_equal_the_reference(FP8_DTYPES[:1])
+
+
+if __name__ == "__main__":
+    main()

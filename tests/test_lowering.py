@@ -127,8 +127,13 @@ CASES: dict[str, Case] = {
     ),
     "quantize rows": (
         te.quantize,
-        lambda: (bf16(19, 64), ROWS),
+        lambda: (bf16(1024, 128), ROWS),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, scale_inv",
+    ),
+    "quantize a few rows": (
+        te.quantize,
+        lambda: (bf16(19, 64), ROWS),
+        "quantize_few_kernel -> data, scale_inv",
     ),
     "quantize columns": (
         te.quantize,
@@ -238,7 +243,7 @@ CASES: dict[str, Case] = {
     "activation_backward_quantize": (
         te.activation_backward_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, True),
-        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> data, transpose, scale_inv",
+        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> dbias, data, transpose, scale_inv",
     ),
     "swiglu": (te.swiglu, lambda: (bf16(19, 64), bf16(19, 64)), "swiglu_write_kernel -> y"),
     "swiglu_quantize": (

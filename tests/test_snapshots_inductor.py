@@ -149,8 +149,7 @@ quantize_stacked_kernel -> data, scale_inv
 gemm_stacked_kernel -> c
 swiglu_amax_kernel -> partials
 swiglu_write_kernel -> data, scale_inv
-quantize_amax_kernel -> partials
-quantize_cast_kernel -> data, scale_inv
+quantize_few_kernel -> data, scale_inv
 gemm_kernel -> c""",
     )
 

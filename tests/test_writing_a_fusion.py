@@ -80,8 +80,7 @@ def test_the_kernels_are_launched_by_the_compiled_model(example) -> None:
         """\
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
-quantize_cast_kernel -> data, scale_inv
+quantize_few_kernel -> data, scale_inv
 gemm_kernel -> c
 bias_squared_relu_kernel -> y
 quantize_amax_kernel -> partials
