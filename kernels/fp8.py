@@ -82,8 +82,8 @@ def store_partial_amax(partials, bits):
 def store_amax(partials, bits, PARTIALS: tl.constexpr):
     """This program's amax, the maximum of `bits`, in its place and in those that no program has: PARTIALS or fewer run."""
     amax = tl.max(bits, axis=None).to(tl.float32, bitcast=True)
-    for place in range(tl.program_id(0), PARTIALS, tl.num_programs(0)):
-        tl.store(partials + place, amax)
+    places = tl.arange(0, PARTIALS)
+    tl.store(partials + places, amax, mask=places % tl.num_programs(0) == tl.program_id(0))
 
 
 @triton.jit

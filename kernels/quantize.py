@@ -50,8 +50,8 @@ Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
 
 
-FEW_VALUES = 65536
-"""At most so many are quantized in one launch: a program reads them in less time than a launch takes."""
+FEW_VALUES = 16384
+"""At most so many are quantized in one launch: a program reads them in less time than a launch takes (twice as many it does not)."""
 
 _FEW_BLOCK = 8192
 

@@ -200,7 +200,7 @@ def test_kernel_writes_every_element_of_ragged_shapes(shape):
 
 # -- few values ------------------------------------------------------------------------------------
 
-FEW_SHAPES = ((0, 32), (4, 0), (1, 1), (1, 33), (3, 7, 5, 48), (1, 8193), (16, 4096))
+FEW_SHAPES = ((0, 32), (4, 0), (1, 1), (1, 33), (3, 7, 5, 48), (1, 8193), (4, 4096))
 
 
 def assert_few_values_equal_the_reference(fp8_dtypes, device: str = "cpu") -> None:
@@ -223,7 +223,7 @@ def test_kernel_of_few_values_equals_reference():
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("shape", [(16, 4096), (1, 8193), (1, 1)])
+@pytest.mark.parametrize("shape", [(4, 4096), (1, 8193), (1, 1)])
 def test_kernel_of_few_values_writes_every_element(shape):
     x = make_input("normal", shape, torch.bfloat16, "cuda")
     options = (torch.float8_e4m3fn, True, False, False, 0.0)
