@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from te_dynamo.kernels._triton import triton
 
@@ -58,8 +58,13 @@ def _dtype(argument: Any) -> Any:
 
 
 def is_recording() -> bool:
-    """Whether launches are recorded, for Inductor's code, which launches kernels of the Triton language only."""
-    return _get_current_dispatch_mode() is not None
+    """Whether launches are recorded, for Inductor's code, which launches kernels of the Triton language only.
+
+    By torch's own modes (fake tensors, proxies). Others watch what runs, as AOTAutograd does the first call of every graph.
+    """
+    return _get_current_dispatch_mode() is not None and any(
+        mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_dynamo.kernels.launch import compiling_only, launch
+from te_dynamo.kernels.launch import compiling_only, is_recording, launch
 from te_dynamo.lowering.compile_ahead import compile_ahead, compiles_ahead
 
 
@@ -30,6 +33,23 @@ def test_a_launch_becomes_a_compilation() -> None:
     with compiling_only():
         launch(kernel, (3,), torch.empty(2, device="meta"), 16, BLOCK=32)
     assert kernel.compiled == [((torch.float32, 16), {"grid": (3,), "BLOCK": 32})]
+
+
+def test_a_mode_that_watches_does_not_record() -> None:
+    """AOTAutograd's, around the first call of every graph: a kernel that is wrapped for a record has another key, and compiles again."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    assert not is_recording()
+    with Watching():
+        assert not is_recording()
+        with FakeTensorMode():
+            assert is_recording()
+    recorded = []
+    make_fx(lambda x: recorded.append(is_recording()) or x + 1)(torch.ones(1))
+    assert recorded == [True]
 
 
 def test_nothing_without_a_gpu_and_outside() -> None:
