@@ -30,8 +30,7 @@ class Options:
               each those to leave out.
     weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
     weight_cache_check: compares what is kept with the weights before each call, for debugging.
-    low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits, for
-              a little more time.
+    low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
     inductor: options passed on to Inductor, a mode's included.
     """
 
