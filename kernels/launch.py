@@ -32,7 +32,7 @@ def launch(
     kernel. `num_warps` and `num_stages` may stand among the keyword arguments.
     """
     if _compiling_only.get():
-        kernel.warmup(*(_dtype(x) for x in args), grid=grid, **{name: _dtype(x) for name, x in kwargs.items()})
+        kernel.warmup(*(_untouched(x) for x in args), grid=grid, **{name: _untouched(x) for name, x in kwargs.items()})
         return
     triton.set_allocator(_scratch)
     # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
@@ -52,9 +52,11 @@ def compiling_only() -> Iterator[None]:
         _compiling_only.reset(token)
 
 
-def _dtype(argument: Any) -> Any:
-    """What stands for an argument where nothing is launched: its dtype for a tensor."""
-    return argument.dtype if isinstance(argument, torch.Tensor) else argument
+def _untouched(argument: Any) -> Any:
+    """What stands for an argument where nothing is launched: for a tensor, something of its dtype."""
+    from triton import MockTensor
+
+    return MockTensor(argument.dtype) if isinstance(argument, torch.Tensor) else argument
 
 
 def is_recording() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,15 +10,23 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from test_lowering import CASES, graph_of
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from te_dynamo.kernels.launch import compiling_only, is_recording, launch
 from te_dynamo.lowering.compile_ahead import compile_ahead, compiles_ahead
+from te_dynamo.lowering.extern_gemm import _EXTERNS, _compile_kernel_of
+from te_dynamo.testing import fake_cuda
 
 
 class Kernel:
@@ -32,7 +41,8 @@ def test_a_launch_becomes_a_compilation() -> None:
     kernel = Kernel()
     with compiling_only():
         launch(kernel, (3,), torch.empty(2, device="meta"), 16, BLOCK=32)
-    assert kernel.compiled == [((torch.float32, 16), {"grid": (3,), "BLOCK": 32})]
+    (((tensor, size), keywords),) = kernel.compiled
+    assert tensor.dtype == torch.float32 and size == 16 and keywords == {"grid": (3,), "BLOCK": 32}
 
 
 def test_a_mode_that_watches_does_not_record() -> None:
@@ -63,6 +73,60 @@ def test_nothing_without_a_gpu_and_outside() -> None:
 def test_one_inside_another() -> None:
     with compiles_ahead(), compiles_ahead():
         pass
+
+
+EXTERNS = [
+    "gemm",
+    "gemm with bias",
+    "gemm_block",
+    "gemm_block_e8m0",
+    "gemm_stacked",
+    "gemm_swiglu",
+    "gemm_grouped_columns",
+]
+
+
+@pytest.mark.parametrize("case", EXTERNS)
+def test_what_is_compiled_is_what_is_launched(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys by which Triton finds a compiled kernel, of the fakes and of the tensors of a call."""
+    keys: list[tuple[str, str]] = []
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *_: keys.append((self.__name__, key)))
+    target, arguments, _ = CASES[case]
+    extern = _EXTERNS[target.default]
+    with fake_cuda(), mock.patch.object(driver, "_active", Device()):
+        graph = graph_of(target.default, *arguments())
+        (node,) = graph.find_nodes(op="call_function", target=target.default)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        with compiles_ahead():
+            _compile_kernel_of(node, extern)
+    monkeypatch.undo()
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *_: keys.append((self.__name__, key)))
+    ahead, keys[:] = list(keys), []
+
+    def real(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.dtype)
+
+    tensors = [real(x.meta["val"]) for x in node.args[: extern.tensors] if isinstance(x, fx.Node)]
+    keywords = extern.keywords(*extern.flags(node.args))
+    if extern.planned:
+        keywords["out"] = real(node.meta["val"])
+    with mock.patch.object(driver, "_active", Device()):
+        extern.call(*tensors, **keywords)
+    assert keys == ahead and ahead
+
+
+class Device:
+    """What Triton asks of an H200."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
 
 
 PROGRAM = textwrap.dedent(
