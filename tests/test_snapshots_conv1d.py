@@ -180,7 +180,7 @@ quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 gemm_kernel -> c
 activation_backward_sums_kernel -> partials, sums
-activation_write_kernel -> data, transpose, scale_inv
+activation_write_kernel -> dbias, data, transpose, scale_inv
 gemm_kernel -> c
 gemm_kernel -> c""",
     )
