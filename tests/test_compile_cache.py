@@ -155,9 +155,10 @@ def test_kernels_are_stored_under_the_ptxas_that_assembles_them(
         compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(torchs))
     )
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "99.1" not in compiler.get_ptxas_version(90)
+    old = 80  # Triton 3.9 has another assembler, which torch does not choose, for newer GPUs
+    assert "99.1" not in compiler.get_ptxas_version(old)
     use_torchs_ptxas.__wrapped__()
-    assert "99.1" in compiler.get_ptxas_version(90)
+    assert "99.1" in compiler.get_ptxas_version(old)
     compiler.get_ptxas_version.cache_clear()
 
 
