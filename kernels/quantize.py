@@ -86,12 +86,12 @@ def quantize_reference(
     eps: float,
     amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """`quantize` in plain PyTorch, on any device."""
+    """`quantize` in plain PyTorch, on any device; `amax` may be partial ones, as there."""
     rows, columns = rows_and_columns(x)
     if amax is None:
         low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
         amax = torch.maximum(high, -low)
-    scale = scale_reference(amax.abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
+    scale = scale_reference(amax.max().abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
     fmax = torch.finfo(fp8_dtype).max
     value = (x.reshape(rows, columns).to(torch.float32) * scale).clamp_(-fmax, fmax)
     value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign

@@ -38,8 +38,8 @@ def compiles_ahead() -> Iterator[None]:
         yield
 
 
-def compile_ahead(launches: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **keywords: Any) -> None:
-    """Compiles what `launches(*tensors, *args, **keywords)` would launch. tensors: fakes on a CUDA device.
+def compile_ahead(launches: Callable[..., Any], tensors: Sequence[torch.Tensor], **keywords: Any) -> None:
+    """Compiles what `launches(*tensors, **keywords)` would launch. tensors: fakes on a CUDA device.
 
     Nothing where there is no GPU, where shapes are symbolic, and outside `compiles_ahead`.
     """
@@ -48,7 +48,7 @@ def compile_ahead(launches: Callable[..., Any], tensors: Sequence[torch.Tensor],
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
         return
     with torch.cuda.device(tensors[0].device), compiling_only():
-        launches(*tensors, *args, **keywords)
+        launches(*tensors, **keywords)
 
 
 def _mode() -> Any:

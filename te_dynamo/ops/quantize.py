@@ -125,19 +125,7 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tenso
     return quantized(x, quantizer)
 
 
-def _with_largest(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    amax: torch.Tensor,
-) -> list[torch.Tensor]:
-    return kernels.quantize_reference(x, fp8_dtype, rowwise, columnwise, power_of_two, eps, amax.max())
-
-
-@te_op(reference=takes_quantizer(_with_largest), kernel=takes_quantizer(kernels.quantize))
+@te_op(reference=takes_quantizer(kernels.quantize_reference), kernel=takes_quantizer(kernels.quantize))
 def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
     """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
     return quantized(x, quantizer)
