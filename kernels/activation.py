@@ -41,6 +41,7 @@ from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
 from te_dynamo.kernels.quantize_bias_grad import stripe, stripes
 from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes, store_quarter
+from te_dynamo.kernels.writes import writes
 
 __all__ = [
     "KINDS",
@@ -161,6 +162,7 @@ def _result_tile(
         return activate(value, KIND)
 
 
+@writes("partials")
 @triton.jit
 def activation_amax_kernel(
     dy,
@@ -183,6 +185,7 @@ def activation_amax_kernel(
     store_rounded_amax(partials, amaxes, x.dtype.element_ty)
 
 
+@writes("partials", "sums")
 @triton.jit
 def activation_backward_sums_kernel(
     dy,
@@ -246,6 +249,7 @@ def _backward_quarter(
     return quarter_codes(result, scale, DTYPE)
 
 
+@writes(y="KEEP_OUTPUT", dbias="PARTS", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
 @triton.jit
 def activation_write_kernel(
     dy,

@@ -53,6 +53,7 @@ from te_dynamo.kernels.block_words import (
 from te_dynamo.kernels.fp8 import Size, cast_launches, round_up, rows_and_columns, scale_from_amax, zero_padded
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import scale_reference
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["BLOCK", "BlockTile", "block_tile", "quantize_block", "quantize_block_reference"]
 
@@ -125,6 +126,7 @@ def block_scale(bits, FMAX: tl.constexpr, EPS: tl.constexpr, POWER_OF_TWO: tl.co
     return scale, inverse
 
 
+@writes(data="ROWWISE", scale_inv="ROWWISE", transpose="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
 @triton.jit
 def quantize_block_kernel(
     x,

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
+from te_dynamo.kernels.early import starts_early, wait_for_predecessor
 from te_dynamo.kernels.fp8 import abs_bits, store_amax
 from te_dynamo.kernels.gemm_decode import DecodeTile, decode_tile, launch_decode
 from te_dynamo.kernels.gemm_specialized import gemm_specialized_out, runs_specialized
 from te_dynamo.kernels.gemm_tiles import Tile, choose_tile, stores_by_descriptor
 from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
@@ -149,7 +151,8 @@ def add_parts(
         (reduce_programs(m, n),),
         *(parts, a_scale_inv, b_scale_inv, optional[0], c, optional[1], m * n, n),
         **{"SCALED": scaled, "HAS_BIAS": bias is not None, "SPLIT_K": parts.shape[0]},
-        **{"PARTIALS": 0 if partials is None else partials.shape[0], "BLOCK": _REDUCE_BLOCK},
+        **{"PARTIALS": 0 if partials is None else partials.shape[0], "EARLY": starts_early(m, c.device)},
+        BLOCK=_REDUCE_BLOCK,
     )
 
 
@@ -175,6 +178,7 @@ def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[st
     }
 
 
+@writes("c")
 @triton.jit
 def gemm_kernel(
     a,
@@ -308,6 +312,7 @@ def store_result(c, c_desc, value, row, column, M, N, DESCRIPTOR_STORE: tl.const
         tl.store(c + rows.to(tl.int64) * N + columns, value, mask=(rows < M) & (columns < N))
 
 
+@writes("c", partials="PARTIALS")
 @triton.jit
 def gemm_reduce_kernel(
     parts,
@@ -322,11 +327,13 @@ def gemm_reduce_kernel(
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PARTIALS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """c = round(sum of parts [SPLIT_K, SIZE], in order, (* scale) + bias), SIZE = M * N. PARTIALS: places for its amax, or 0."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < SIZE
+    wait_for_predecessor(EARLY)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT_K):
         total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)

@@ -29,6 +29,7 @@ from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out,
 from te_dynamo.kernels.gemm_block_tiles import BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.gemm_tiles import stores_by_descriptor
 from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["gemm_block", "gemm_block_reference", "gemm_block_with_tile"]
 
@@ -202,6 +203,7 @@ def block_kernel_options(
 # --- kernel -------------------------------------------------------------------------------------------------
 
 
+@writes("c")
 @triton.jit
 def gemm_block_kernel(
     a,

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
+from te_dynamo.kernels.early import starts_early, wait_for_predecessor
 from te_dynamo.kernels.fp8 import abs_bits, store_amax
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.stacking import Stacking
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["DecodeTile", "decode_tile", "gemm_decode_kernel", "launch_decode"]
 
@@ -88,12 +90,20 @@ def launch_decode(
         gemm_decode_kernel,
         (triton.cdiv(n, tile.block_n) * tile.split_k,),
         *(a, a_scale_inv, b, b_scale_inv, optional[0], c, optional[1], m, n, k),
-        **decode_options(tile, n, k, bias is not None, stacking, 0 if partials is None else partials.shape[0]),
+        **decode_options(
+            tile,
+            n,
+            k,
+            bias is not None,
+            stacking,
+            0 if partials is None else partials.shape[0],
+            starts_early(m, a.device),
+        ),
     )
 
 
 def decode_options(
-    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int = 0
+    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int = 0, early: bool = True
 ) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_decode_kernel`."""
     edges = {"EDGE_1": n, "EDGE_2": n}
@@ -105,6 +115,7 @@ def decode_options(
         "SPLIT_K": tile.split_k,
         "PARTIALS": partials,
         "EVEN": n % tile.block_n == 0 and k % (tile.block_k * tile.split_k) == 0,
+        "EARLY": early,
         **edges,
         "STAGES": tile.num_stages,
         "BLOCK_M": tile.block_m,
@@ -114,6 +125,7 @@ def decode_options(
     }
 
 
+@writes("c", partials="PARTIALS")
 @triton.jit
 def gemm_decode_kernel(
     a,
@@ -131,6 +143,7 @@ def gemm_decode_kernel(
     SPLIT_K: tl.constexpr,
     PARTIALS: tl.constexpr,
     EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
     EDGE_1: tl.constexpr,
     EDGE_2: tl.constexpr,
     STAGES: tl.constexpr,
@@ -147,6 +160,7 @@ def gemm_decode_kernel(
     blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
     rows = tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
+    wait_for_predecessor(EARLY)
     segment = (column >= EDGE_1).to(tl.int32) + (column >= EDGE_2).to(tl.int32)
     scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + segment)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

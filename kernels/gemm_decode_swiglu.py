@@ -15,10 +15,12 @@ import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
 from te_dynamo.kernels.activation_functions import activate
+from te_dynamo.kernels.early import starts_early, wait_for_predecessor
 from te_dynamo.kernels.fp8 import abs_bits, rounded, store_amax
 from te_dynamo.kernels.gemm_decode import DecodeTile, decode_tile
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["gemm_decode_swiglu_kernel", "launch_swiglu_decode", "swiglu_decode_options", "swiglu_decode_tile"]
 
@@ -54,16 +56,17 @@ def launch_swiglu_decode(
         gemm_decode_swiglu_kernel,
         (triton.cdiv(width, tile.block_n),),
         *(a, a_scale_inv, b, b_scale_inv, c, partials, m, width, k),
-        **swiglu_decode_options(tile, width, k, gate),
+        **swiglu_decode_options(tile, width, k, gate, starts_early(m, a.device)),
     )
 
 
-def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int) -> dict[str, Any]:
+def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int, early: bool = True) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_decode_swiglu_kernel`."""
     return {
         "GATE": gate,
         "FAST": tile.fast,
         "EVEN": width % tile.block_n == 0 and k % tile.block_k == 0,
+        "EARLY": early,
         "PARTIALS": PARTIALS,
         "STAGES": tile.num_stages,
         "BLOCK_M": tile.block_m,
@@ -73,6 +76,7 @@ def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int) -> di
     }
 
 
+@writes("c", "partials")
 @triton.jit
 def gemm_decode_swiglu_kernel(
     a,
@@ -87,6 +91,7 @@ def gemm_decode_swiglu_kernel(
     GATE: tl.constexpr,
     FAST: tl.constexpr,
     EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
     PARTIALS: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,6 +101,7 @@ def gemm_decode_swiglu_kernel(
     """C and this program's amax. EVEN: the width and K fill whole tiles."""
     rows = tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wait_for_predecessor(EARLY)
     a_scale = tl.load(a_scale_inv)
     left = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     right = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -34,6 +34,7 @@ from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, 
 from te_dynamo.kernels.gemm_grouped_tiles import choose_columns_tile, choose_rows_tile
 from te_dynamo.kernels.gemm_tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.launch import is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["gemm_grouped", "gemm_grouped_columns", "gemm_grouped_columns_reference", "gemm_grouped_reference"]
 
@@ -243,6 +244,7 @@ def store_part(c, c_desc, value, row, column, end, N, DESCRIPTOR_STORE: tl.const
         store_result(c, c_desc, value, row, column, end, N, False)
 
 
+@writes("c")
 @triton.jit
 def gemm_grouped_kernel(
     a,
@@ -310,6 +312,7 @@ def gemm_grouped_kernel(
             tl.store(c + tl.cast(row, tl.int64) * N + column + columns, zeros, mask=column + columns < N)
 
 
+@writes("c")
 @triton.jit
 def gemm_grouped_columns_kernel(
     a,

@@ -34,6 +34,7 @@ from te_dynamo.kernels.gemm_specialized import stacked_runs_specialized, stacked
 from te_dynamo.kernels.gemm_tiles import Tile, choose_stacked_tile
 from te_dynamo.kernels.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
 from te_dynamo.kernels.stacking import Stacking, check_segments
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["check_stack", "gemm_stacked", "gemm_stacked_reference", "gemm_stacked_with_tile"]
 
@@ -145,6 +146,7 @@ def stacked_options(tile: Tile, n: int, stacking: Stacking) -> dict[str, object]
     return {**stacking.constants(), **options}
 
 
+@writes("c")
 @triton.jit
 def gemm_stacked_kernel(
     a,

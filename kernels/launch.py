@@ -29,14 +29,18 @@ def launch(
 
     Give every argument of the kernel explicitly (torch takes every tensor for mutated when one is left to its
     default), name none of them `out` (the pattern matcher refuses it), and make tensor descriptors inside the
-    kernel. `num_warps` and `num_stages` may stand among the keyword arguments.
+    kernel. `num_warps` and `num_stages` may stand among the keyword arguments. EARLY=True, of a kernel that has it: launched
+    before its predecessor ends (kernels/early.py).
     """
+    recorded = is_recording()
+    if kwargs.get("EARLY") and not recorded:
+        kwargs["launch_pdl"] = True
     if _compiling_only.get():
         kernel.warmup(*(_untouched(x) for x in args), grid=grid, **{name: _untouched(x) for name, x in kwargs.items()})
         return
     triton.set_allocator(_scratch)
     # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
-    (torch.library.wrap_triton(kernel) if is_recording() else kernel)[grid](*args, **kwargs)
+    (torch.library.wrap_triton(kernel) if recorded else kernel)[grid](*args, **kwargs)
 
 
 _compiling_only: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_compiling_only", default=False)

@@ -32,6 +32,7 @@ from te_dynamo.kernels.block_words import (
     store_row_codes,
 )
 from te_dynamo.kernels.fp8 import abs_bits, tile_mask, tile_offsets, tile_origin
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["dequantize_mxfp8_kernel", "quantize_mxfp8_128_kernel", "quantize_mxfp8_kernel"]
 
@@ -81,6 +82,7 @@ def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
     return j * (tl.cdiv(K, 128) * 128) + i
 
 
+@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
 @triton.jit
 def quantize_mxfp8_kernel(
     x,
@@ -331,6 +333,7 @@ def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl
     tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + offsets // 4, words)
 
 
+@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
 @triton.jit
 def quantize_mxfp8_128_kernel(
     x,
@@ -463,6 +466,7 @@ def quantize_elements_128(
         store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
 
 
+@writes("values")
 @triton.jit
 def dequantize_mxfp8_kernel(
     data,

@@ -43,6 +43,7 @@ from te_dynamo.kernels.norm_functions import (
     store_row_amax,
 )
 from te_dynamo.kernels.quantize import Tile, cast_tile, quantize_reference
+from te_dynamo.kernels.writes import writes
 
 __all__ = [
     "layer_norm",
@@ -141,6 +142,7 @@ def layer_norm_quantize_reference(
 # --- kernels ------------------------------------------------------------------------------------------------
 
 
+@writes("rstd", y="not QUANTIZE", mean="LAYER", partials="QUANTIZE")
 @triton.jit
 def norm_rows_kernel(
     x,
@@ -204,6 +206,7 @@ def norm_rows_kernel(
         store_row_amax(partials, bits, PARTIALS, DTYPE)
 
 
+@writes("scale_inv", y="KEEP_OUTPUT", data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def norm_cast_kernel(
     x,

@@ -39,6 +39,7 @@ from te_dynamo.kernels.norm_functions import (
     store_row_amax,
 )
 from te_dynamo.kernels.quantize import Tile
+from te_dynamo.kernels.writes import writes
 
 __all__ = [
     "add_layer_norm_quantize",
@@ -80,6 +81,7 @@ def _store_columns(y, values, start, K, BLOCK: tl.constexpr):
     tl.store(y + columns, values, mask=columns < K)
 
 
+@writes("h", "rstd", "partials", mean="LAYER")
 @triton.jit
 def add_norm_rows_kernel(
     x,

@@ -36,6 +36,7 @@ from te_dynamo.kernels.nvfp4_words import (
     load_column_blocks,
     quantize_words,
 )
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["dequantize_nvfp4_kernel", "hadamard_amax_kernel", "nvfp4_epilogue_kernel", "quantize_nvfp4_kernel"]
 
@@ -249,6 +250,7 @@ def quantize_elements(
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------
 
 
+@writes("y")
 @triton.jit
 def dequantize_nvfp4_kernel(
     data,
@@ -283,6 +285,7 @@ def dequantize_nvfp4_kernel(
     store_tile(y, value, row, 2 * byte, R, columns, BLOCK_R, 2 * BLOCK_B)
 
 
+@writes("c")
 @triton.jit
 def nvfp4_epilogue_kernel(
     product, a_amax, b_amax, bias, c, M, N, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.early import starts_early, wait_for_predecessor
 from te_dynamo.kernels.fp8 import (
     FLOAT32_MAX,
     Fp8Buffers,
@@ -31,6 +32,7 @@ from te_dynamo.kernels.fp8 import (
     zero_padded,
 )
 from te_dynamo.kernels.launch import launch, size_hint
+from te_dynamo.kernels.writes import writes
 
 __all__ = [
     "CAST_TILE",
@@ -105,6 +107,7 @@ def quantize_reference(
 # --- kernels ------------------------------------------------------------------------------------------------
 
 
+@writes("partials")
 @triton.jit
 def quantize_amax_kernel(x, partials, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[p] = amax of every PARTIALS-th tile of x, from tile p on."""
@@ -116,6 +119,7 @@ def quantize_amax_kernel(x, partials, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.c
     store_partial_amax(partials, bits)
 
 
+@writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def quantize_cast_kernel(
     x,
@@ -131,10 +135,12 @@ def quantize_cast_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     PARTIALS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Every tile of x: scale, cast, store."""
+    wait_for_predecessor(EARLY)
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
@@ -143,6 +149,7 @@ def quantize_cast_kernel(
         store_quantized_tile(value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
+@writes("data", "scale_inv")
 @triton.jit
 def quantize_few_kernel(
     x,
@@ -152,9 +159,11 @@ def quantize_few_kernel(
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """data = x in one scale, both of SIZE values: every program finds the amax of all and casts its BLOCK."""
+    wait_for_predecessor(EARLY)
     bits = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, SIZE, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -208,6 +217,7 @@ def quantize(
             **buffers.constants(power_of_two, eps),
             **usage,
             PARTIALS=partials.shape[0],
+            EARLY=starts_early(rows, x.device),
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,
@@ -226,6 +236,7 @@ def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any
         scale_inv=buffers.scale_inv,
         SIZE=x.numel(),
         **constants,
+        EARLY=starts_early(x.shape[0], x.device),
         BLOCK=block,
         num_warps=max(block // 1024, 1),
     )

@@ -15,6 +15,7 @@ from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.fp8 import abs_bits, load_tile, rows_and_columns, store_partial_amax, store_tile
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, Tile, quantize, quantize_reference
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["quantize_bias_grad", "quantize_bias_grad_reference"]
 
@@ -44,6 +45,7 @@ def stripe(K, BLOCK_K: tl.constexpr):
     return tl.program_id(0) // stripes, (tl.program_id(0) % stripes) * BLOCK_K
 
 
+@writes("partials", "sums")
 @triton.jit
 def amax_column_sums_kernel(
     dy, partials, sums, M, K, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr

@@ -25,6 +25,7 @@ from te_dynamo.kernels.fp8 import (
 )
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.quantize import amax_tile, cast_tile, quantize_reference
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["quantize_grouped", "quantize_grouped_reference"]
 
@@ -58,6 +59,7 @@ def _check(x: torch.Tensor) -> None:
 # --- kernels ------------------------------------------------------------------------------------------------
 
 
+@writes("partials")
 @triton.jit
 def grouped_amax_kernel(x, partials, N, K, PARTIALS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[g, p] = amax of every PARTIALS-th tile of x[g], from tile p on."""
@@ -71,6 +73,7 @@ def grouped_amax_kernel(x, partials, N, K, PARTIALS: tl.constexpr, BLOCK_N: tl.c
     tl.store(partials + tl.program_id(0), tl.max(bits, axis=None).to(tl.float32, bitcast=True))
 
 
+@writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def grouped_cast_kernel(
     x,

@@ -27,6 +27,7 @@ from te_dynamo.kernels.fp8 import (
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import PARTIALS, cast_tile, partial_amaxes, quantize_reference
 from te_dynamo.kernels.stacking import check_segments
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["quantize_stacked", "quantize_stacked_reference", "stack_buffers", "stacked_size"]
 
@@ -73,6 +74,7 @@ def stack_buffers(
     ]
 
 
+@writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def quantize_stacked_kernel(
     x,

@@ -15,6 +15,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from te_dynamo.kernels.early import starts_early
 from te_dynamo.kernels.fp8 import (
     Fp8Buffers,
     Size,
@@ -141,6 +142,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         **sizes,
         KEEP_OUTPUT=True,
         **_NO_QUANTIZATION,
+        EARLY=False,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         num_warps=warps,
@@ -186,6 +188,7 @@ def swiglu_quantize(
             **buffers.constants(power_of_two, eps),
             **usage,
             PARTIALS=partials.shape[0],
+            EARLY=starts_early(rows, gate.device),
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,

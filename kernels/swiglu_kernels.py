@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.activation_functions import activate, activate_backward
+from te_dynamo.kernels.early import wait_for_predecessor
 from te_dynamo.kernels.fp8 import (
     abs_bits,
     amaxes_of_four,
@@ -20,6 +21,7 @@ from te_dynamo.kernels.fp8 import (
     tile_total,
 )
 from te_dynamo.kernels.quarters import load_quarter, quarter_codes, store_codes, store_quarter
+from te_dynamo.kernels.writes import writes
 
 __all__ = [
     "gradients",
@@ -41,6 +43,7 @@ def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: 
     return rounded(activate(g, "silu") * u, gate.dtype.element_ty)
 
 
+@writes("partials")
 @triton.jit
 def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
@@ -53,6 +56,7 @@ def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M
     store_partial_amax(partials, bits)
 
 
+@writes(y="KEEP_OUTPUT", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
 @triton.jit
 def swiglu_write_kernel(
     gate,
@@ -73,10 +77,12 @@ def swiglu_write_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     PARTIALS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Every tile of the result to every output that is asked for."""
+    wait_for_predecessor(EARLY)
     if ROWWISE or COLUMNWISE:
         scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
@@ -133,6 +139,7 @@ def _backward_quarter(
     return quarter_codes(g, gate_scale, DTYPE), quarter_codes(u, up_scale, DTYPE)
 
 
+@writes("gate_partials", "up_partials")
 @triton.jit
 def swiglu_backward_amax_kernel(
     dy,

@@ -20,6 +20,7 @@ from te_dynamo.kernels.fp8 import (
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.quantize import CAST_TILE, Tile, cast_tile
 from te_dynamo.kernels.quarters import load_codes, store_codes
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["transpose", "transpose_reference"]
 
@@ -30,6 +31,7 @@ def transpose_reference(data: torch.Tensor) -> torch.Tensor:
     return zero_padded(data.reshape(rows, columns).t(), columns, round_up(rows, 16))
 
 
+@writes("transpose")
 @triton.jit
 def transpose_kernel(data, transpose, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Every tile of data [M, K] to its place in transpose [K, M rounded up to 16], four rows of a column as one word."""

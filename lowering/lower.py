@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.lowering.extern_gemm import is_extern
+from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.lowering.trace import Traces, where
 from te_dynamo.ops import KERNELS, is_te
 from te_dynamo.ops.define import REFERENCE_ONLY
@@ -27,6 +28,7 @@ __all__ = ["lower"]
 
 def lower(graph: Graph) -> list[tuple[str, str]]:
     """Rewrites in place; returns (operation, what runs it) of each te node. Raises LoweringError for one it cannot lower."""
+    analyse_once()
     done = []
     inliner = _Inliner(graph)
     waiting = deque(_te_nodes(graph.nodes))

@@ -1,8 +1,8 @@
-"""Which tensors a launch writes, found out once for each kernel and its constants.
+"""Which tensors a launch writes, as its kernel says, or found out once for each kernel and its constants.
 
-torch compiles a kernel to Triton's IR to see what it writes: four times a launch, 0.1 to 0.4 s each, while a model of many
-layers launches few different kernels many times. The answer depends on the kernel, its constants and the dtypes of its tensors
-alone, so that one answer serves every layer.
+torch compiles a kernel to Triton's IR to see what it writes: up to four times a launch, 50 ms and more each, while a model of many
+layers launches few different kernels many times. A kernel that says what it writes (kernels/writes.py) is not compiled. Of
+another of ours the answer depends on the kernel, its constants and the dtypes of its tensors alone, so that one answer serves every layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sympy
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
-from te_dynamo._compat import mutation_analysis_name
+from te_dynamo._compat import as_analysed, mutation_analysis_name
+from te_dynamo.kernels.writes import written
 
 __all__ = ["analyse_once"]
 
@@ -24,7 +25,7 @@ _OURS = "te_dynamo.kernels."
 
 @functools.cache
 def analyse_once() -> None:
-    """Makes torch keep its analyses of our kernels for the life of the process; those of other kernels stay as they are."""
+    """Makes torch take our kernels at their word, and keep its analyses of the others of ours for the life of the process."""
     name = mutation_analysis_name()
     setattr(triton_kernel_wrap, name, _remembered(getattr(triton_kernel_wrap, name)))
 
@@ -38,6 +39,9 @@ def _remembered(analyse: Callable[..., Any]) -> Callable[..., Any]:
         function, chosen = (kernel.fn, kernel.configs[0].kwargs) if hasattr(kernel, "configs") else (kernel, {})
         if not function.fn.__module__.startswith(_OURS) or tma_descriptor_metadata:
             return analyse(kernel, kwargs, tma_descriptor_metadata)
+        declared = written(function, {**kwargs, **chosen})
+        if declared is not None:
+            return as_analysed(declared, kwargs)
         key = (function, _description(function, {**kwargs, **chosen}))
         if key not in answers:
             answers[key] = analyse(kernel, kwargs, tma_descriptor_metadata)

@@ -6,7 +6,8 @@ Each function names the release that needs it. Nothing else in the package asks 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._opaque_base import OpaqueBaseMeta
@@ -14,7 +15,7 @@ from torch._opaque_base import OpaqueBaseMeta
 if TYPE_CHECKING:
     from torch._library.opaque_object import MemberType
 
-__all__ = ["OpaqueMeta", "mutation_analysis_name", "register_value_class", "torch_version"]
+__all__ = ["OpaqueMeta", "as_analysed", "mutation_analysis_name", "register_value_class", "torch_version"]
 
 T = TypeVar("T", bound=type)
 
@@ -31,6 +32,24 @@ def torch_version() -> tuple[int, int]:
 def mutation_analysis_name() -> str:
     """The function of torch's triton_kernel_wrap that finds what a kernel writes."""
     return "identify_mutated_tensors" if torch_version() == (2, 11) else "identify_accessed_tensors"
+
+
+def as_analysed(written: list[str], arguments: Mapping[str, Any]) -> Any:
+    """That function's result for a launch which writes some of its tensors, and reads the others alone."""
+    if torch_version() == (2, 11):
+        return written
+    from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses
+    from torch._inductor.dependencies import Dep, ReadWrites, StarDep
+    from torch._inductor.ir import TensorBox
+    from torch.utils._ordered_set import OrderedSet
+
+    def dependences(names: Iterable[str]) -> OrderedSet[Dep]:
+        return OrderedSet(StarDep(name) for name in names)
+
+    tensors = [name for name, value in arguments.items() if isinstance(value, (torch.Tensor, TensorBox))]
+    read = [name for name in tensors if name not in written]
+    accesses = ReadWrites(reads=dependences(read), writes=dependences(written), index_exprs=OrderedSet())
+    return TensorAccesses(accesses, can_fuse_epilogue=False)
 
 
 def register_value_class(cls: T) -> T:

@@ -28,9 +28,10 @@ from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.compile_ahead import compiles_ahead
+from te_dynamo.lowering.early_launch import launch_early_kernels_early
 from te_dynamo.lowering.lower import lower
-from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
+from te_dynamo.lowering.static_launch import STATIC_LAUNCH, tell_workers
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
@@ -178,9 +179,10 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
             _phase.reset(token)
 
     extern_gemm.register()
-    analyse_once()
+    launch_early_kernels_early()
+    tell_workers()
     use_torchs_ptxas()
-    patches = dict(compilation.options.inductor)
+    patches: dict[str, Any] = {STATIC_LAUNCH: True, **dict(compilation.options.inductor)}
     key = cache_key(compilation.options, fusion_key())
     for hook, stage in (
         ("joint_custom_pre_pass", compilation.joint),

@@ -1,18 +1,24 @@
-"""What a kernel writes is analysed once for its constants, however often a graph launches it."""
+"""What a kernel writes is said where it is defined, truly, or analysed once for its constants."""
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
+import test_lowering
 import torch
 from snapshot_models import kernels_everywhere
 from torch import nn
 from torch._higher_order_ops import triton_kernel_wrap
 
-from te_dynamo.fake_cuda import capture_on_fake_cuda
+from te_dynamo._compat import mutation_analysis_name
+from te_dynamo.fake_cuda import capture_on_fake_cuda, fake_cuda
 from te_dynamo.kernels._triton import INSTALLED
-from te_dynamo.lowering.mutation import _remembered
+from te_dynamo.kernels.writes import writes, written
+from te_dynamo.lowering.lower import lower
+from te_dynamo.lowering.mutation import _description, _remembered
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launches need Triton")
 
@@ -34,6 +40,54 @@ def _analyses(sizes: list[int]) -> int:
 def test_more_layers_need_no_more_analyses() -> None:
     _analyses([512, 768, 512])
     assert _analyses([512, 768, 512, 768, 512, 768]) == 0
+
+
+def _launched() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(kernel, its arguments) of every launch that an operation becomes, one of each set of constants."""
+    table, seen = triton_kernel_wrap.kernel_side_table, set()
+    for target, arguments, _ in test_lowering.CASES.values():
+        graph = test_lowering.graph_of(target.default, *arguments())
+        lower(graph)
+        for node in graph.find_nodes(op="call_function", target=triton_kernel_wrap.triton_kernel_wrapper_mutation):
+            kernel = table.get_kernel(node.kwargs["kernel_idx"])
+            values = torch.fx.map_arg(node.kwargs["kwargs"], lambda given: given.meta["val"])
+            launched = {**values, **table.get_constant_args(node.kwargs["constant_args_idx"])}
+            function = kernel.fn if hasattr(kernel, "configs") else kernel
+            key = (function, _description(function, launched))
+            if key not in seen:
+                seen.add(key)
+                yield kernel, launched
+
+
+@pytest.mark.slow
+def test_kernels_write_what_they_say() -> None:
+    """By torch's analysis, of every operation's launches. An early kernel is analysed as one that is not: it waits in PTX."""
+    analyse = getattr(triton_kernel_wrap, mutation_analysis_name())
+    analyse = getattr(analyse, "__wrapped__", analyse)
+    compared = set()
+    with fake_cuda(), kernels_everywhere():
+        for kernel, launched in _launched():
+            function, chosen = (kernel.fn, kernel.configs[0].kwargs) if hasattr(kernel, "configs") else (kernel, {})
+            said = written(function, {**launched, **chosen})
+            if said is None:
+                continue
+            plain = {**launched, "EARLY": False} if "EARLY" in launched else launched
+            found = analyse(kernel, plain, {})
+            names = found if isinstance(found, list) else [dep.name for dep in found.read_writes.writes]
+            names = [name for name in names if isinstance(launched.get(name), torch.Tensor)]
+            assert sorted(said) == sorted(names), (function.fn.__name__, launched)
+            compared.add(function.fn.__name__)
+    assert len(compared) >= 30
+
+
+def test_what_a_kernel_says() -> None:
+    kernel = SimpleNamespace(arg_names=["x", "data", "scale", "y", "c"])
+    writes("c", data="ROWWISE", y="not QUANTIZE", scale="ROWWISE or COLUMNWISE")(kernel)
+    flags = {"ROWWISE": False, "COLUMNWISE": 1, "QUANTIZE": False}
+    tensors = dict.fromkeys(kernel.arg_names)
+    assert written(kernel, {**tensors, **flags}) == ["scale", "y", "c"]
+    assert written(kernel, {**tensors, "ROWWISE": True, "COLUMNWISE": 0, "QUANTIZE": True}) == ["data", "scale", "c"]
+    assert written(test_what_a_kernel_says, tensors) is None
 
 
 def _kernel(module: str, parameters: list[SimpleNamespace]) -> mock.Mock:

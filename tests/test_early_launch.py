@@ -1,0 +1,130 @@
+"""kernels/early.py: kernels of few rows wait before they touch memory, are launched early in Inductor's code, and miss nothing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.utils import run_and_get_code
+
+import te_dynamo
+from te_dynamo.kernels import gemm, gemm_decode, gemm_decode_swiglu, quantize, swiglu, swiglu_kernels
+from te_dynamo.kernels._triton import INSTALLED
+from te_dynamo.kernels.early import starts_early
+from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.lowering.early_launch import launch_early_kernels_early
+
+F8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
+QUANTIZED = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
+CAST = {**QUANTIZED, "ROWWISE": True, "COLUMNWISE": False, "PARTIALS": 512, "BLOCK_M": 4, "BLOCK_K": 1024}
+TILE = {"EVEN": True, "STAGES": 3, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
+KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+    "gemm_decode": (
+        gemm_decode.gemm_decode_kernel,
+        dict(a=F8, a_scale_inv=F32, b=F8, b_scale_inv=F32, bias=BF16, c=BF16, partials=F32, M="i32", N="i32", K="i32"),
+        {**TILE, "HAS_BIAS": True, "FAST": True, "SPLIT_K": 1, "PARTIALS": 512, "EDGE_1": 64, "EDGE_2": 64},
+    ),
+    "gemm_decode_swiglu": (
+        gemm_decode_swiglu.gemm_decode_swiglu_kernel,
+        dict(a=F8, a_scale_inv=F32, b=F8, b_scale_inv=F32, c=BF16, partials=F32, M="i32", WIDTH="i32", K="i32"),
+        {**TILE, "GATE": 0, "FAST": True, "PARTIALS": 512},
+    ),
+    "gemm_reduce": (
+        gemm.gemm_reduce_kernel,
+        dict(parts=F32, a_scale_inv=F32, b_scale_inv=F32, bias=BF16, c=BF16, partials=F32, SIZE="i32", N="i32"),
+        {"SCALED": True, "HAS_BIAS": True, "SPLIT_K": 2, "PARTIALS": 512, "BLOCK": 1024},
+    ),
+    "quantize_cast": (
+        quantize.quantize_cast_kernel,
+        dict(x=BF16, partials=F32, data=F8, transpose=F8, scale_inv=F32, M="i32", K="i32"),
+        CAST,
+    ),
+    "quantize_few": (
+        quantize.quantize_few_kernel,
+        dict(x=BF16, data=F8, scale_inv=F32, SIZE="i32"),
+        {**QUANTIZED, "BLOCK": 4096},
+    ),
+    "swiglu_write": (
+        swiglu_kernels.swiglu_write_kernel,
+        dict(
+            **dict(gate=BF16, up=BF16, partials=F32, y=BF16, data=F8, transpose=F8, scale_inv=F32),
+            **dict(gate_stride="i32", up_stride="i32", M="i32", K="i32"),
+        ),
+        {**CAST, "KEEP_OUTPUT": False},
+    ),
+}
+
+
+@pytest.mark.skipif(not INSTALLED, reason="compiles kernels")
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_early_kernel_waits_first(name: str) -> None:
+    kernel, args, constexprs = KERNELS[name]
+    lines = compile_for(kernel, args=args, constexprs={**constexprs, "EARLY": True}, num_warps=4).ptx.splitlines()
+    waits = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    touches = [
+        i
+        for i, line in enumerate(lines)
+        if any(word in line for word in ("ld.global", "st.global", "cp.async", "atom.global", "red.global"))
+    ]
+    assert len(waits) == 1 and touches and waits[0] < min(touches)
+    plain = compile_for(kernel, args=args, constexprs={**constexprs, "EARLY": False}, num_warps=4).ptx
+    assert "griddepcontrol" not in plain
+
+
+def test_which_launches_are_early() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert starts_early(1, cuda) and starts_early(64, cuda)
+    assert not starts_early(65, cuda) and not starts_early(1, cpu)
+
+
+def test_the_attribute_is_put_into_inductors_code() -> None:
+    """Of kernels that are EARLY alone."""
+    launch_early_kernels_early()
+    defined: list[str] = []
+    wrapper = SimpleNamespace(writeline=lambda line: defined.append(line.kernel_body))
+    body = "@triton_heuristics.user_autotune(triton_meta={'signature': {}, 'constants': {'EARLY': %s}}, custom_kernel=True)"
+    for early in (True, False):
+        PythonWrapperCodegen.define_kernel(wrapper, "kernel", body % early)  # type: ignore[arg-type]
+    assert "triton_meta={'launch_pdl': True, 'signature'" in defined[0]
+    assert defined[1] == body % False
+
+
+def _frozen_chain(layers: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    pairs = (nn.Sequential(nn.Linear(2048, 8192, bias=False), nn.Linear(8192, 2048)) for _ in range(layers))
+    chain = nn.Sequential(*pairs).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+    return te_dynamo.freeze(chain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_a_chain_of_early_kernels_misses_nothing(tokens: int) -> None:
+    """The bits of the same kernels, each launched after its predecessor's end: called, and replayed as a CUDA graph."""
+    chain = _frozen_chain(4)
+    x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(chain, backend="te", dynamic=False)
+    with torch.no_grad():
+        output, (code, *_) = run_and_get_code(compiled, x)
+        assert code.count("'EARLY': True") == code.count("'launch_pdl': True") >= 3
+        eager = torch.compile(chain, backend="te", dynamic=False, options={"codegen": "eager"})
+        expected = eager(x)
+        torch.cuda.synchronize()
+        assert torch.equal(output, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = compiled(x)
+        for _ in range(50):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(replayed, _one_by_one(eager, x))
+
+
+def _one_by_one(call: Any, x: torch.Tensor) -> torch.Tensor:
+    """call(x), each kernel launched after the end of the one before."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gemm, gemm_decode, gemm_decode_swiglu, quantize, swiglu):
+            patch.setattr(module, "starts_early", lambda *_: False)
+        return call(x)
