@@ -135,7 +135,7 @@ def test_kept_weights_are_supplied_to_what_a_cache_gives(tmp_path: Path, options
 def test_second_process_hits_on_a_gpu(tmp_path: Path) -> None:
     """And compiles nothing: every kernel comes from Triton's cache, and none is asked what it writes."""
     cold = compile_in_new_process(tmp_path)
-    assert cold["aot_miss"] == 1 and cold["lowered"] == 2 and cold["analysed"] and cold["compiled"]
+    assert cold["aot_miss"] == 1 and cold["lowered"] == 2 and cold["compiled"]
     warm = compile_in_new_process(tmp_path)
     assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
     assert (warm["lowered"], warm["analysed"], warm["compiled"]) == (0, 0, [])
