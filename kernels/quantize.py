@@ -236,7 +236,7 @@ def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any
         scale_inv=buffers.scale_inv,
         SIZE=x.numel(),
         **constants,
-        EARLY=starts_early(x.shape[0], x.device),
+        EARLY=starts_early(rows_and_columns(x)[0], x.device),
         BLOCK=block,
         num_warps=max(block // 1024, 1),
     )
