@@ -206,10 +206,11 @@ def load_tile(x, row, column, row_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
-def store_tile(y, value, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Writes a tile of the contiguous y [M, K]."""
+def store_tile(y, value, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, row_stride=None):
+    """Writes a tile of y [M, K], contiguous unless a row stride is given."""
+    stride = K if row_stride is None else row_stride
     mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
-    tl.store(y + tile_offsets(row, column, K, BLOCK_M, BLOCK_K), value, mask=mask)
+    tl.store(y + tile_offsets(row, column, stride, BLOCK_M, BLOCK_K), value, mask=mask)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ kernels/activation.py).
 
 gate and up may be halves of one wider tensor: each has a row stride of its own. Backward quantizes dgate
 and dup, each with its own scale, in one pair of launches, so that dy, gate and up are read twice and not
-four times.
+four times. Both as halves of one tensor, with one scale: kernels/swiglu_halves.py.
 """
 
 from __future__ import annotations
@@ -236,6 +236,7 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
         **sizes,
         KEEP_OUTPUT=True,
         STACKED=False,
+        GATE_HALF=-1,
         **_NO_QUANTIZATION,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
@@ -290,6 +291,7 @@ def swiglu_backward_quantize(
             **sizes,
             KEEP_OUTPUT=keep_output and number == 0,
             STACKED=stacked,
+            GATE_HALF=-1,
             **gate_buffers.pointers(unused=gate, prefix="gate_"),
             **up_pointers,
             **gate_buffers.constants(power_of_two, eps),
@@ -317,6 +319,7 @@ def partial_amaxes_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.
         up=up,
         **partials,
         **sizes,
+        ONE_AMAX=False,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         num_warps=warps,

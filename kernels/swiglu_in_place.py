@@ -2,6 +2,8 @@
 
     data [M, 2K] = [q(dgate), q(dup)]      one byte an element, in the 2 K bytes that a row of bf16 or fp16 dy [M, K] has
 
+The two have a scale each, or one as halves of one tensor, in either order (kernels/swiglu_halves.py).
+
 One program holds a whole row: it has read all of it before it writes the first code. The transposed copy is made of the codes
 later (kernels/transpose.py), when gate and up are gone; with both copies written at once, this is where a training step's
 memory is at its peak.
@@ -16,6 +18,7 @@ from te_dynamo.kernels.fp8 import Size, load_scale, rounded, rows_and_columns, s
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.kernels.swiglu import in_rows, partial_amaxes_of_gradients, sizes_of
+from te_dynamo.kernels.swiglu_halves import partial_amaxes_of_halves
 from te_dynamo.kernels.swiglu_kernels import gradients
 
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
@@ -35,9 +38,21 @@ def _load(x, QUARTER: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _write_quarter(grad, gate, up, codes, scales, J: tl.constexpr, QUARTER: tl.constexpr, BLOCK_K: tl.constexpr):
+def _write_quarter(
+    grad,
+    gate,
+    up,
+    codes,
+    scales,
+    J: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    QUARTER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Codes of dgate and dup for quarter J of a row, of which `grad` is dy."""
     first: tl.constexpr = J * QUARTER
+    gate_place: tl.constexpr = first + 4 * QUARTER if UP_FIRST else first
+    up_place: tl.constexpr = first if UP_FIRST else first + 4 * QUARTER
     g_scale, u_scale = scales
     g = _load(gate + first, QUARTER, BLOCK_K).to(tl.float32)
     u = _load(up + first, QUARTER, BLOCK_K).to(tl.float32)
@@ -46,8 +61,8 @@ def _write_quarter(grad, gate, up, codes, scales, J: tl.constexpr, QUARTER: tl.c
     DTYPE: tl.constexpr = codes.dtype.element_ty
     columns = tl.arange(0, BLOCK_K)
     inside = columns < QUARTER
-    tl.store(codes + first + columns, saturating_cast(dgate, g_scale, DTYPE), mask=inside)
-    tl.store(codes + 4 * QUARTER + first + columns, saturating_cast(dup, u_scale, DTYPE), mask=inside)
+    tl.store(codes + gate_place + columns, saturating_cast(dgate, g_scale, DTYPE), mask=inside)
+    tl.store(codes + up_place + columns, saturating_cast(dup, u_scale, DTYPE), mask=inside)
 
 
 @triton.jit
@@ -61,6 +76,7 @@ def swiglu_backward_rows_kernel(
     gate_stride,
     up_stride,
     M,
+    GATE_HALF: tl.constexpr,
     E5M2: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
@@ -69,10 +85,16 @@ def swiglu_backward_rows_kernel(
     QUARTER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows of dy [M, 4 QUARTER] become the codes of dgate and, behind them, of dup: the last first, which are in the cache."""
+    """Rows of dy [M, 4 QUARTER] become the codes of dgate and, behind them, of dup: the last first, which are in the cache.
+
+    GATE_HALF: 0 or 1 where both have one scale, from the gate's partial amaxes, and dgate is this half; -1 elsewhere.
+    """
     DTYPE: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
     g_scale = load_scale(gate_partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    u_scale = load_scale(up_partials, scale_inv + 1, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    u_scale = g_scale
+    if GATE_HALF == -1:
+        u_scale = load_scale(up_partials, scale_inv + 1, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    UP_FIRST: tl.constexpr = GATE_HALF == 1
     scales = (g_scale, u_scale)
     for index in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=1):
         row = (M - 1 - index).to(tl.int64)
@@ -83,10 +105,10 @@ def swiglu_backward_rows_kernel(
         d3 = _load(grad + 3 * QUARTER, QUARTER, BLOCK_K)
         codes = grad.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.debug_barrier()  # every thread has its part of the row
-        _write_quarter(d0, g, u, codes, scales, 0, QUARTER, BLOCK_K)
-        _write_quarter(d1, g, u, codes, scales, 1, QUARTER, BLOCK_K)
-        _write_quarter(d2, g, u, codes, scales, 2, QUARTER, BLOCK_K)
-        _write_quarter(d3, g, u, codes, scales, 3, QUARTER, BLOCK_K)
+        _write_quarter(d0, g, u, codes, scales, 0, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d1, g, u, codes, scales, 1, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d2, g, u, codes, scales, 2, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d3, g, u, codes, scales, 3, UP_FIRST, QUARTER, BLOCK_K)
 
 
 def swiglu_backward_quantize_in_place(
@@ -96,9 +118,11 @@ def swiglu_backward_quantize_in_place(
     fp8_dtype: torch.dtype,
     power_of_two: bool,
     eps: float,
+    gate_first: bool | None = None,
 ) -> list[torch.Tensor]:
     """[data, scale_inv] of `quantize_stacked([dgate, dup], by_columns=True)`, rowwise only; data [M, 2K] lies in dy's memory.
 
+    gate_first: if it is given, those of `swiglu_backward_quantize_halves` in their place.
     dy: contiguous, of two bytes an element, its columns a multiple of COLUMNS_MULTIPLE and at most MOST_COLUMNS; it is
     overwritten. gate, up: as `swiglu` takes them. Raises ValueError for another dy.
     """
@@ -114,8 +138,9 @@ def swiglu_backward_quantize_in_place(
             f"of {COLUMNS_MULTIPLE} up to {MOST_COLUMNS}, got {dy.dtype} {tuple(dy.shape)} with strides {dy.stride()}"
         )
     gate, up = in_rows(gate), in_rows(up)
-    partials = partial_amaxes_of_gradients(dy, gate, up)
-    scale_inv = torch.empty(2, dtype=torch.float32, device=dy.device)
+    halves = gate_first is not None
+    partials = (partial_amaxes_of_halves if halves else partial_amaxes_of_gradients)(dy, gate, up)
+    scale_inv = torch.empty(1 if halves else 2, dtype=torch.float32, device=dy.device)
     sizes = sizes_of(gate, up)
     block_k, warps = row_block(columns)
     dy = dy.reshape(rows, columns)
@@ -130,6 +155,7 @@ def swiglu_backward_quantize_in_place(
         gate_stride=sizes["gate_stride"],
         up_stride=sizes["up_stride"],
         M=rows,
+        GATE_HALF=int(not gate_first) if halves else -1,
         E5M2=fp8_dtype == torch.float8_e5m2,
         FMAX=torch.finfo(fp8_dtype).max,
         EPS=float(eps),

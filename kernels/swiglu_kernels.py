@@ -127,15 +127,15 @@ def _backward_quarter(
     BLOCK_K: tl.constexpr,
 ):
     """Codes of quarter J of (dgate, dup); writes them in gate's dtype if they are kept."""
-    dy, gate, up, dgate, dup, gate_scale, up_scale, row, column, gate_stride, up_stride, M, K = given
+    dy, gate, up, dgate, dup, gate_scale, up_scale, row, column, gate_stride, up_stride, grad_stride, M, K = given
     grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
     g = load_quarter(gate, row, column, gate_stride, M, K, J, BLOCK_M, BLOCK_K)
     u = load_quarter(up, row, column, up_stride, M, K, J, BLOCK_M, BLOCK_K)
     g, u = gradients(grad, g, u)
     g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
     if KEEP_OUTPUT:
-        store_quarter(dgate, g, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
-        store_quarter(dup, u, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+        store_quarter(dgate, g, row, column, grad_stride, M, K, J, BLOCK_M, BLOCK_K)
+        store_quarter(dup, u, row, column, grad_stride, M, K, J, BLOCK_M, BLOCK_K)
     return quarter_codes(g, gate_scale, DTYPE), quarter_codes(u, up_scale, DTYPE)
 
 
@@ -151,20 +151,26 @@ def swiglu_backward_amax_kernel(
     up_stride,
     M,
     K,
+    ONE_AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Partial amaxes of dgate and of dup over every PARTIALS-th tile."""
+    """Partial amaxes of dgate and of dup over every PARTIALS-th tile; with ONE_AMAX of both together, in gate_partials."""
     gate_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
-    up_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
+    if not ONE_AMAX:
+        up_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
         dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
         gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dgate, BLOCK_M, BLOCK_K))
-        up_amaxes = larger_or_nan(up_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
+        if ONE_AMAX:
+            gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
+        else:
+            up_amaxes = larger_or_nan(up_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
     store_rounded_amax(gate_partials, gate_amaxes, gate.dtype.element_ty)
-    store_rounded_amax(up_partials, up_amaxes, gate.dtype.element_ty)
+    if not ONE_AMAX:
+        store_rounded_amax(up_partials, up_amaxes, gate.dtype.element_ty)
 
 
 @triton.jit
@@ -188,6 +194,7 @@ def swiglu_backward_write_kernel(
     K,
     KEEP_OUTPUT: tl.constexpr,
     STACKED: tl.constexpr,
+    GATE_HALF: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -197,8 +204,28 @@ def swiglu_backward_write_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Every tile of dgate and dup to every output that is asked for; with STACKED the gate's buffers hold both, side by side."""
+    """Every tile of dgate and dup to every output that is asked for; with STACKED the gate's buffers hold both, side by side.
+
+    GATE_HALF: 0 or 1 where both are halves of one tensor, dgate this one: its output is `dgate`, its buffers the gate's, its
+    partial amaxes the gate's; -1 elsewhere.
+    """
     data_stride = K
+    grad_stride = K
+    if GATE_HALF != -1:
+        data_stride = 2 * K
+        grad_stride = 2 * K
+        second_transpose = gate_transpose + tl.cast(K, tl.int64) * ((M + 15) // 16 * 16)
+        if GATE_HALF == 0:
+            dup = dgate + K
+            up_data = gate_data + K
+            up_transpose = second_transpose
+        else:
+            dup = dgate
+            dgate += K
+            up_data = gate_data
+            gate_data += K
+            up_transpose = gate_transpose
+            gate_transpose = second_transpose
     if STACKED:
         data_stride = 2 * K
         up_data = gate_data + K
@@ -206,13 +233,15 @@ def swiglu_backward_write_kernel(
         up_scale_inv = gate_scale_inv + 1
     if ROWWISE or COLUMNWISE:
         g_scale = load_scale(gate_partials, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-        u_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+        u_scale = g_scale
+        if GATE_HALF == -1:
+            u_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         if COLUMNWISE:
             DTYPE: tl.constexpr = gate_transpose.dtype.element_ty
-            given = (dy, gate, up, dgate, dup, g_scale, u_scale, row, column, gate_stride, up_stride, M, K)
+            given = (dy, gate, up, dgate, dup, g_scale, u_scale, row, column, gate_stride, up_stride, grad_stride, M, K)
             g0, u0 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K)
             g1, u1 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K)
             g2, u2 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K)
@@ -224,8 +253,8 @@ def swiglu_backward_write_kernel(
             g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
             g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
             if KEEP_OUTPUT:
-                store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K)
-                store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K)
+                store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K, grad_stride)
+                store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K, grad_stride)
             if ROWWISE:
                 store_quantized_tile(
                     g, g_scale, row, column, M, K, gate_data, gate_data, True, False, BLOCK_M, BLOCK_K, data_stride

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.kernels.swiglu_in_place import COLUMNS_MULTIPLE, MOST_COLUMNS, swiglu_backward_quantize_in_place
-from te_dynamo.ops.swiglu import swiglu_backward_quantize
+from te_dynamo.ops.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["launches_in_place"]
@@ -23,17 +23,17 @@ __all__ = ["launches_in_place"]
 def launches_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
     """The launches of `node` that overwrite its first argument, as a function of its arguments; None where it must be kept, or
     cannot hold the result."""
-    if node.target is not swiglu_backward_quantize:
+    if node.target is swiglu_backward_quantize and node.args[5:] == (True,):
+        run: Callable[..., list[torch.Tensor]] = _run_stacked
+    elif node.target is swiglu_backward_quantize_halves:
+        run = _run_halves
+    else:
         return None
-    dy, quantizer, (keep_output, *stacked) = node.args[0], node.args[3], node.args[4:]
+    quantizer, keep_output = node.args[3:5]
+    dy = node.args[0]
     assert isinstance(dy, Node)
     value = dy.meta["val"]
-    rows_of_a_stack = (
-        isinstance(quantizer, Float8CurrentScalingQuantizer)
-        and not quantizer.columnwise
-        and not keep_output
-        and stacked == [True]
-    )
+    rows_alone = isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.columnwise and not keep_output
     fits = (
         value.element_size() == 2
         and value.is_contiguous()
@@ -41,22 +41,31 @@ def launches_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
         and value.shape[-1] % COLUMNS_MULTIPLE == 0
         and 0 < value.shape[-1] <= MOST_COLUMNS
     )
-    if not (rows_of_a_stack and fits and _read_for_the_last_time(dy, node)):
-        return None
+    return run if rows_alone and fits and _read_for_the_last_time(dy, node) else None
 
-    def run(
-        dy: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        quantizer: Float8CurrentScalingQuantizer,
-        keep_output: bool,
-        stacked: bool,
-    ) -> list[torch.Tensor]:
-        return swiglu_backward_quantize_in_place(
-            dy, gate, up, quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon
-        )
 
-    return run
+def _run_stacked(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    quantizer: Float8CurrentScalingQuantizer,
+    keep_output: bool,
+    stacked: bool,
+) -> list[torch.Tensor]:
+    return _run_halves(dy, gate, up, quantizer, keep_output, None)
+
+
+def _run_halves(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    quantizer: Float8CurrentScalingQuantizer,
+    keep_output: bool,
+    gate_first: bool | None,
+) -> list[torch.Tensor]:
+    return swiglu_backward_quantize_in_place(
+        dy, gate, up, quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon, gate_first
+    )
 
 
 def _read_for_the_last_time(tensor: Node, reader: Node) -> bool:

@@ -12,7 +12,7 @@ while two float8 copies of both gradients are written. Only the rowwise copy is 
               t: f8e5m2[2K, M] = te.transpose(d[0])
               dw = te.gemm_stacked(t, d[1], ..)
 
-Every bit is the same. It costs one more read of the codes. And of a linear's two products in backward the one goes first whose
+The same for te.swiglu_backward_quantize_halves, whose buffers te.gemm reads. Every bit is the same. It costs one more read of the codes. And of a linear's two products in backward the one goes first whose
 operands, then gone, leave more room for the other's result.
 
     before    dx = te.gemm(q[0], .., w);  dw = te.gemm(q[1], .., x)
@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.ops.gemm import gemm
-from te_dynamo.ops.swiglu import swiglu_backward_quantize
+from te_dynamo.ops.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
 from te_dynamo.ops.transpose import transpose
 from te_dynamo.passes.graph import call_like, calls, item_users, read_item
 
@@ -41,13 +42,15 @@ def make_columns_late(graph: Graph) -> int:
 def _transpose_late(graph: Graph) -> int:
     places = {node: place for place, node in enumerate(graph.nodes)}
     moved = 0
-    for node in calls(graph, swiglu_backward_quantize):
-        dy, gate, up, quantizer, keep_output, *stacked = node.args
-        if keep_output or stacked != [True] or not (quantizer.rowwise and quantizer.columnwise):  # type: ignore[union-attr]
+    for node in calls(graph, swiglu_backward_quantize, swiglu_backward_quantize_halves):
+        quantizer = _quantizer_of_both(node)
+        if quantizer is None or not (quantizer.rowwise and quantizer.columnwise):
             continue
-        rows_only = quantizer.with_usage(columnwise=False)  # type: ignore[union-attr]
-        fused = call_like(graph, swiglu_backward_quantize, (dy, gate, up, rows_only, False, True), node)
-        names, kept = quantizer.buffer_names(), rows_only.buffer_names()  # type: ignore[union-attr]
+        rows_only = quantizer.with_usage(columnwise=False)
+        args = tuple(rows_only if arg is quantizer else arg for arg in node.args)
+        assert isinstance(node.target, torch._ops.OpOverload)
+        fused = call_like(graph, node.target, args, node)
+        names, kept = quantizer.buffer_names(), rows_only.buffer_names()
         readers = item_users(node)
         for index, items in readers.items():
             if names[index] in kept:
@@ -62,6 +65,13 @@ def _transpose_late(graph: Graph) -> int:
         graph.erase_node(node)
         moved += 1
     return moved
+
+
+def _quantizer_of_both(node: Node) -> Any:
+    """The quantizer, if the node's only results are buffers of one tensor, or one stack, of both gradients."""
+    _, _, _, quantizer, keep_output, *stacked = node.args
+    together = node.target is swiglu_backward_quantize_halves or stacked == [True]
+    return quantizer if together and not keep_output else None
 
 
 def _products_that_free_first(graph: Graph) -> int:

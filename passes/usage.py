@@ -14,7 +14,7 @@ from te_dynamo.ops.norm_add import add_layer_norm_quantize, add_rms_norm_quantiz
 from te_dynamo.ops.quantize import quantize, quantize_with_amax
 from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.ops.stacked import quantize_stacked
-from te_dynamo.ops.swiglu import swiglu_quantize
+from te_dynamo.ops.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
 from te_dynamo.passes.graph import call_like, calls, item_users, replace_items
 from te_dynamo.quantizers import Quantizer
 
@@ -31,6 +31,7 @@ _ONE_RESULT_QUANTIZED = (
     add_layer_norm_quantize,
     activation_quantize,
     swiglu_quantize,
+    swiglu_backward_quantize_halves,
 )
 """Operations whose last results are the buffers of their one quantizer."""
 

@@ -4,6 +4,8 @@
               quantize = te.quantize(view, e4m3[row+column])
     after     quantize = te.quantize(rms_norm[0], e4m3[row+column])
 
+The columns of a tensor may also be divided by one view and put together again by the next.
+
 So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear does not stand between their fusion, nor does
 the copy that dropout of p=0 is.
 """
@@ -32,8 +34,8 @@ def read_through_views(graph: Graph) -> int:
         if node.target is quantize and not node.args[1].reads_as_matrix:  # type: ignore[union-attr]
             continue
         source: Any = node.args[0]
-        while source.target in _READ_THROUGH and _keeps_columns(source):
-            source, read = source.args[0], read + 1
+        while (before := _before_views(source)) is not None:
+            source, read = before, read + 1
         if source is not node.args[0]:
             # A node of its own, not another argument: torch keeps what it knows of a node's arguments in its meta.
             assert isinstance(node.target, torch._ops.OpOverload)
@@ -42,11 +44,18 @@ def read_through_views(graph: Graph) -> int:
     return read
 
 
-def _keeps_columns(view: Node) -> bool:
-    source = view.args[0]
-    assert isinstance(source, Node)
-    if view.target is _CLONE and source.op != "call_function":
-        return False  # of an input that the model may write afterwards
-    before, after = source.meta["val"], view.meta["val"]
+def _before_views(node: Node) -> Node | None:
+    """The nearest tensor that `node` is a view of, or several views in a row, with the columns of `node`."""
+    source: Any = node
+    while source.target in _READ_THROUGH:
+        if source.target is _CLONE and source.args[0].op != "call_function":
+            return None  # of an input that the model may write afterwards
+        source = source.args[0]
+        if _has_columns_of(source.meta["val"], node.meta["val"]):
+            return source
+    return None
+
+
+def _has_columns_of(before: torch.Tensor, after: torch.Tensor) -> bool:
     same = before.dim() >= 1 and after.dim() >= 1 and isinstance(before.shape[-1], int)
     return same and before.shape[-1] == after.shape[-1] and before.is_contiguous()

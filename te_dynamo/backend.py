@@ -35,6 +35,7 @@ from te_dynamo.lowering.static_launch import STATIC_LAUNCH, tell_workers
 from te_dynamo.options import Options
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
+from te_dynamo.passes.halves import put_halves_side_by_side
 from te_dynamo.passes.late_columns import make_columns_late
 from te_dynamo.passes.match import match
 from te_dynamo.passes.match.cost import LEFT_FOR_COST
@@ -105,6 +106,7 @@ class _Compilation:
         self.record(f"lower.{phase}", graph)
 
     def _simplify(self, graph: Graph) -> None:
+        put_halves_side_by_side(graph)
         read_through_views(graph)
         merge_common_subexpressions(graph)
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu, swiglu_kernels
+from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu, swiglu_halves, swiglu_kernels
 from te_dynamo.kernels.quantize_bias_grad import stripes
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -78,7 +78,8 @@ def amax_cases():
         *tile, parts = stripes(4096)
         yield activation.activation_backward_sums_kernel, *tiled((*tile, 8), KIND=kind, PARTS=parts)
     yield swiglu_kernels.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
-    yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096))
+    for one in (False, True):
+        yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096), ONE_AMAX=one)
 
 
 def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
@@ -96,11 +97,9 @@ def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "PARTS": 32 if backward else 0}
             yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
     yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
-    for stacked in (False, True):
-        yield (
-            swiglu_kernels.swiglu_backward_write_kernel,
-            *tiled(backward_tile, KEEP_OUTPUT=True, STACKED=stacked, **partials),
-        )
+    for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
+        flags = {"KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
+        yield swiglu_kernels.swiglu_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": 1024}
@@ -244,6 +243,11 @@ LAUNCHERS = {
                 "up_scale_inv",
             ],
         ],
+    ),
+    "swiglu_backward_quantize_halves": (
+        lambda dy, h: swiglu_halves.swiglu_backward_quantize_halves(dy, *h.chunk(2, -1), *OPTIONS, False, False),
+        [(8, 128), (8, 256)],
+        [["gate_partials"], ["gate_data", "gate_transpose", "gate_scale_inv"]],
     ),
 }
 

@@ -12,6 +12,7 @@ from te_dynamo.passes.fusions.norm_add_quantize import fuse_norm_add_quantize
 from te_dynamo.passes.fusions.norm_quantize import fuse_norm_quantize
 from te_dynamo.passes.fusions.quantize_bias_grad import fuse_quantize_bias_grad
 from te_dynamo.passes.fusions.shared_input import fuse_shared_input
+from te_dynamo.passes.fusions.swiglu_backward_quantize_halves import fuse_swiglu_backward_quantize_halves
 
 __all__ = ["SHIPPED"]
 
@@ -26,5 +27,10 @@ SHIPPED = {
         fuse_gemm_swiglu,
         fuse_gemm_amax,
     ),
-    "backward": (fuse_activation_backward_quantize, fuse_swiglu_backward_quantize, fuse_quantize_bias_grad),
+    "backward": (
+        fuse_activation_backward_quantize,
+        fuse_swiglu_backward_quantize,
+        fuse_swiglu_backward_quantize_halves,
+        fuse_quantize_bias_grad,
+    ),
 }

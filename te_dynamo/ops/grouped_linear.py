@@ -24,7 +24,7 @@ from te_dynamo.ops.fakes import of_proto
 from te_dynamo.ops.gemm_grouped import gemm_grouped, gemm_grouped_columns
 from te_dynamo.ops.linear import LinearConfig
 from te_dynamo.ops.quantize import quantize_tensor
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Float8GroupedQuantizer
+from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Float8GroupedQuantizer, Quantizer
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
 
@@ -32,6 +32,8 @@ __all__ = [
     "GroupedLinearBwdArgs",
     "GroupedLinearConfig",
     "GroupedLinearFwdArgs",
+    "grouped_backward_products",
+    "grouped_grad_output_quantizer",
     "grouped_linear",
     "grouped_linear_backward",
     "grouped_linear_forward",
@@ -158,13 +160,27 @@ def grouped_linear_backward(
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(dx [M, K], dweight of the weight's shape) from dy [M, N]; None for a gradient nobody asked for."""
     config = args.config
-    assert config is not None and config.grad_output_quantizer is not None and args.offs is not None
+    assert config is not None
+    if not (config.input_requires_grad or config.weight_requires_grad):
+        return None, None
+    return grouped_backward_products(args, quantize_tensor(dy.contiguous(), grouped_grad_output_quantizer(args)))
+
+
+def grouped_grad_output_quantizer(args: GroupedLinearBwdArgs) -> Quantizer:
+    """How dy is held for the products that are asked for, one at least."""
+    config = args.config
+    assert config is not None and config.grad_output_quantizer is not None
+    return config.grad_output_quantizer.with_usage(config.input_requires_grad, config.weight_requires_grad)
+
+
+def grouped_backward_products(
+    args: GroupedLinearBwdArgs, dy_buffers: list[torch.Tensor]
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """`grouped_linear_backward` from dy in the buffers of `grouped_grad_output_quantizer(args)`."""
+    config, quantizer = args.config, grouped_grad_output_quantizer(args)
+    assert config is not None and args.offs is not None
     assert args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = None
-    if not (config.input_requires_grad or config.weight_requires_grad):
-        return dx, dweight
-    quantizer = config.grad_output_quantizer.with_usage(config.input_requires_grad, config.weight_requires_grad)
-    dy_buffers = quantize_tensor(dy.contiguous(), quantizer)
     if config.input_requires_grad:
         dy_rows = quantizer.operand(dy_buffers, columnwise=False)
         dx = gemm_grouped(*dy_rows, *args.weight_saved, args.offs, args.x_dtype, config.dgrad_fast_accum)

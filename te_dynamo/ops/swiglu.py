@@ -5,13 +5,20 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.kernels import swiglu as kernels
+from te_dynamo.kernels import swiglu_halves
 from te_dynamo.kernels.fp8 import rows_and_columns
 from te_dynamo.ops.define import te_op
-from te_dynamo.ops.fakes import like, quantized, quantized_stack
+from te_dynamo.ops.fakes import like, plain, quantized, quantized_stack
 from te_dynamo.ops.quantize import takes_quantizer
 from te_dynamo.quantizers import Quantizer
 
-__all__ = ["swiglu", "swiglu_backward", "swiglu_backward_quantize", "swiglu_quantize"]
+__all__ = [
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_backward_quantize",
+    "swiglu_backward_quantize_halves",
+    "swiglu_quantize",
+]
 
 
 @te_op(reference=kernels.swiglu_backward_reference, kernel=kernels.swiglu_backward)
@@ -78,3 +85,20 @@ def swiglu_backward_quantize(
         rows, columns = rows_and_columns(gate)
         return kept + quantized_stack(gate, (rows, 2 * columns), 2, quantizer)
     return kept + quantized(gate, quantizer) + quantized(up, quantizer)
+
+
+@te_op(
+    reference=takes_quantizer(swiglu_halves.swiglu_backward_quantize_halves_reference),
+    kernel=takes_quantizer(swiglu_halves.swiglu_backward_quantize_halves),
+)
+def swiglu_backward_quantize_halves(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    quantizer: Quantizer,
+    keep_output: bool,
+    gate_first: bool,
+) -> list[torch.Tensor]:
+    """[grad if keep_output, *te.quantize(grad)]: grad [..., 2K] = [dgate, dup], or [dup, dgate] without gate_first; one scale."""
+    grad = plain((*gate.shape[:-1], 2 * gate.shape[-1]), gate.dtype, gate)
+    return ([grad] if keep_output else []) + quantized(grad, quantizer)

@@ -135,19 +135,23 @@ class GroupedLinear(BasicOperation):
         (ctx,) = ctxs
         if not ctx.saved_tensors:
             return None, [(None,)], [(None,)]
+        args = self.backward_args(ctx)
+        assert args.offs is not None and args.weight_dtype is not None
+        if args.config is None:
+            of_x, of_weight = args.x_saved, args.weight_saved
+            dx, dweight = _unquantized_backward(of_x, of_weight, grad_output, args.offs, args.weight_dtype)
+        else:
+            dx, dweight = grouped_linear_backward(args, grad_output)
+        return dx, [(dweight,)], [(None,)]
+
+    def backward_args(self, ctx: OperationContext) -> GroupedLinearBwdArgs:
+        """What te.grouped_linear's helpers need of a context with saved tensors; without a config in high precision."""
         offs, *saved = ctx.saved_tensors
-        assert offs is not None
-        needs, config = ctx.requires_grad, self.config(ctx.requires_grad)
+        needs = ctx.requires_grad
         count = len(saved) // (needs.input + needs.params[0]) * needs.params[0]
         of_x: Any = tuple(saved[:count])
         of_weight: Any = tuple(saved[count:])
-        dtype = ctx.params[0].dtype
-        if config is None:
-            dx, dweight = _unquantized_backward(of_x, of_weight, grad_output, offs, dtype)
-        else:
-            args = GroupedLinearBwdArgs(of_x, of_weight, offs, ctx.input.dtype, dtype, config)
-            dx, dweight = grouped_linear_backward(args, grad_output)
-        return dx, [(dweight,)], [(None,)]
+        return GroupedLinearBwdArgs(of_x, of_weight, offs, ctx.input.dtype, ctx.params[0].dtype, self.config(needs))
 
     def _check(self, x: Any, offs: Any) -> None:
         """TeError, saying what is wrong, for tensors or protos that it cannot take."""

@@ -58,17 +58,25 @@ class Scaled(BasicOperation, abstract=True):
     ) -> tuple[
         Optional[torch.Tensor], list[tuple[Optional[torch.Tensor], ...]], list[tuple[Optional[torch.Tensor], ...]]
     ]:
-        needs, (x, scales) = ctxs[0].requires_grad, ctxs[0].saved_tensors
+        x, scales = ctxs[0].saved_tensors
         assert x is not None and scales is not None
-        dx = dscales = None
-        dy32 = grad_output.to(torch.float32)
-        if needs.input:
-            scaled = (dy32 * scales.to(torch.float32).unsqueeze(-1)).to(grad_output.dtype)
-            dx = self.activation().backward(scaled, x.contiguous())
-        if needs.extra_inputs[0]:
-            y = self.activation().forward(x.contiguous())
-            dscales = (dy32 * y.to(torch.float32)).sum(-1).to(scales.dtype)
-        return dx, [()], [(dscales,)]
+        dx = None
+        if ctxs[0].requires_grad.input:
+            dx = self.activation().backward(self.activation_gradient(grad_output, scales), x.contiguous())
+        return dx, [()], [(self.scales_gradient(ctxs[0], grad_output),)]
+
+    def activation_gradient(self, grad_output: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """That of f(x)."""
+        return (grad_output.to(torch.float32) * scales.to(torch.float32).unsqueeze(-1)).to(grad_output.dtype)
+
+    def scales_gradient(self, ctx: OperationContext, grad_output: torch.Tensor) -> Optional[torch.Tensor]:
+        """None where it is not needed."""
+        x, scales = ctx.saved_tensors
+        assert x is not None and scales is not None
+        if not ctx.requires_grad.extra_inputs[0]:
+            return None
+        y = self.activation().forward(x.contiguous())
+        return (grad_output.to(torch.float32) * y.to(torch.float32)).sum(-1).to(scales.dtype)
 
 
 class ScaledSwiGLU(Scaled):

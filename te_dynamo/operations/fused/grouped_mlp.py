@@ -5,7 +5,8 @@
              GroupedLinear  y = a @ w2[g]^T                         saves a by columns, w2 by columns
     after    GroupedMLP     the same forward, a quantized by rows alone; saved is all but a
 
-    backward                a = swiglu(h) * scales, quantized by columns; then that of the three
+    backward                a = swiglu(h) * scales, quantized by columns; then that of the three, with the gradient of h
+                            = te.swiglu_backward_quantize_halves(da * scales, h's halves)
 
 Backward of the activation reads h anyway: of what h and a take together, a gated activation's a is a third in bf16 and a fifth in FP8,
 saved for one pass over h. The results are those of the basic operations bit for bit. The activation is any of one input, gated or not, or one times a scale for each row; the recipe
@@ -24,13 +25,15 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.operations.basic.activation import Activation
-from te_dynamo.operations.basic.gated import Gated
+from te_dynamo.operations.basic.gated import Gated, SwiGLU
 from te_dynamo.operations.basic.grouped_linear import GroupedLinear
 from te_dynamo.operations.basic.scaled import Scaled
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.quantized import activation_gradient_quantized
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.windows import sliding_window
+from te_dynamo.ops.grouped_linear import grouped_backward_products, grouped_grad_output_quantizer
 from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.recipe import Recipe
 from te_dynamo.tensor_proto import TensorProto
@@ -83,7 +86,31 @@ class GroupedMLP(FusedOperation):
         if _recomputes([ctx.requires_grad for ctx in ctxs]):
             offs, *weight = second.saved_tensors
             second = second.with_saved([offs, *self._second_input(activation, second.requires_grad), *weight])
-        return backward_chain(self.ops, [first, activation, second], grad_output, grad_extra_outputs)
+        da, *grads = backward_chain(self.ops[2:], [second], grad_output, grad_extra_outputs[2:])
+        dx, *grads_before = self._first_backward([first, activation], da, grad_extra_outputs[:2])
+        params, extra_inputs = (before + after for before, after in zip(grads_before, grads, strict=True))
+        return dx, params, extra_inputs
+
+    def _first_backward(
+        self, ctxs: Sequence[OperationContext], da: Any, grad_extra_outputs: Any
+    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        """What `backward_chain` gives of the first linear and the activation, SwiGLU's gradient quantized in one kernel."""
+        linear, activation, _ = self.ops
+        gated = activation.activation() if isinstance(activation, Scaled) else activation
+        assert isinstance(linear, GroupedLinear)
+        if type(gated) is not SwiGLU or not ctxs[0].requires_grad.any() or linear.config(ctxs[0].requires_grad) is None:
+            return backward_chain(self.ops[:2], ctxs, da, grad_extra_outputs)
+        h, *scales = ctxs[1].saved_tensors
+        extra: tuple[Optional[torch.Tensor], ...] = ()
+        if isinstance(activation, Scaled):
+            assert scales[0] is not None
+            extra = (activation.scales_gradient(ctxs[1], da),)
+            da = activation.activation_gradient(da, scales[0])
+        assert h is not None
+        args = linear.backward_args(ctxs[0])
+        _, buffers = activation_gradient_quantized(gated, da, h, grouped_grad_output_quantizer(args), False)
+        dx, dweight = grouped_backward_products(args, buffers)
+        return dx, [(dweight,), ()], [(None,), extra]
 
     def _second_input(self, ctx: OperationContext, requires_grad: RequiresGrad) -> list[torch.Tensor]:
         """What the second linear's own forward saves of its input. ctx: the activation's."""

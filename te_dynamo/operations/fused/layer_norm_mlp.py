@@ -19,8 +19,7 @@ not: backward computes it again from z, the larger half of what an MLP keeps for
 
 The norm is a LayerNorm or an RMSNorm, the activation any of one input, gated or not; either Bias may be missing. Both linears have a
 recipe whose backward is quantized. Where a kernel does not write a recipe's buffers, or there is none for an activation, te.quantize
-reads what it wrote; without recompute such recipes are left to the smaller fusions. A gated activation's gradient is quantized by
-te.quantize: the fused kernel gives each half a scale of its own, and the linear before it has one for both.
+reads what it wrote; without recompute such recipes are left to the smaller fusions.
 """
 
 from __future__ import annotations

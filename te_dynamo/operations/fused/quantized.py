@@ -17,7 +17,7 @@ from te_dynamo.ops.activation import activation_backward_quantize, activation_qu
 from te_dynamo.ops.gemm import bias_grad
 from te_dynamo.ops.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from te_dynamo.ops.quantize import quantize_tensor
-from te_dynamo.ops.swiglu import swiglu_quantize
+from te_dynamo.ops.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
 
 __all__ = [
@@ -79,6 +79,9 @@ def activation_gradient_quantized(
         kind = activation.kind()  # type: ignore[attr-defined]
         results = activation_backward_quantize(dy.contiguous(), h, kind, quantizer, False, needs_sums)
         return (results[0] if needs_sums else None), list(results[int(needs_sums) :])
+    if has_fused_kernels(quantizer) and type(activation) is SwiGLU:
+        results = swiglu_backward_quantize_halves(dy.contiguous(), *h.chunk(2, -1), quantizer, needs_sums, True)
+        return (bias_grad(results[0]) if needs_sums else None), list(results[int(needs_sums) :])
     assert isinstance(activation, (Activation, Gated))
     dh = activation.backward(dy, h)
     return (bias_grad(dh) if needs_sums else None), quantize_tensor(dh.contiguous(), quantizer)
