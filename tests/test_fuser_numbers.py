@@ -146,6 +146,18 @@ class SwigluGradientsReadTwice(nn.Module):
         return self.down(F.silu(self.gate(x) + self.shift) * (self.up(x) + self.shift))
 
 
+class GateUpWithBias(nn.Module):
+    """Gate and up of one linear, whose bias gradient is a sum of both gradients as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(HIDDEN, 2 * FFN), nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
 KEPT = {
     NormReadTwice: ("forward", "te.rms_norm_quantize"),
     LayerNormReturned: ("forward", "te.layer_norm_quantize"),
@@ -153,6 +165,7 @@ KEPT = {
     SwigluReadTwice: ("forward", "te.swiglu_quantize"),
     GradientReadTwice: ("backward", "te.activation_backward_quantize"),
     SwigluGradientsReadTwice: ("backward", "te.swiglu_backward_quantize"),
+    GateUpWithBias: ("backward", "te.swiglu_backward_quantize_halves"),
 }
 
 

@@ -64,6 +64,20 @@ class SharedSwigluResidual(SwigluResidual):
     """With gate and up in one GEMM, in every combination."""
 
 
+class GateUpResidual(nn.Module):
+    """With one linear for gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.gate_up, self.down = nn.Linear(HIDDEN, 2 * FFN, bias=False), nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.first(x)
+        gate, up = self.gate_up(self.norm(h)).chunk(2, -1)
+        return h + self.down(F.silu(gate) * up)
+
+
 FUSED = {
     LinearsInARow: ({"fuse_gemm_bias", "fuse_gemm_amax"}, {"fuse_quantize_bias_grad"}),
     GeluResidual: (
@@ -77,6 +91,10 @@ FUSED = {
     SharedSwigluResidual: (
         {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_swiglu"},
         {"fuse_swiglu_backward_quantize"},
+    ),
+    GateUpResidual: (
+        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
+        {"fuse_swiglu_backward_quantize_halves"},
     ),
 }
 JOINT = {SharedSwigluResidual: {"fuse_shared_input"}}

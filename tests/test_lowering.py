@@ -267,6 +267,12 @@ CASES: dict[str, Case] = {
         "swiglu_backward_amax_kernel -> gate_partials, up_partials\n"
         "swiglu_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
     ),
+    "swiglu_backward_quantize_halves": (
+        te.swiglu_backward_quantize_halves,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), BOTH, True, True),
+        "swiglu_backward_amax_kernel -> gate_partials\n"
+        "swiglu_backward_write_kernel -> dgate, gate_data, gate_transpose, gate_scale_inv",
+    ),
     "transpose": (te.transpose, lambda: (f8(19, 64),), "transpose_kernel -> transpose"),
     "quantize_block": (
         te.quantize,

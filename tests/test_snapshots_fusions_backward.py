@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from test_fuser_passes import E5M2, Builder, te
 from torch import fx
@@ -103,6 +104,33 @@ x1: bf16[32, 64] = input
 x2: bf16[32, 64] = input
 swiglu_backward_quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.swiglu_backward_quantize(x0, x1, x2, e5m2[row+column], keep_output=False)
 return swiglu_backward_quantize[0], swiglu_backward_quantize[1], swiglu_backward_quantize[2], swiglu_backward_quantize[3], swiglu_backward_quantize[4], swiglu_backward_quantize[5]""",
+    )
+
+
+def test_swiglu_backward_quantize_halves() -> None:
+    """The sum of a bias gradient reads the gradient as it is."""
+    b = Builder(DY, DY, DY)
+    dgate, dup = b.read(b.call(te.swiglu_backward.default, *b.inputs), 0, 1)
+    grad = b.call(torch.ops.aten.cat.default, [dup, dgate], 1)
+    graph = b.returns(b.call(te.bias_grad.default, grad), *quantized(b, grad))
+    assert_expected_inline(
+        before_and_after(graph, "fuse_swiglu_backward_quantize_halves"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[32, 64] = input
+x2: bf16[32, 64] = input
+swiglu_backward: (bf16[32, 64], bf16[32, 64]) = te.swiglu_backward(x0, x1, x2)
+cat: bf16[32, 128] = aten.cat([swiglu_backward[1], swiglu_backward[0]], 1)
+bias_grad: f32[128] = te.bias_grad(cat)
+quantize: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.quantize(cat, e5m2[row+column])
+return bias_grad, quantize[0], quantize[1], quantize[2]
+
+x0: bf16[32, 64] = input
+x1: bf16[32, 64] = input
+x2: bf16[32, 64] = input
+swiglu_backward_quantize_halves: (bf16[32, 128], f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.swiglu_backward_quantize_halves(x0, x1, x2, e5m2[row+column], keep_output=True, gate_first=False)
+bias_grad: f32[128] = te.bias_grad(swiglu_backward_quantize_halves[0])
+return bias_grad, swiglu_backward_quantize_halves[1], swiglu_backward_quantize_halves[2], swiglu_backward_quantize_halves[3]""",
     )
 
 

@@ -139,11 +139,10 @@ tangents_1: bf16[48, 64] = input
 quantize_3: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_grouped: bf16[48, 128] = te.gemm_grouped(quantize_3[0], quantize_3[2], quantize_2[0], quantize_2[2], ends, bf16, fast_accum=False)
 gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(swiglu_quantize[1], swiglu_quantize[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
-swiglu_backward: (bf16[48, 128], bf16[48, 128]) = te.swiglu_backward(gemm_grouped, split[0], split[1])
-cat: bf16[48, 256] = aten.cat([swiglu_backward[0], swiglu_backward[1]], 1)
-quantize_4: (f8e5m2[48, 256], f8e5m2[256, 48], f32[1]) = te.quantize(cat, e5m2[row+column])
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(quantize_4[0], quantize_4[2], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
-gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(quantize_4[1], quantize_4[2], quantize[1], quantize[2], ends, bf16, fast_accum=False)
+swiglu_backward_quantize_halves: (f8e5m2[48, 256], f32[1]) = te.swiglu_backward_quantize_halves(gemm_grouped, split[0], split[1], e5m2[row], keep_output=False, gate_first=True)
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_backward_quantize_halves[0], swiglu_backward_quantize_halves[1], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
+transpose: f8e5m2[256, 48] = te.transpose(swiglu_backward_quantize_halves[0])
+gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(transpose, swiglu_backward_quantize_halves[1], quantize[1], quantize[2], ends, bf16, fast_accum=False)
 return gemm_grouped_columns_1, gemm_grouped_1, None, gemm_grouped_columns""",
     )
 
@@ -171,9 +170,9 @@ quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
 gemm_grouped_columns_kernel -> c
-swiglu_backward_write_kernel -> dgate, dup
-quantize_amax_kernel -> partials
-quantize_cast_kernel -> data, transpose, scale_inv
+swiglu_backward_amax_kernel -> gate_partials
+swiglu_backward_rows_kernel -> dy, scale_inv
 gemm_grouped_kernel -> c
+transpose_kernel -> transpose
 gemm_grouped_columns_kernel -> c""",
     )
