@@ -27,6 +27,20 @@ class GatedMLP(nn.Module):
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
+class GateUpMLP(nn.Module):
+    """The same with one linear for gate and up, as Phi-3 and GLM have it."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
 class GeluMLP(nn.Module):
     """x + fc2(gelu(fc1(layer_norm(x)))), with biases and the tanh form of GELU."""
 
@@ -96,6 +110,7 @@ class Block:
 
 BLOCKS = {
     "swiglu": Block("SwiGLU MLP 4096/14336", lambda: GatedMLP(4096, 14336), (1, 8192, 4096)),
+    "gate_up": Block("SwiGLU MLP 4096/14336, gate and up one linear", lambda: GateUpMLP(4096, 14336), (1, 8192, 4096)),
     "gelu": Block("GELU MLP 4096/16384", lambda: GeluMLP(4096, 16384), (1, 8192, 4096)),
     "llama8b": Block("Llama-8B block", lambda: llama_block(4096, 14336, 32, 8), (2, 4096, 4096)),
     "llama70b": Block("Llama-70B block", lambda: llama_block(8192, 28672, 64, 8), (2, 4096, 8192)),

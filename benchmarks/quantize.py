@@ -26,6 +26,7 @@ from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
 from te_dynamo.kernels.quantize import Tile, quantize
 from te_dynamo.kernels.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.kernels.swiglu import swiglu_backward_quantize, swiglu_quantize
+from te_dynamo.kernels.swiglu_halves import swiglu_backward_quantize_halves
 from te_dynamo.kernels.swiglu_in_place import swiglu_backward_quantize_in_place
 from te_dynamo.kernels.transpose import transpose
 
@@ -63,6 +64,11 @@ def current_cases(rows: int, columns: int) -> Iterator[Case]:
     yield (
         "swiglu_backward_quantize",
         lambda tile: swiglu_backward_quantize(dy, gate, x, *GRADIENT, False, tile=tile),
+        6, 4, column_tiles,
+    )  # fmt: skip
+    yield (
+        "swiglu_backward_quantize_halves",
+        lambda tile: swiglu_backward_quantize_halves(dy, gate, x, *GRADIENT, False, True, tile=tile),
         6, 4, column_tiles,
     )  # fmt: skip
     yield (

@@ -1,6 +1,6 @@
 """Both gradients of swiglu as one tensor with one scale: what the linear wants whose result's halves gate and up are.
 
-    grad [M, 2K] = [dgate, dup], or [dup, dgate]      then `quantize` of it
+    grad [M, 2K] = [dgate, dup], or [dup, dgate], then `quantize`
 
 The launches of kernels/swiglu.py, with one amax for both; grad itself is written only if it is asked for.
 """

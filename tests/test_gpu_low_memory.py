@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from live_memory import peak_bytes
-from test_low_memory import Gated, WideMLP
+from test_low_memory import Gated, GateUpMLP, WideMLP
 from torch import Tensor, nn
 
 import te_dynamo
@@ -35,7 +35,7 @@ def step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, dy: Tens
     return [gradient.clone() for gradient in gradients if gradient is not None]
 
 
-@pytest.mark.parametrize("model, width", [(WideMLP, 512), (Gated, 64)])
+@pytest.mark.parametrize("model, width", [(WideMLP, 512), (GateUpMLP, 512), (Gated, 64)])
 @pytest.mark.parametrize("rows", [TOKENS, 300])
 def test_every_bit_is_the_same(model: type[nn.Module], width: int, rows: int) -> None:
     torch.manual_seed(0)

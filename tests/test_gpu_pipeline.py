@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "swiglu": lambda: models.GatedMLP(256, 512),
+    "gate_up": lambda: models.GateUpMLP(256, 512),
     "gelu": lambda: models.GeluMLP(256, 512),
     "block": lambda: models.llama_block(256, 512, 4, 2),
 }

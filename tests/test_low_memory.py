@@ -34,6 +34,19 @@ class WideMLP(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class GateUpMLP(nn.Module):
+    """The same with one linear for gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
 class Gated(nn.Module):
     """Ends with the gated activation: what it is differentiated from is the caller's."""
 
@@ -115,6 +128,12 @@ def test_peak_of_a_gated_mlp_is_below_bf16s() -> None:
     # At down's dgrad, which writes dact: gate, up; x, all three weights columnwise; dy rowwise; the weight gradient of down
     assert low == pytest.approx(3 * activation + hidden + 1.5 * weight + weight, rel=1e-3)
     assert low < bf16 < with_columns_early
+
+
+def test_one_linear_for_gate_and_up_has_the_peak_of_two() -> None:
+    one, two = (lowered_backward(model, TOKENS, WIDTH, low_memory=True) for model in (GateUpMLP, WideMLP))
+    assert "swiglu_backward_rows_kernel -> dy, scale_inv" in launches(graph_text(one)).splitlines()
+    assert peak_bytes(one) == pytest.approx(peak_bytes(two), rel=1e-3)
 
 
 @pytest.mark.slow

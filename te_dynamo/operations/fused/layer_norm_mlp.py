@@ -11,7 +11,8 @@
                                 a @ w2^T + b2                             one GEMM
 
     backward                    da = dy @ w2
-                                db1, buffers of dz = te.activation_backward_quantize(da, z)
+                                db1, buffers of dz = te.activation_backward_quantize(da, z),
+                                    or te.swiglu_backward_quantize_halves(da, z's halves)
                                 dz @ w1, and the norm's own
 
 Saved are x and the norm's statistics, y and a quantized by columns, both weights by columns, and z. With recompute="activation" a is
