@@ -47,11 +47,10 @@ def _put(graph: Graph, node: Node, *gradients: Node) -> bool:
     """`node` becomes both gradients side by side, in its shape; False without them, or if they are not those of one te.swiglu."""
     if not _of_one_swiglu(gradients):
         return False
-    first = gradients[0].meta["val"]
-    joined = call_like(graph, _aten.cat.default, (list(gradients), first.dim() - 1), node)
-    shape = list(node.meta["val"].shape)
-    if joined.meta["val"].dim() != len(shape):
-        joined = call_like(graph, _aten.view.default, (joined, shape), node)
+    last = gradients[0].meta["val"].dim() - 1
+    joined = call_like(graph, _aten.cat.default, (list(gradients), last), node)
+    if node.target is _aten.stack.default:
+        joined = call_like(graph, _aten.view.default, (joined, list(node.meta["val"].shape)), node)
     node.replace_all_uses_with(joined)
     graph.erase_node(node)
     return True
@@ -67,9 +66,9 @@ def _of_a_stack(stack: Node) -> tuple[Node, ...]:
     """What aten.stack puts one above the other in each row; nothing of another node."""
     if stack.target is not _aten.stack.default or stack.kwargs or len(stack.args) != 2:
         return ()
-    gradients, dim = stack.args
-    rank = stack.meta["val"].dim()
-    return tuple(gradients) if dim in (rank - 2, -2) else ()  # type: ignore[arg-type]
+    (gradients, dim), shape = stack.args, stack.meta["val"].shape
+    in_rows = dim in (len(shape) - 2, -2) and all(isinstance(size, int) for size in shape)
+    return tuple(gradients) if in_rows else ()  # type: ignore[arg-type]
 
 
 def _of_a_sum(total: Node) -> tuple[Node, ...]:

@@ -72,6 +72,30 @@ def test_every_form_is_fused_and_gives_the_same_bits(form: str, codegen: str, bi
     assert_same_bits(fused, compiled_run(chunked, {"codegen": codegen})(x))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["chunk", "slices", "unbind"])
+def test_dynamic_rows(form: str) -> None:
+    torch.manual_seed(5)
+    model = gated(FORMS[form])().bfloat16()
+    found = []
+    for options in ({}, {"fusions": False}):
+        torch._dynamo.reset()
+        with capture() as graphs:
+            run, results = torch.compile(model, backend="te", dynamic=True, options=options), []
+            for rows in (16, 40, 64):
+                x = (
+                    torch.randn(2, rows, HIDDEN, generator=torch.Generator().manual_seed(rows))
+                    .bfloat16()
+                    .requires_grad_()
+                )
+                results += torch.autograd.grad(run(x).float().square().sum(), [x, *model.parameters()])
+        fired = {name for _, name, _ in graphs.reports[0].fusions}
+        assert (NAME in fired) == (not options) and len(graphs.reports) == 1
+        found.append(results)
+    for fused, plain in zip(*found, strict=True):
+        assert torch.equal(fused, plain)
+
+
 def test_what_is_no_half_stays() -> None:
     """Every second column; a third of them; a format that the kernels do not write."""
 
