@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from snapshot_models import kernels_everywhere, launches
 from te_dynamo import Sequential
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU, GroupedLinear, Identity, ScaledSReLU, ScaledSwiGLU, SwiGLU
-from te_dynamo.operations.fused import GroupedMLP
+from te_dynamo.operations.fused import GroupedMLP, quantized
 from te_dynamo.operations.fuser import OperationFuser, grouped
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.program import Program
@@ -23,6 +24,7 @@ from te_dynamo.ops import is_te
 from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from te_dynamo.testing import fake_cuda, graph_text
 
+te = torch.ops.te
 G, K, F = 3, 32, 48
 FP8 = Float8CurrentScaling()
 ACTIVATIONS = [ScaledSwiGLU(), ScaledSReLU(), SwiGLU(), GELU()]
@@ -79,6 +81,16 @@ def test_same_bits_and_less_is_saved(activation: BasicOperation, recipe: Any) ->
     assert kept[1] - kept[0] == (F * (-(-rows // 16) * 16) + 4 if recipe is FP8 else 2 * F * rows), (
         "a by columns, or in bf16"
     )
+
+
+@pytest.mark.parametrize("activation", [ScaledSwiGLU(), SwiGLU()], ids=lambda op: type(op).__name__)
+def test_the_gradient_of_both_halves_is_quantized_in_one_kernel(activation: BasicOperation) -> None:
+    inputs, module = tensors(activation.num_extra_inputs == 1), experts(activation, FP8, True)
+    with mock.patch.object(
+        quantized, "swiglu_backward_quantize_halves", wraps=te.swiglu_backward_quantize_halves
+    ) as op:
+        run(module, inputs, [*module.parameters()])
+    assert op.call_count == 1
 
 
 @pytest.mark.parametrize("needs", [*itertools.product((True, False), repeat=4)][:-1], ids=str)

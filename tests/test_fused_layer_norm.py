@@ -7,10 +7,12 @@ from operation_runs import TOLERANCE, Case, assert_agree, assert_same_bits, is_q
 import te_dynamo
 from te_dynamo.operations import GELU, QGELU, BasicLinear, Bias, LayerNorm, OperationFuser, RMSNorm, SwiGLU
 from te_dynamo.operations.fused import LayerNormMLP, layer_norm_mlp
+from te_dynamo.operations.fused.quantized import activation_gradient_quantized
 
 FP8 = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)
 MXFP8 = te_dynamo.recipe.MXFP8BlockScaling()
 NORMS = [LayerNorm(64), RMSNorm(64, zero_centered=True)]
+DY = FP8.grad_output_quantizer()
 
 
 def compare(case, tolerance=TOLERANCE["fp8"]):
@@ -50,6 +52,15 @@ def test_layer_norm_mlp(activation, biases):
     unfused, fused = compare(Case(mlp(RMSNorm(64), activation, biases), FP8, (3, 32, 64)))
     assert fused.forward == fused.backward == ["LayerNormMLP"]
     assert_saves_the_same_bits(fused, unfused)
+
+
+@pytest.mark.parametrize("needs_sums", [False, True])
+def test_a_gated_gradient_is_that_of_the_steps(needs_sums):
+    h, dy = torch.randn(19, 96).bfloat16(), torch.randn(19, 48).bfloat16()
+    dh = SwiGLU().backward(dy, h)
+    sums, buffers = activation_gradient_quantized(SwiGLU(), dy, h, DY, needs_sums)
+    assert_same_bits(buffers, torch.ops.te.quantize(dh, DY))
+    assert torch.equal(sums, torch.ops.te.bias_grad(dh)) if needs_sums else sums is None
 
 
 @pytest.mark.parametrize("recipe", [FP8, MXFP8, te_dynamo.recipe.NVFP4BlockScaling()], ids=["fp8", "mxfp8", "nvfp4"])
