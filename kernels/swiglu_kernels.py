@@ -139,7 +139,7 @@ def _backward_quarter(
     return quarter_codes(g, gate_scale, DTYPE), quarter_codes(u, up_scale, DTYPE)
 
 
-@writes("gate_partials", "up_partials")
+@writes("gate_partials", up_partials="not ONE_AMAX")
 @triton.jit
 def swiglu_backward_amax_kernel(
     dy,
