@@ -57,9 +57,11 @@ def _put(graph: Graph, node: Node, *gradients: Node) -> bool:
 
 
 def _of_one_swiglu(gradients: Sequence[Node]) -> bool:
-    sources = {gradient.args[0] for gradient in gradients if gradient.target is operator.getitem}
-    indices = sorted(gradient.args[1] for gradient in gradients if gradient.target is operator.getitem)  # type: ignore[type-var]
-    return len(sources) == 1 and indices == [0, 1] and sources.pop().target is swiglu_backward  # type: ignore[union-attr]
+    if any(gradient.target is not operator.getitem for gradient in gradients):
+        return False
+    sources: set[Any] = {gradient.args[0] for gradient in gradients}
+    indices: Any = [gradient.args[1] for gradient in gradients]
+    return len(sources) == 1 and sorted(indices) == [0, 1] and sources.pop().target is swiglu_backward
 
 
 def _of_a_stack(stack: Node) -> tuple[Node, ...]:
