@@ -122,7 +122,7 @@ class Problem:
     def compile(tile: Tile, m: int, n: int) -> None:
         """Compiles all that `tile` runs for operands of those sizes."""
         a, b, c, scale = compile_operands(tile, m, n)
-        gemm_kernel.warmup(a, scale, b, scale, scale, c, m, n, 128, grid=(1,), **kernel_options(tile, n, False))
+        gemm_kernel.warmup(a, scale, b, scale, scale, c, None, m, n, 128, grid=(1,), **kernel_options(tile, n, False))
 
     def cublas(self, kind: str) -> Provider | None:
         """cuBLASLt's, None where it has none."""

@@ -112,25 +112,31 @@ def gemm_with_tile(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     partials: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing.
 
     partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of the result, or None.
+    addend:   as of `kernels.gemm_add.gemm_add`, its rows whole 16 bytes; or None. Not beside partials.
+    c:        what the result is written to, the addend's memory perhaps; a new tensor otherwise.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
-    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    c = torch.empty((m, n), dtype=out_dtype, device=a.device) if c is None else c
     split = tile.split_k > 1
     target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=a.device) if split else c
     if isinstance(tile, DecodeTile):
-        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, target, partials=None if split else partials)
+        whole = {} if split else {"partials": partials, "addend": addend}
+        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, target, **whole)
     else:
         programs = multiprocessor_count(a.device) * tile.ctas_per_sm
         # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
         bias_or_any = a_scale_inv if bias is None else bias
-        arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)
+        # None is no argument of the compiled kernel, so that one without an addend is what it is without this.
+        arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, None if split else addend, m, n, k)
         launch(gemm_kernel, (programs,), *arguments, **kernel_options(tile, n, bias is not None))
     if split:
-        add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=True, partials=partials)
+        add_parts(target, a_scale_inv, b_scale_inv, bias, c, scaled=True, partials=partials, addend=addend)
     return c
 
 
@@ -142,14 +148,18 @@ def add_parts(
     c: torch.Tensor,
     scaled: bool,
     partials: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
 ) -> None:
-    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* a_scale_inv * b_scale_inv) + bias). partials: as of `launch_decode`."""
+    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* a_scale_inv * b_scale_inv) + bias).
+
+    partials, addend: as of `launch_decode`.
+    """
     m, n = c.shape
     optional = [a_scale_inv if x is None else x for x in (bias, partials)]
     launch(
         gemm_reduce_kernel,
         (reduce_programs(m, n),),
-        *(parts, a_scale_inv, b_scale_inv, optional[0], c, optional[1], m * n, n),
+        *(parts, a_scale_inv, b_scale_inv, optional[0], c, addend, optional[1], m * n, n),
         **{"SCALED": scaled, "HAS_BIAS": bias is not None, "SPLIT_K": parts.shape[0]},
         **{"PARTIALS": 0 if partials is None else partials.shape[0], "EARLY": starts_early(m, c.device)},
         BLOCK=_REDUCE_BLOCK,
@@ -187,6 +197,7 @@ def gemm_kernel(
     b_scale_inv,
     bias,
     c,
+    addend,
     M,
     N,
     K,
@@ -200,13 +211,18 @@ def gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]."""
+    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N].
+
+    addend: None, or what is added to C once that is rounded, with DESCRIPTOR_STORE; it may be c.
+    """
     # A tile leaves in two parts: its upper and its lower half with HALVES, its left and its right half otherwise.
     PART_M: tl.constexpr = BLOCK_M // 2 if HALVES else BLOCK_M
     PART_N: tl.constexpr = BLOCK_N if HALVES else BLOCK_N // 2
     a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [PART_M, BLOCK_K])
     b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
     c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
+    if addend is not None:
+        addend_desc = tl.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N])
     tl.assume(K > 0)
     blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -230,6 +246,9 @@ def gemm_kernel(
         if SPLIT_K == 1:
             one = scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
             two = scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
+        if addend is not None:
+            one = plus(one, addend_desc, row, column)
+            two = plus(two, addend_desc, row_2, column_2)
         target = c + part.to(tl.int64) * M * N
         store_result(target, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
         store_result(target, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
@@ -301,6 +320,13 @@ def scale_and_shift(total, scale, bias, column, N, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
+def plus(value, addend_desc, row, column):
+    """A part of C rounded to its dtype, and that of the addend: their sum in fp32."""
+    addend = addend_desc.load([row, column])
+    return value.to(addend.dtype).to(tl.float32) + addend.to(tl.float32)
+
+
+@triton.jit
 def store_result(c, c_desc, value, row, column, M, N, DESCRIPTOR_STORE: tl.constexpr):
     """Writes a part of C, rounded to its dtype, at (row, column)."""
     value = value.to(c.dtype.element_ty)
@@ -320,6 +346,7 @@ def gemm_reduce_kernel(
     b_scale_inv,
     bias,
     c,
+    addend,
     partials,
     SIZE,
     N,
@@ -330,7 +357,10 @@ def gemm_reduce_kernel(
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """c = round(sum of parts [SPLIT_K, SIZE], in order, (* scale) + bias), SIZE = M * N. PARTIALS: places for its amax, or 0."""
+    """c = round(sum of parts [SPLIT_K, SIZE], in order, (* scale) + bias), SIZE = M * N. PARTIALS: places for its amax, or 0.
+
+    addend: None, or what is added once that is rounded; it may be c.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < SIZE
     wait_for_predecessor(EARLY)
@@ -342,6 +372,9 @@ def gemm_reduce_kernel(
     if HAS_BIAS:
         total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
     result = total.to(c.dtype.element_ty)
+    if addend is not None:
+        other = tl.load(addend + offsets, mask=inside, other=0.0).to(tl.float32)
+        result = (result.to(tl.float32) + other).to(c.dtype.element_ty)
     tl.store(c + offsets, result, mask=inside)
     if PARTIALS > 0:
         store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)

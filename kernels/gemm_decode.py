@@ -78,10 +78,12 @@ def launch_decode(
     c: torch.Tensor,
     stacking: Stacking | None = None,
     partials: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
 ) -> None:
     """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N.
 
     partials: fp32, as many as there are programs or more, or None; their maximum becomes the amax of C, which is whole.
+    addend:   None, or what is added to C, which is whole, once that is rounded; it may be c.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     # A pointer that is never used stands in for a tensor that is not there: torch wants every argument.
@@ -89,7 +91,7 @@ def launch_decode(
     launch(
         gemm_decode_kernel,
         (triton.cdiv(n, tile.block_n) * tile.split_k,),
-        *(a, a_scale_inv, b, b_scale_inv, optional[0], c, optional[1], m, n, k),
+        *(a, a_scale_inv, b, b_scale_inv, optional[0], c, addend, optional[1], m, n, k),
         **decode_options(
             tile,
             n,
@@ -134,6 +136,7 @@ def gemm_decode_kernel(
     b_scale_inv,
     bias,
     c,
+    addend,
     partials,
     M,
     N,
@@ -153,7 +156,7 @@ def gemm_decode_kernel(
 ):
     """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]. EVEN: N and K fill whole tiles.
 
-    PARTIALS: places for an amax of C, or 0.
+    PARTIALS: places for an amax of C, or 0. addend: None, or what is added to C once that is rounded; it may be c.
     """
     column = tl.program_id(0) // SPLIT_K * BLOCK_N
     part = tl.program_id(0) % SPLIT_K
@@ -187,6 +190,9 @@ def gemm_decode_kernel(
     target = c + part.to(tl.int64) * M * N
     inside = (columns < N)[:, None] & (rows < M)[None, :]
     result = total.to(c.dtype.element_ty)
+    if addend is not None:
+        other = tl.load(addend + rows.to(tl.int64)[None, :] * N + columns[:, None], mask=inside, other=0.0)
+        result = (result.to(tl.float32) + other.to(tl.float32)).to(c.dtype.element_ty)
     tl.store(target + rows.to(tl.int64)[None, :] * N + columns[:, None], result, mask=inside)
     if PARTIALS > 0:
         store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels._gluon import gl, gluon, hopper, mbarrier, tma
+from te_dynamo.kernels._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.gemm_ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -76,17 +76,20 @@ def gemm_specialized_out(
     *,
     fast: bool = False,
     stacking: Stacking = NOT_STACKED,
+    addend: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
     fast: by fast accumulation. stacking: of operands as `kernels.gemm_stacked.gemm_stacked` takes them. Checks nothing.
+    addend: None, or what is added to C as `kernels.gemm_add.gemm_add` does; of two bytes an element, not stacked. It may be out.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
     options = specialized_options(bias is not None, out.element_size(), fast, stacking)
     programs = multiprocessor_count(a.device)
-    launch(gemm_specialized_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, m, n, k, **options)
+    arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, out, addend, m, n, k)
+    launch(gemm_specialized_kernel, (programs,), *arguments, **options)
 
 
 def stacked_specialized_out(
@@ -131,6 +134,7 @@ def gemm_specialized_kernel(
     b_scale_inv,
     bias,
     c,
+    addend,
     M,
     N,
     K,
@@ -154,15 +158,27 @@ def gemm_specialized_kernel(
     scales = (a_scale_inv, b_scale_inv)
     size = (M, N, K)
     what = (ring, scales, result, bias, size)
-    gl.warp_specialize(
-        [
-            (_multiply, (gl.constexpr(0), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
-            (_multiply, (gl.constexpr(1), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
-            (_copy, (descs, ring, scales, size, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
-        ],
-        [GROUP_WARPS, 1],
-        [GROUP_REGISTERS, COPY_REGISTERS],
-    )
+    if addend is None:
+        gl.warp_specialize(
+            [
+                (_multiply, (gl.constexpr(0), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M, False)),
+                (_multiply, (gl.constexpr(1), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M, False)),
+                (_copy, (descs, ring, scales, size, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M)),
+            ],
+            [GROUP_WARPS, 1],
+            [GROUP_REGISTERS, COPY_REGISTERS],
+        )
+    else:
+        addend_desc = tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N], result[0].layout)
+        gl.warp_specialize(
+            [
+                (_multiply, (gl.constexpr(0), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M, True)),
+                (_multiply, (gl.constexpr(1), what, HAS_BIAS, FAST, STACKED, SEGMENTS, EDGE_1, EDGE_2, GROUP_M, True)),
+                (_copy_with_addend, (descs, addend_desc, ring, size, FAST, GROUP_M)),
+            ],
+            [GROUP_WARPS, 1],
+            [GROUP_REGISTERS, COPY_REGISTERS],
+        )
 
 
 @gluon.jit
@@ -195,6 +211,55 @@ def _copy(
 
 
 @gluon.jit
+def _copy_with_addend(descs, addend_desc, ring, size, FAST: gl.constexpr, GROUP_M: gl.constexpr):
+    """Fills the ring with this program's tiles and, behind each tile's blocks of K, with its addend in two slots: first what the
+    groups' first parts take, then what their second do."""
+    M, N, K = size
+    a_tiles, b_tiles, full, empty = ring
+    BLOCK_M: gl.constexpr = a_tiles.shape[1]
+    BLOCK_N: gl.constexpr = b_tiles.shape[1]
+    PART_M: gl.constexpr = addend_desc.block_shape[0]
+    PART_N: gl.constexpr = addend_desc.block_shape[1]
+    places = _addend_places(ring, addend_desc, FAST)
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    stage = 0
+    phase = 1
+    for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        stage, phase = fill(descs, ring, (), stage, phase, row, column, 0, K)
+        for part in gl.static_range(2):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), GROUPS * addend_desc.block_type.nbytes)
+            for group in gl.static_range(GROUPS):
+                first = row + group * (BLOCK_M // GROUPS) + (0 if FAST else part * PART_M)
+                left = column + (part * PART_N if FAST else 0)
+                async_load(addend_desc, [first, left], full.index(stage), places.index(stage * GROUPS + group))
+            stage, phase = next_slot(stage, phase, a_tiles.shape[0])
+
+
+@gluon.jit
+def _addend_places(ring, desc, FAST: gl.constexpr):
+    """Where each slot of the ring holds a part of the addend for each group, of desc's block and layout: [slots * GROUPS, rows,
+    columns], in the memory of its larger tile, A's or with FAST B's, which is as many bytes."""
+    tiles = ring[1] if FAST else ring[0]
+    ROWS: gl.constexpr = desc.block_shape[0]
+    COLUMNS: gl.constexpr = desc.block_shape[1]
+    return reinterpret(tiles, desc.dtype, [tiles.shape[0] * GROUPS, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def _plus(GROUP: gl.constexpr, ring, c_desc, stage, phase, value, FAST: gl.constexpr):
+    """This group's part of C rounded to its dtype, and that of the addend, which is in the next slot: their sum in fp32."""
+    a_tiles, _, full, empty = ring
+    places = _addend_places(ring, c_desc, FAST)
+    mbarrier.wait(full.index(stage), phase)
+    addend = places.index(stage * GROUPS + GROUP).load(value.type.layout)
+    mbarrier.arrive(empty.index(stage))
+    stage, phase = next_slot(stage, phase, a_tiles.shape[0])
+    return value.to(c_desc.dtype).to(gl.float32) + addend.to(gl.float32), stage, phase
+
+
+@gluon.jit
 def _multiply(
     GROUP: gl.constexpr,
     what,
@@ -205,8 +270,9 @@ def _multiply(
     EDGE_1: gl.constexpr,
     EDGE_2: gl.constexpr,
     GROUP_M: gl.constexpr,
+    ADD: gl.constexpr,
 ):
-    """This group's rows of every tile: multiplied from the ring, scaled, stored.
+    """This group's rows of every tile: multiplied from the ring, scaled, with ADD added to what the ring brings behind, stored.
 
     They leave in two parts, each of one segment: an upper and a lower half, with FAST a left and a right one.
     """
@@ -252,8 +318,18 @@ def _multiply(
         if STACKED == "N":
             scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(column, EDGE_1, EDGE_2))
             next_scale = gl.load(scales[0]) * gl.load(scales[1] + _segment_at(next_column, EDGE_1, EDGE_2))
-        store(c_tile, c_desc, scale_and_shift(one, scale, bias, column, N, HAS_BIAS), row, column)
-        store(c_tile, c_desc, scale_and_shift(two, next_scale, bias, next_column, N, HAS_BIAS), next_row, next_column)
+        if ADD:
+            one = scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
+            one, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, one, FAST)
+            store(c_tile, c_desc, one, row, column)
+            two = scale_and_shift(two, next_scale, bias, next_column, N, HAS_BIAS)
+            two, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, two, FAST)
+            store(c_tile, c_desc, two, next_row, next_column)
+        else:
+            store(c_tile, c_desc, scale_and_shift(one, scale, bias, column, N, HAS_BIAS), row, column)
+            store(
+                c_tile, c_desc, scale_and_shift(two, next_scale, bias, next_column, N, HAS_BIAS), next_row, next_column
+            )
     tma.store_wait(0)
 
 

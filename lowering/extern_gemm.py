@@ -2,7 +2,8 @@
 
 `lower` leaves a GEMM that such a kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
 writes `extern_kernels.te_gemm(a, ..., out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
-Of several results none is planned: the function allocates and returns them.
+Of several results none is planned: the function allocates and returns them. te.gemm_add may write to its addend
+(lowering/extern_in_place.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.kernels.availability import kernels_available
+from te_dynamo.kernels.gemm_add import add_runs_specialized, gemm_add_specialized_out, is_aligned
 from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
 from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, columns_specialized_out
 from te_dynamo.kernels.gemm_specialized import (
@@ -26,8 +28,9 @@ from te_dynamo.kernels.gemm_specialized import (
 )
 from te_dynamo.kernels.gemm_swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
 from te_dynamo.lowering.compile_ahead import compile_ahead
+from te_dynamo.lowering.extern_in_place import call_into_last, can_write_into_addend
 from te_dynamo.ops.fakes import fake_mode_of
-from te_dynamo.ops.gemm import gemm
+from te_dynamo.ops.gemm import gemm, gemm_add
 from te_dynamo.ops.gemm_block import gemm_block
 from te_dynamo.ops.gemm_grouped import gemm_grouped_columns
 from te_dynamo.ops.gemm_swiglu import gemm_swiglu
@@ -38,13 +41,13 @@ __all__ = ["is_extern", "register"]
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:
-    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs,] [out_dtype,] *flags).
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs, [addend,]] [out_dtype,] *flags).
 
     name:     of the function in Inductor's code.
-    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, **keywords, out=...).
-    runs:     of (a, b, [offs,] *flags): whether it is the fastest there.
+    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, addend?, **keywords, out=...).
+    runs:     of (a, b, [offs or addend,] *flags): whether it is the fastest there.
     keywords: of (*flags): what it is told of them.
-    tensors:  how many arguments come first.
+    tensors:  how many arguments come first. Of six the last is an addend, which `out` may be.
     grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
     planned:  whether the result is one tensor of out_dtype, written to `out`. Else there is neither: the function returns
               the operation's several results.
@@ -58,6 +61,11 @@ class _Extern:
     grouped: bool = False
     planned: bool = True
 
+    @property
+    def adds(self) -> bool:
+        """Whether there is an addend."""
+        return self.tensors == 6
+
     def flags(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Those of an operation's arguments."""
         return arguments[self.tensors + self.planned :]
@@ -65,6 +73,13 @@ class _Extern:
 
 _EXTERNS = {
     gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {"fast": fast_accum}),
+    gemm_add: _Extern(
+        "te_gemm_add",
+        gemm_add_specialized_out,
+        lambda a, b, addend, fast_accum: is_aligned(addend) and add_runs_specialized(a, b, addend.dtype, fast_accum),
+        lambda fast_accum: {"fast": fast_accum},
+        tensors=6,
+    ),
     gemm_block: _Extern(
         "te_gemm_block",
         gemm_block_specialized_out,
@@ -106,7 +121,7 @@ def is_extern(node: torch.fx.Node) -> bool:
     if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
     extern = _EXTERNS[node.target]
-    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []))]
+    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []), *([5] if extern.adds else []))]
     values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
     return extern.runs(*values, *extern.flags(node.args))
 
@@ -134,10 +149,16 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             return opaque(*arguments)
         _compile_kernel_of(V.graph.current_node, extern)
         operands = [x for x in arguments[: extern.tensors] if x is not None]
+        inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+        keywords, function = extern.keywords(*extern.flags(arguments)), f"extern_kernels.{extern.name}"
+        its_own = not extern.adds or inputs[-1].get_name() == operands[-1].get_name()  # no copy of it, of other strides
+        if extern.adds and its_own and can_write_into_addend(V.graph.current_node):
+            call_into_last(inputs, keywords, function)
+            return operands[-1]
         call: dict[str, Any] = {
-            "inputs": [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands],
-            "kwargs": extern.keywords(*extern.flags(arguments)),
-            "python_kernel_name": f"extern_kernels.{extern.name}",
+            "inputs": inputs,
+            "kwargs": keywords,
+            "python_kernel_name": function,
             "op_overload": operation,
         }
         if extern.planned:

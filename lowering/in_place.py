@@ -7,22 +7,56 @@ if nothing reads it later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
+from te_dynamo.kernels.gemm_add import adds_in_launch, gemm_add_in_place, is_aligned
 from te_dynamo.kernels.swiglu_in_place import COLUMNS_MULTIPLE, MOST_COLUMNS, swiglu_backward_quantize_in_place
+from te_dynamo.ops import is_te
+from te_dynamo.ops.gemm import gemm_add
 from te_dynamo.ops.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer
 
-__all__ = ["launches_in_place"]
+__all__ = ["launches_in_place", "sum_fits_addend"]
+
+_aten = torch.ops.aten
+_SAME_MEMORY = {
+    _aten._unsafe_view.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+}
+"""Operations that torch does not call views, of which Inductor may make none."""
 
 
-def launches_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
-    """The launches of `node` that overwrite its first argument, as a function of its arguments; None where it must be kept, or
+def launches_in_place(node: Node) -> Callable[..., Any] | None:
+    """The launches of `node` that overwrite one of its arguments, as a function of its arguments; None where that must be kept, or
     cannot hold the result."""
+    if node.target is gemm_add:
+        return gemm_add_in_place if sum_fits_addend(node) else None
+    return _swiglu_backward_in_place(node)
+
+
+def sum_fits_addend(node: Node) -> bool:
+    """Whether te.gemm_add may write its result to the addend's memory."""
+    a, b, addend = (node.args[i] for i in (0, 2, 5))
+    assert isinstance(a, Node) and isinstance(b, Node) and isinstance(addend, Node)
+    value = addend.meta["val"]
+    return (
+        value.is_contiguous()
+        and is_aligned(value)
+        and adds_in_launch(a.meta["val"], b.meta["val"], value.dtype, bool(node.args[7]))
+        and _read_for_the_last_time(addend, node)
+    )
+
+
+def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
+    """Of the gradients of both halves, into dy's."""
     if node.target is swiglu_backward_quantize and node.args[5:] == (True,):
         run: Callable[..., list[torch.Tensor]] = _run_stacked
     elif node.target is swiglu_backward_quantize_halves:
@@ -69,18 +103,50 @@ def _run_halves(
 
 
 def _read_for_the_last_time(tensor: Node, reader: Node) -> bool:
-    """Whether the graph made the memory of `tensor`, and nothing after `reader` reads it."""
-    storage = tensor.meta["val"].untyped_storage()._cdata
-    after = False
-    for node in reader.graph.nodes:
-        if node.op == "placeholder" and _uses(node, storage):
+    """Whether the graph made the memory of `tensor`, and nothing but `reader`, once, reads it then or later.
+
+    By what the nodes are: their values' storages change from pass to pass.
+    """
+    made = tensor
+    while _shares_memory(made):
+        made = made.args[0]  # type: ignore[assignment]
+        if not isinstance(made, Node):
             return False
-        if after and any(_uses(read, storage) for read in node.all_input_nodes):
-            return False
-        after = after or node is reader
-    return True
+    if not _makes_memory(made):
+        return False
+    names = list(_names_of(made))
+    here = [name for name in names if reader in name.users]
+    return here == [tensor] and all(user is reader or user < reader for name in names for user in name.users)
 
 
-def _uses(node: Node, storage: int) -> bool:
-    values = (v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
-    return any(value.untyped_storage()._cdata == storage for value in values)
+def _names_of(made: Node) -> Iterator[Node]:
+    """The nodes whose memory is, or may be, that of `made`."""
+    yield made
+    for user in made.users:
+        if _shares_memory(user):
+            yield from _names_of(user)
+
+
+def _shares_memory(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _SAME_MEMORY)
+
+
+def _makes_memory(node: Node) -> bool:
+    """Whether a node's result is memory of its own: of a call that is no view and writes nothing in place."""
+    target: Any = node.target
+    if target is operator.getitem:
+        target = node.args[0].target  # type: ignore[union-attr]
+        if target is triton_kernel_wrapper_functional:
+            return True
+        return is_te(target) or (_is_functional(target) and target.namespace == "aten")
+    return _is_functional(target)
+
+
+def _is_functional(target: Any) -> bool:
+    """Whether an operation's results share no memory with its arguments, as far as its schema says."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not target.is_view
+        and not target._schema.is_mutable
+        and all(result.alias_info is None for result in target._schema.returns)
+    )

@@ -78,6 +78,7 @@ def test_one_inside_another() -> None:
 EXTERNS = [
     "gemm",
     "gemm with bias",
+    "gemm_add",
     "gemm_block",
     "gemm_block_e8m0",
     "gemm_stacked",

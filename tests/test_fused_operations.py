@@ -122,6 +122,24 @@ def test_backward_linear_add(recipe):
     assert len(fused.outputs) == 2
 
 
+@pytest.mark.parametrize("ops", [[BasicLinear(64, 96), AddExtraInput()], [MakeExtraOutput(), BasicLinear(64, 96)]])
+def test_sums_in_the_gemm_are_bit_equal(recipe, ops):
+    """te.gemm_add rounds the product before it adds, as the two operations do; and the extra input keeps its values."""
+    case = Case(ops, recipe, (3, 32, 64), extra_shape=(3, 32, 96))
+    apart = case.run(fused_forward=False, fused_backward=False)
+    assert_agree(case.run(fused_forward=True, fused_backward=True), apart, dict(rtol=0.0, atol=0.0))
+
+
+@pytest.mark.parametrize("recipe", [FP8, None], ids=["fp8", "none"])
+def test_an_extra_input_keeps_its_values(recipe):
+    module = te_dynamo.Sequential(BasicLinear(64, 96), AddExtraInput(), recipe=recipe)
+    x, extra = torch.randn(32, 64), torch.randn(32, 96)
+    kept = extra.clone()
+    with torch.no_grad():
+        assert module(x, extra).data_ptr() != extra.data_ptr()
+    assert torch.equal(extra, kept)
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_backward_add_rms_norm(recipe, zero_centered):
     ops = [MakeExtraOutput(), RMSNorm(64, zero_centered=zero_centered), SiLU(), BasicLinear(64, 96)]

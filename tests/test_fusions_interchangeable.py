@@ -81,19 +81,25 @@ class GateUpResidual(nn.Module):
 FUSED = {
     LinearsInARow: ({"fuse_gemm_bias", "fuse_gemm_amax"}, {"fuse_quantize_bias_grad"}),
     GeluResidual: (
-        {"fuse_gemm_bias", "fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
+        {"fuse_gemm_bias", "fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_add"},
         {"fuse_activation_backward_quantize", "fuse_quantize_bias_grad"},
     ),
     SwigluResidual: (
-        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
+        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_add"},
         {"fuse_swiglu_backward_quantize"},
     ),
     SharedSwigluResidual: (
-        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_swiglu"},
+        {
+            "fuse_norm_quantize",
+            "fuse_norm_add_quantize",
+            "fuse_activation_quantize",
+            "fuse_gemm_swiglu",
+            "fuse_gemm_add",
+        },
         {"fuse_swiglu_backward_quantize"},
     ),
     GateUpResidual: (
-        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize"},
+        {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_add"},
         {"fuse_swiglu_backward_quantize_halves"},
     ),
 }
@@ -140,6 +146,7 @@ def test_names_choose_and_a_minus_leaves_out() -> None:
         "fuse_norm_quantize",
         "fuse_activation_quantize",
         "fuse_gemm_swiglu",
+        "fuse_gemm_add",
     }
     assert fired[()] == set()
 

@@ -91,7 +91,7 @@ def gemm_case(tile: Tile, mix: str, out_dtype: torch.dtype, bias: bool, n: int, 
             **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "bias": "*bf16", "c": c},
             **{"M": "i32", "N": "i32", "K": "i32"},
         },
-        constants=kernel_options(tile, n, bias),
+        constants={"addend": None, **kernel_options(tile, n, bias)},
         aligned=multiples,
         has=(f".f32.{mix}", "wgmma.mma_async") if capability == 90 else ("tcgen05.mma",),
         # A contracted multiply-add would make a fused bias differ from an addition of its own.
@@ -113,7 +113,20 @@ def constant_argument(case: Case, **values: int) -> Case:
     )
 
 
+def with_addend(case: Case) -> Case:
+    """The case of a kernel that adds; torch must not see it write the addend."""
+    return dataclasses.replace(
+        case,
+        name=f"{case.name} addend",
+        args={**case.args, "addend": case.args["c"]},
+        constants={name: value for name, value in case.constants.items() if name != "addend"},
+        aligned=(*case.aligned, "addend"),
+    )
+
+
 def gemm_cases() -> Iterator[Case]:
+    for fast in (True, False):
+        yield with_addend(gemm_case(choose_tile(4096, 1024, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096))
     for tile in chosen_tiles():
         yield gemm_case(tile, "e4m3.e4m3", torch.bfloat16, bias=tile.split_k == 1, n=4096)
         if not tile.narrow:
@@ -142,7 +155,15 @@ def gemm_cases() -> Iterator[Case]:
                 },
                 **{"SIZE": "i32", "N": "i32"},
             },
-            constants={"SCALED": scaled, "HAS_BIAS": True, "SPLIT_K": 4, "PARTIALS": partials, "BLOCK": 1024},
+            constants={
+                "addend": None,
+                "SCALED": scaled,
+                "HAS_BIAS": True,
+                "SPLIT_K": 4,
+                "PARTIALS": partials,
+                "EARLY": False,
+                "BLOCK": 1024,
+            },
             aligned=("parts", "a_scale_inv", "b_scale_inv", "bias", "c", "partials", "SIZE", "N"),
             has=("ld.global.v4.b32",),
             lacks=("fma.",),

@@ -67,7 +67,7 @@ def test_machine_code(m: int, n: int, k: int, fast: bool, partials: int) -> None
             **{"c": "*fp32" if tile.split_k > 1 else "*bf16", "partials": "*fp32"},
             **{"M": "i32", "N": "i32", "K": "i32"},
         },
-        constexprs={name: value for name, value in options.items() if name != "num_warps"},
+        constexprs={"addend": None, **{name: value for name, value in options.items() if name != "num_warps"}},
         aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "partials", "N", "K"),
         num_warps=tile.num_warps,
     )

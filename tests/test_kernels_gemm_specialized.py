@@ -43,7 +43,7 @@ def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, fast: bool) 
             **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "bias": "*bf16"},
             **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
         },
-        options,
+        {**options, "addend": None},
         aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", "N"),
         num_warps=warps,
     )

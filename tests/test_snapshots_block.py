@@ -235,13 +235,13 @@ slice_1: bf16[16, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
 view_9: bf16[2, 8, 128] = aten.view(slice_1, [2, 8, 128])
 swiglu_quantize: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.swiglu_quantize(view_8, view_9, e4m3[row+column], keep_output=False, amax=gemm_swiglu[1])
 quantize_5: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(mlp.down.weight, e4m3[row+column])
-gemm_4: bf16[16, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize_5[0], quantize_5[2], None, bf16, fast_accum=True)
-view_10: bf16[2, 8, 64] = aten.view(gemm_4, [2, 8, 64])
-add: bf16[2, 8, 64] = aten.add(add_rms_norm_quantize[0], view_10)
-view_11: f32[2, 8, 1] = aten.view(add_rms_norm_quantize[1], [2, 8, 1])
+view_10: bf16[16, 64] = aten.view(add_rms_norm_quantize[0], [16, 64])
+gemm_add: bf16[16, 64] = te.gemm_add(swiglu_quantize[0], swiglu_quantize[2], quantize_5[0], quantize_5[2], None, view_10, bf16, fast_accum=True)
+view_11: bf16[2, 8, 64] = aten.view(gemm_add, [2, 8, 64])
+view_12: f32[2, 8, 1] = aten.view(add_rms_norm_quantize[1], [2, 8, 1])
 detach_1: bf16[2, 2, 8, 32] = aten.detach(detach)
-view_12: f32[2, 8, 1] = aten.view(rms_norm_quantize[0], [2, 8, 1])
-return add, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add_rms_norm_quantize[0], add_rms_norm_quantize[3], add_rms_norm_quantize[4], quantize_stacked[1], quantize_stacked[2], view_8, view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_5[1], quantize_5[2], view_11, detach_1, view_12""",
+view_13: f32[2, 8, 1] = aten.view(rms_norm_quantize[0], [2, 8, 1])
+return view_11, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add_rms_norm_quantize[0], add_rms_norm_quantize[3], add_rms_norm_quantize[4], quantize_stacked[1], quantize_stacked[2], view_8, view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_5[1], quantize_5[2], view_12, detach_1, view_13""",
     )
 
 
@@ -280,9 +280,9 @@ swiglu_quantize[1]: f8e4m3[128, 16] = input
 swiglu_quantize[2]: f32[1] = input
 quantize_5[1]: f8e4m3[128, 64] = input
 quantize_5[2]: f32[1] = input
-view_11: f32[2, 8, 1] = input
-detach_1: bf16[2, 2, 8, 32] = input
 view_12: f32[2, 8, 1] = input
+detach_1: bf16[2, 2, 8, 32] = input
+view_13: f32[2, 8, 1] = input
 tangents_1: bf16[2, 8, 64] = input
 quantize_6: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm: bf16[16, 128] = te.gemm(quantize_6[0], quantize_6[2], quantize_5[1], quantize_5[2], None, bf16, fast_accum=False)
@@ -297,7 +297,7 @@ slice_1: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
 view_1: bf16[2, 8, 64] = aten.view(gemm_stacked, [2, 8, 64])
 to: f32[2, 8, 64] = view_1.to(f32)
 to_1: f32[2, 8, 64] = add_rms_norm_quantize[0].to(f32)
-mul: f32[2, 8, 64] = aten.mul(to_1, view_11)
+mul: f32[2, 8, 64] = aten.mul(to_1, view_12)
 to_2: f32[64] = mlp.norm.weight.to(f32)
 mul_1: f32[2, 8, 64] = aten.mul(to, to_2)
 mul_2: f32[2, 8, 64] = aten.mul(to, mul)
@@ -307,7 +307,7 @@ mul_3: f32[2, 8, 64] = aten.mul(mul_1, mul)
 mean: f32[2, 8, 1] = aten.mean(mul_3, [-1], keepdim=True)
 mul_4: f32[2, 8, 64] = aten.mul(mul, mean)
 sub: f32[2, 8, 64] = aten.sub(mul_1, mul_4)
-mul_5: f32[2, 8, 64] = aten.mul(view_11, sub)
+mul_5: f32[2, 8, 64] = aten.mul(view_12, sub)
 to_4: bf16[2, 8, 64] = mul_5.to(bf16)
 add: bf16[2, 8, 64] = aten.add(tangents_1, to_4)
 quantize_7: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(add, e5m2[row+column])
@@ -335,11 +335,11 @@ add_1: bf16[2, 8, 64] = aten.add(view_7, view_10)
 quantize_10: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(view_6, e5m2[row+column])
 gemm_8: bf16[16, 64] = te.gemm(quantize_10[0], quantize_10[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
 gemm_9: bf16[64, 64] = te.gemm(quantize_10[1], quantize_10[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-view_13: bf16[2, 8, 64] = aten.view(gemm_8, [2, 8, 64])
-add_2: bf16[2, 8, 64] = aten.add(add_1, view_13)
+view_11: bf16[2, 8, 64] = aten.view(gemm_8, [2, 8, 64])
+add_2: bf16[2, 8, 64] = aten.add(add_1, view_11)
 to_5: f32[2, 8, 64] = add_2.to(f32)
 to_6: f32[2, 8, 64] = x.to(f32)
-mul_6: f32[2, 8, 64] = aten.mul(to_6, view_12)
+mul_6: f32[2, 8, 64] = aten.mul(to_6, view_13)
 to_7: f32[64] = attention.qkv.norm.weight.to(f32)
 mul_7: f32[2, 8, 64] = aten.mul(to_5, to_7)
 mul_8: f32[2, 8, 64] = aten.mul(to_5, mul_6)
@@ -349,7 +349,7 @@ mul_9: f32[2, 8, 64] = aten.mul(mul_7, mul_6)
 mean_1: f32[2, 8, 1] = aten.mean(mul_9, [-1], keepdim=True)
 mul_10: f32[2, 8, 64] = aten.mul(mul_6, mean_1)
 sub_1: f32[2, 8, 64] = aten.sub(mul_7, mul_10)
-mul_11: f32[2, 8, 64] = aten.mul(view_12, sub_1)
+mul_11: f32[2, 8, 64] = aten.mul(view_13, sub_1)
 to_9: bf16[2, 8, 64] = mul_11.to(bf16)
 add_3: bf16[2, 8, 64] = aten.add(add, to_9)
 return to_8, add_3, gemm_9, gemm_7, gemm_5, gemm_3, to_3, slice_1, slice, gemm_1""",
@@ -403,10 +403,10 @@ slice_1: bf16[16, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
 view_9: bf16[2, 8, 128] = aten.view(slice_1, [2, 8, 128])
 swiglu_quantize: (f8e4m3[16, 128], f32[1]) = te.swiglu_quantize(view_8, view_9, e4m3[row], keep_output=False, amax=gemm_swiglu[1])
 quantize_5: (f8e4m3[64, 128], f32[1]) = te.quantize(mlp.down.weight, e4m3[row])
-gemm_4: bf16[16, 64] = te.gemm(swiglu_quantize[0], swiglu_quantize[1], quantize_5[0], quantize_5[1], None, bf16, fast_accum=True)
-view_10: bf16[2, 8, 64] = aten.view(gemm_4, [2, 8, 64])
-add: bf16[2, 8, 64] = aten.add(add_rms_norm_quantize[0], view_10)
-return add""",
+view_10: bf16[16, 64] = aten.view(add_rms_norm_quantize[0], [16, 64])
+gemm_add: bf16[16, 64] = te.gemm_add(swiglu_quantize[0], swiglu_quantize[1], quantize_5[0], quantize_5[1], None, view_10, bf16, fast_accum=True)
+view_11: bf16[2, 8, 64] = aten.view(gemm_add, [2, 8, 64])
+return view_11""",
     )
 
 

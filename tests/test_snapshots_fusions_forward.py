@@ -318,3 +318,131 @@ def test_no_amax_of_many_rows() -> None:
     x, w = (b.read(b.call(te.quantize.default, value, ROWS), 0, 1) for value in b.inputs)
     y = b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, torch.bfloat16, True)
     assert fuse(b.returns(*b.read(b.call(te.quantize.default, y, ROWS), 0, 1)), "forward", ("fuse_gemm_amax",)) == []
+
+
+def product(b: Builder, out_dtype: torch.dtype = torch.bfloat16, last: int = 1) -> fx.Node:
+    """te.gemm of the first input, [M, 64], by another, [64, 64], both quantized."""
+    x, w = (b.read(b.call(te.quantize.default, b.inputs[i], ROWS), 0, 1) for i in (0, last))
+    return b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, out_dtype, True)
+
+
+def test_gemm_add() -> None:
+    """A residual sum in three dimensions, which the graph returns."""
+    b = Builder(X, (64, 64), (4, 8, 64))
+    y = b.call(aten.view.default, product(b), [4, 8, 64])
+    assert_expected_inline(
+        before_and_after(b.returns(b.call(aten.add.Tensor, b.inputs[2], y)), "fuse_gemm_add"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[64, 64] = input
+x2: bf16[4, 8, 64] = input
+quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
+gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
+add: bf16[4, 8, 64] = aten.add(x2, view)
+return add
+
+x0: bf16[32, 64] = input
+x1: bf16[64, 64] = input
+x2: bf16[4, 8, 64] = input
+quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
+view: bf16[32, 64] = aten.view(x2, [32, 64])
+gemm_add: bf16[32, 64] = te.gemm_add(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, view, bf16, fast_accum=True)
+view_1: bf16[4, 8, 64] = aten.view(gemm_add, [4, 8, 64])
+return view_1""",
+    )
+
+
+def test_gemm_add_of_three_products() -> None:
+    """The gradients of linears with one input: each but the first is added to those before, if the sum is written anyway."""
+    b = Builder(X, (64, 64), (64, 64), (64, 64))
+    total = b.call(aten.view.default, product(b), [4, 8, 64])
+    for number in (2, 3):
+        y = b.call(aten.view.default, product(b, last=number), [4, 8, 64])
+        total = b.call(aten.add.Tensor, total, y)
+    assert_expected_inline(
+        before_and_after(b.returns(total), "fuse_gemm_add"),
+        """\
+x0: bf16[32, 64] = input
+x1: bf16[64, 64] = input
+x2: bf16[64, 64] = input
+x3: bf16[64, 64] = input
+quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
+gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
+quantize_2: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_3: (f8e4m3[64, 64], f32[1]) = te.quantize(x2, e4m3[row])
+gemm_1: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], None, bf16, fast_accum=True)
+view_1: bf16[4, 8, 64] = aten.view(gemm_1, [4, 8, 64])
+add: bf16[4, 8, 64] = aten.add(view, view_1)
+quantize_4: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_5: (f8e4m3[64, 64], f32[1]) = te.quantize(x3, e4m3[row])
+gemm_2: bf16[32, 64] = te.gemm(quantize_4[0], quantize_4[1], quantize_5[0], quantize_5[1], None, bf16, fast_accum=True)
+view_2: bf16[4, 8, 64] = aten.view(gemm_2, [4, 8, 64])
+add_1: bf16[4, 8, 64] = aten.add(add, view_2)
+return add_1
+
+x0: bf16[32, 64] = input
+x1: bf16[64, 64] = input
+x2: bf16[64, 64] = input
+x3: bf16[64, 64] = input
+quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
+gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+quantize_2: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_3: (f8e4m3[64, 64], f32[1]) = te.quantize(x2, e4m3[row])
+gemm_add: bf16[32, 64] = te.gemm_add(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], None, gemm, bf16, fast_accum=True)
+quantize_4: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
+quantize_5: (f8e4m3[64, 64], f32[1]) = te.quantize(x3, e4m3[row])
+gemm_add_1: bf16[32, 64] = te.gemm_add(quantize_4[0], quantize_4[1], quantize_5[0], quantize_5[1], None, gemm_add, bf16, fast_accum=True)
+view: bf16[4, 8, 64] = aten.view(gemm_add_1, [4, 8, 64])
+return view""",
+    )
+
+
+def test_the_sum_before_a_norm_is_the_norms() -> None:
+    b = Builder(X, (64, 64), X, WEIGHT)
+    h = b.call(aten.add.Tensor, b.inputs[2], product(b))
+    graph = b.returns(h, *normalized(b, h))
+    assert [name for name, _ in fuse(graph, "forward")] == ["fuse_norm_quantize", "fuse_norm_add_quantize"]
+
+
+def sums_that_stay(b: Builder, kind: str) -> list[fx.Node]:
+    """What a graph returns that holds a GEMM and an addition that are no te.gemm_add."""
+    x, row = b.inputs[2:]
+    y = product(b, torch.float32 if kind == "another dtype" else torch.bfloat16)
+    if kind == "broadcast":
+        return [b.call(aten.add.Tensor, y, row)]
+    if kind == "read twice":
+        return [b.call(aten.add.Tensor, x, y), y]
+    if kind == "alpha":
+        added = b.call(aten.add.Tensor, x, y)
+        added.kwargs = {"alpha": 2.0}
+        return [added]
+    if kind == "an addend that Inductor computes":
+        return [b.call(aten.add.Tensor, b.call(aten.relu.default, x), y)]
+    if kind == "a sum that Inductor need not write":
+        return [b.call(aten.relu.default, b.call(aten.add.Tensor, x, y))]
+    if kind == "transposed":
+        return [b.call(aten.add.Tensor, b.call(aten.t.default, y), b.call(aten.t.default, x))]
+    return [b.call(aten.add.Tensor, x, y)]
+
+
+STAY = ["another dtype", "broadcast", "read twice", "alpha", "an addend that Inductor computes", "transposed"]
+
+
+@pytest.mark.parametrize("kind", [*STAY, "a sum that Inductor need not write"])
+def test_sums_that_stay(kind: str) -> None:
+    b = Builder(X, (64, 64), X, WEIGHT)
+    assert fuse(b.returns(*sums_that_stay(b, kind)), "forward", ("fuse_gemm_add",)) == []
+
+
+def test_a_large_product_adds_what_inductor_reads() -> None:
+    """Its tensor cores multiply meanwhile; what is added must be in memory all the same."""
+    for kind, fired in (("a sum that Inductor need not write", 1), ("an addend that Inductor computes", 0)):
+        b = Builder((8192, 4096), (4096, 4096), (8192, 4096), (4096,))
+        found = fuse(b.returns(*sums_that_stay(b, kind)), "forward", ("fuse_gemm_add",))
+        assert found == [("fuse_gemm_add", 1)] * fired

@@ -58,9 +58,8 @@ return add_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 forward of ForwardLinearBiasAdd:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, bf16, fast_accum=True)
-add: bf16[32, 64] = aten.add(gemm, extra_inputs_0)
-return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
+gemm_add: bf16[32, 64] = te.gemm_add(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, extra_inputs_0, bf16, fast_accum=True)
+return gemm_add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
 backward of BasicLinear, Bias, AddExtraInput:
 bias_grad: f32[64] = te.bias_grad(tangents_1)
@@ -207,7 +206,10 @@ add: bf16[32, 64] = aten.add(gemm, tangents_2)
 return add, gemm_1
 
 backward of BackwardLinearAdd:
-the same graph""",
+quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
+gemm_add: bf16[32, 64] = te.gemm_add(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, tangents_2, bf16, fast_accum=False)
+gemm: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+return gemm_add, gemm""",
     )
 
 

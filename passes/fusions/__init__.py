@@ -5,6 +5,7 @@ from te_dynamo.passes.fusions.activation_backward_quantize import (
     fuse_swiglu_backward_quantize,
 )
 from te_dynamo.passes.fusions.activation_quantize import fuse_activation_quantize
+from te_dynamo.passes.fusions.gemm_add import fuse_gemm_add
 from te_dynamo.passes.fusions.gemm_amax import fuse_gemm_amax
 from te_dynamo.passes.fusions.gemm_bias import fuse_gemm_bias
 from te_dynamo.passes.fusions.gemm_swiglu import fuse_gemm_swiglu
@@ -26,6 +27,7 @@ SHIPPED = {
         fuse_activation_quantize,
         fuse_gemm_swiglu,
         fuse_gemm_amax,
+        fuse_gemm_add,
     ),
     "backward": (
         fuse_activation_backward_quantize,

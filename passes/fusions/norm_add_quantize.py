@@ -15,23 +15,18 @@ The other direction, a norm's gradient and the residual's added to it, is aten o
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from te_dynamo.ops.define import REFERENCE_ONLY, is_te
 from te_dynamo.ops.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.ops.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
-from te_dynamo.passes.graph import RESHAPES, call_like, calls, item_users, read_item
+from te_dynamo.passes.fusions.sums import is_in_memory, is_plain_sum
+from te_dynamo.passes.graph import call_like, calls, item_users, read_item
 
 __all__ = ["fuse_norm_add_quantize"]
 
-_aten = torch.ops.aten
 _FUSED = {rms_norm_quantize: add_rms_norm_quantize, layer_norm_quantize: add_layer_norm_quantize}
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
 def fuse_norm_add_quantize(graph: Graph) -> int:
@@ -39,7 +34,7 @@ def fuse_norm_add_quantize(graph: Graph) -> int:
     fired = 0
     for node in calls(graph, *_FUSED):
         addition: Any = node.args[0]
-        if not (_is_plain_sum(addition) and all(_is_in_memory(operand) for operand in addition.args)):
+        if not (is_plain_sum(addition) and all(is_in_memory(operand) for operand in addition.args)):
             continue
         parameters = [arg for arg in node.args[1:] if isinstance(arg, Node)]
         if any(addition < parameter for parameter in parameters):
@@ -51,28 +46,3 @@ def fuse_norm_add_quantize(graph: Graph) -> int:
         read_item(fused, 0, [addition])
         fired += 1
     return fired
-
-
-def _is_plain_sum(node: Node) -> bool:
-    """x + y of two contiguous tensors of one shape and dtype, the result's."""
-    if node.target is not _aten.add.Tensor or node.kwargs:
-        return False
-    total: torch.Tensor = node.meta["val"]
-    operands = [arg.meta["val"] if isinstance(arg, Node) else None for arg in node.args]
-    return total.is_contiguous() and all(
-        isinstance(value, torch.Tensor)
-        and value.dtype == total.dtype
-        and value.dim() == total.dim()
-        and statically_known_true(sym_eq(tuple(value.shape), tuple(total.shape)))
-        and value.is_contiguous()
-        for value in operands
-    )
-
-
-def _is_in_memory(node: Node) -> bool:
-    """Whether a tensor is written to memory whoever adds it up."""
-    if len(node.users) > 1 or node.op != "call_function":
-        return True
-    if node.target in RESHAPES or node.target is operator.getitem:
-        return _is_in_memory(node.args[0])  # type: ignore[arg-type]
-    return node.target in _PRODUCTS or (is_te(node.target) and node.target not in REFERENCE_ONLY)

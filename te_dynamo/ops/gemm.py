@@ -1,17 +1,28 @@
-"""The FP8 product `te.gemm` and what stands beside it in a linear: `te.add_bias`, `te.bias_grad`."""
+"""The FP8 product `te.gemm`, its forms that do more in the same launch, and what stands beside it in a linear: `te.add_bias`, `te.bias_grad`."""
 
 from typing import Optional
 
 import torch
 
 from te_dynamo.kernels import gemm as kernels
+from te_dynamo.kernels import gemm_add as add_kernels
+from te_dynamo.kernels.gemm_add import add_runs_specialized, adds_in_launch
 from te_dynamo.kernels.gemm_amax import gemm_amax as launch_gemm_amax
 from te_dynamo.kernels.gemm_amax import gemm_amax_reference, has_amax
 from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import column_sums, plain
 
-__all__ = ["add_bias", "bias_grad", "gemm", "gemm_amax", "has_amax"]
+__all__ = [
+    "add_bias",
+    "add_runs_specialized",
+    "adds_in_launch",
+    "bias_grad",
+    "gemm",
+    "gemm_add",
+    "gemm_amax",
+    "has_amax",
+]
 
 
 @te_op(reference=kernels.gemm_reference, kernel=kernels.gemm)
@@ -40,6 +51,21 @@ def gemm_amax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y = te.gemm of the same arguments, fp32 [PARTIALS] whose maximum is the amax of y)."""
     return plain((a.shape[0], b.shape[0]), out_dtype, a), plain((PARTIALS,), torch.float32, a)
+
+
+@te_op(reference=add_kernels.gemm_add_reference, kernel=add_kernels.gemm_add)
+def gemm_add(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    addend: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """[M, N] = te.gemm of the others, rounded to out_dtype, + addend[M, N] of that dtype, in fp32 and rounded again."""
+    return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
 def _add_bias(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

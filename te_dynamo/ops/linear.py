@@ -185,14 +185,16 @@ def forward_product(
     weight_buffers: list[torch.Tensor],
     out_dtype: torch.dtype,
     bias: Optional[torch.Tensor] = None,
+    addend: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """[M, N] = x @ weight^T, with a bias in the GEMM's epilogue if one is given."""
+    """[M, N] = x @ weight^T, in the GEMM's epilogue with a bias if one is given, and then an addend [M, N]."""
     return multiply(
         Operand.of(config.input_quantizer, x_buffers, columnwise=False),
         Operand.of(config.weight_quantizer, weight_buffers, columnwise=config.weight_transposed),
         out_dtype,
         config.fprop_fast_accum,
         bias,
+        addend,
     )
 
 
@@ -247,8 +249,13 @@ def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_inp
     bwd_args.bias_dtype = None if fwd_args.bias is None else fwd_args.bias.dtype
 
 
-def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
-    """(dx [..., K], dweight of the weight's shape, dbias [N]) from dy [..., N]; None for a gradient nobody asked for."""
+def linear_backward(
+    args: LinearBwdArgs, dy: torch.Tensor, addend: Optional[torch.Tensor] = None
+) -> tuple[Optional[torch.Tensor], ...]:
+    """(dx [..., K], dweight of the weight's shape, dbias [N]) from dy [..., N]; None for a gradient nobody asked for.
+
+    addend: what is added to dx, of its shape.
+    """
     config = args.config
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = dbias = None
@@ -258,8 +265,9 @@ def linear_backward(args: LinearBwdArgs, dy: torch.Tensor) -> tuple[Optional[tor
     if not (args.requires_dgrad or args.requires_wgrad):
         return dx, dweight, dbias
     if config.grad_output_quantizer is None:
-        return *_gradients_in_high_precision(args, dy), dbias
-    dx, dweight = backward_products(args, quantize_tensor(dy, grad_output_quantizer(args)))
+        dx, dweight = _gradients_in_high_precision(args, dy)
+        return dx if dx is None or addend is None else dx.add_(addend), dweight, dbias
+    dx, dweight = backward_products(args, quantize_tensor(dy, grad_output_quantizer(args)), addend)
     return None if dx is None else _with_leading(dx, dy), dweight, dbias
 
 
@@ -270,9 +278,12 @@ def grad_output_quantizer(args: LinearBwdArgs) -> Quantizer:
 
 
 def backward_products(
-    args: LinearBwdArgs, dy_buffers: list[torch.Tensor]
+    args: LinearBwdArgs, dy_buffers: list[torch.Tensor], addend: Optional[torch.Tensor] = None
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(dx [M, K], dweight of the weight's shape) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for."""
+    """(dx [M, K], dweight of the weight's shape) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for.
+
+    addend: what is added to dx, of as many elements.
+    """
     config, quantizer = args.config, grad_output_quantizer(args)
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = None
@@ -282,6 +293,7 @@ def backward_products(
             Operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed),
             args.x_dtype,
             config.dgrad_fast_accum,
+            addend=addend if addend is None or addend.dim() == 2 else addend.reshape(-1, addend.shape[-1]),
         )
     if args.requires_wgrad:
         n_by_m = Operand.of(quantizer, dy_buffers, columnwise=True)

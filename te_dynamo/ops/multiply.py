@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.ops.gemm import gemm
+from te_dynamo.ops.gemm import gemm, gemm_add
 from te_dynamo.ops.gemm_block import gemm_block
 from te_dynamo.ops.gemm_mxfp8 import gemm_mxfp8
 from te_dynamo.ops.gemm_nvfp4 import gemm_nvfp4
@@ -46,12 +46,30 @@ class Operand:
 
 
 def multiply(
-    a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool, bias: Optional[torch.Tensor] = None
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Optional[torch.Tensor] = None,
+    addend: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """[M, N] = a @ b^T (+ bias [N]) over the dimension that both contract, rounded once to out_dtype.
 
-    fast_accum: of te.gemm; the other GEMMs always add up in fp32. Raises QuantizationError for operands without a GEMM.
+    fast_accum: of te.gemm; the other GEMMs always add up in fp32.
+    addend:     [M, N], added to the rounded result, which is rounded to out_dtype again.
+    Raises QuantizationError for operands without a GEMM.
     """
+    if addend is None:
+        return _product(a, b, out_dtype, fast_accum, bias)
+    if isinstance(a.quantizer, Float8CurrentScalingQuantizer) and addend.dtype == out_dtype:
+        check_product(a.quantizer, a.columnwise, b.quantizer, b.columnwise)
+        return gemm_add(*a.tensors, *b.tensors, bias, addend, out_dtype, fast_accum)
+    return _product(a, b, out_dtype, fast_accum, bias).add_(addend)
+
+
+def _product(
+    a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool, bias: Optional[torch.Tensor]
+) -> torch.Tensor:
     check_product(a.quantizer, a.columnwise, b.quantizer, b.columnwise)
     operands = (*a.tensors, *b.tensors, bias, out_dtype)
     one, other = a.quantizer, b.quantizer

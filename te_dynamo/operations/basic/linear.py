@@ -91,16 +91,24 @@ class BasicLinear(BasicOperation):
         return self.forward(input, params[0], None, requires_grad)
 
     def forward(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], requires_grad: RequiresGrad
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Optional[torch.Tensor],
+        requires_grad: RequiresGrad,
+        addend: Optional[torch.Tensor] = None,
     ) -> tuple[torch.Tensor, Saved]:
-        """(output, tensors to save), a bias in the GEMM's epilogue."""
+        """(output, tensors to save), a bias in the GEMM's epilogue, and then an addend of the output's shape."""
         config = self.config(requires_grad)
         if config is None:
             bias = None if bias is None else bias.to(input.dtype)
             output = torch.nn.functional.linear(input, weight.to(input.dtype), bias)
+            output = output if addend is None else output.add_(addend)
             return output, self._unquantized(input, weight, requires_grad)
         operands = quantize_operands(LinearFwdArgs(input, weight, None, config))
-        output = forward_product(config, *operands, input.dtype, bias)
+        if addend is not None and addend.dim() != 2:
+            addend = addend.reshape(-1, self.out_features)
+        output = forward_product(config, *operands, input.dtype, bias, addend)
         output = output if input.dim() == 2 else output.reshape(*input.shape[:-1], self.out_features)
         if config.grad_output_quantizer is None:
             return output, self._unquantized(input, weight, requires_grad)
@@ -129,10 +137,17 @@ class BasicLinear(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        return self.backward(ctx, grad_output, None)
+
+    def backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor, addend: Optional[torch.Tensor]
+    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+        """(dx, (dweight,)), each None where nobody asked for it; an addend of dx's shape in dgrad's GEMM."""
         args = self.backward_args(ctx)
         if args.config is None:
-            return self._backward(args.x_saved, args.weight_saved, grad_output, ctx.params[0].dtype)
-        dx, dweight, _ = linear_backward(args, grad_output)
+            dx, dweights = self._backward(args.x_saved, args.weight_saved, grad_output, ctx.params[0].dtype)
+            return dx if dx is None or addend is None else dx.add_(addend), dweights
+        dx, dweight, _ = linear_backward(args, grad_output, addend)
         return dx, (dweight,)
 
     def backward_args(self, ctx: OperationContext) -> LinearBwdArgs:

@@ -1,12 +1,11 @@
-"""Backward: the gradient of an extra output is added into the linear's own dx. The in-place MakeExtraOutput of Transformer Engine.
+"""Backward: the gradient of an extra output is added in the linear's dgrad. The in-place MakeExtraOutput of Transformer Engine.
 
     before   BasicLinear      dx = dy @ weight         GEMM, writes dx
              MakeExtraOutput  dx' = dx + dextra        reads both, writes dx'
     after    BackwardLinearAdd
-                              dx = dy @ weight         GEMM
-                              dx += dextra             no second tensor
+                              dx = dy @ weight + dextra      GEMM (te.gemm_add), dextra in its epilogue
 
-As in forward, the GEMM kernels do not accumulate into a given output. Without a gradient of the extra output, dx is as it is.
+Without a gradient of the extra output, dx is as it is. As in forward, other recipes than current scaling add in a pass of its own.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class BackwardLinearAdd(FusedOperation):
         linear = self.ops[1]
         assert isinstance(linear, BasicLinear)
         (grad_extra,) = grad_extra_outputs[0]
-        dx, of_params = linear.op_backward(ctxs[1], grad_output)
-        if dx is not None and grad_extra is not None:
-            dx = dx.add_(grad_extra)
+        dx, of_params = linear.backward(ctxs[1], grad_output, grad_extra)
         return dx, [(), of_params], [(), ()]
 
 

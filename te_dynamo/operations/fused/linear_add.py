@@ -1,14 +1,13 @@
-"""Forward: an extra input is added into the linear's own output. The in-place AddExtraInput of Transformer Engine.
+"""Forward: an extra input is added in the linear's GEMM. The in-place AddExtraInput of Transformer Engine.
 
     before   BasicLinear    h = x @ weight^T         GEMM, writes h
              Bias           z = h + bias             reads h, writes z
              AddExtraInput  y = z + extra            reads z and extra, writes y
     after    ForwardLinearBiasAdd
-                            y = x @ weight^T + bias  GEMM, the bias in its epilogue
-                            y += extra               no second tensor
+                            y = x @ weight^T + bias + extra      GEMM (te.gemm_add), bias and extra in its epilogue
 
-The Bias may be missing. The GEMM kernels do not accumulate into a given output, so the sum is a pass of its own, which a compiler
-fuses with its neighbours.
+The Bias may be missing. y is a tensor of its own: the user's extra input keeps its values. In other recipes than current scaling the
+GEMM has no such epilogue, and the sum is a pass of its own over its result.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class ForwardLinearBiasAdd(FusedOperation):
         linear, (extra,) = self.ops[0], extra_inputs[-1]
         assert isinstance(linear, BasicLinear)
         bias = params[1][0] if len(self.ops) == 3 else None
-        output, saved = linear.forward(input, params[0][0], bias, requires_grad[0])
-        check_same_shape(output.shape, extra.shape)
-        return output.add_(extra), [() for _ in self.ops], [saved, *([] for _ in self.ops[1:])]
+        check_same_shape((*input.shape[:-1], linear.out_features), extra.shape)
+        output, saved = linear.forward(input, params[0][0], bias, requires_grad[0], extra)
+        return output, [() for _ in self.ops], [saved, *([] for _ in self.ops[1:])]
 
     def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
         for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
