@@ -85,6 +85,12 @@ def multiplier_of(enc, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def marked(enc, block_amax):
+    """enc, negative where a block has values that times it are 7 or more, or where a NaN takes all codes."""
+    return tl.where((block_amax * enc < 7.0) & (enc > 0.0), enc, enc * -1.0)  # -0 of 0, as 0 - 0 is not
+
+
+@triton.jit
 def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs, seed, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
     """int32 words of the codes of eight tensors times multiplier, the first in the low four bits.
 

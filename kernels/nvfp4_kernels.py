@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.block_words import larger_halves, magnitudes
 from te_dynamo.kernels.e2m1 import (
     TENSOR_MAX,
     block_scale,
@@ -34,7 +35,9 @@ from te_dynamo.kernels.nvfp4_words import (
     amax_of_halves,
     larger_transformed,
     load_column_blocks,
+    next_pairs,
     quantize_words,
+    store_strip_scales,
 )
 from te_dynamo.kernels.writes import writes
 
@@ -56,12 +59,28 @@ def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
+def words_amax_kernel(x, partials, WORDS, BLOCK: tl.constexpr):
+    """Partial amaxes of the bf16 x, read as WORDS words of two from end to end."""
+    most = tl.zeros((BLOCK,), tl.int32)
+    words, index = x.to(tl.pointer_type(tl.int32)), tl.arange(0, BLOCK)
+    for block in tl.range(tl.program_id(0), tl.cdiv(WORDS, BLOCK), tl.num_programs(0), num_stages=1):
+        left = WORDS - block * BLOCK
+        corner = words + tl.cast(block, tl.int64) * BLOCK
+        if left >= BLOCK:  # noqa: SIM108
+            value = tl.load(corner + index)
+        else:
+            value = tl.load(corner + index, mask=index < left, other=0)
+        most = larger_halves(most, magnitudes(value))
+    store_partial_amax(partials, abs_bits(amax_of_halves(most)))
+
+
+@triton.jit
 def hadamard_amax_kernel(
     x,
     partials,
     columnwise_partials,
     M,
-    K,
+    K: tl.constexpr,
     ROWWISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -94,14 +113,13 @@ def hadamard_amax_kernel(
 
 
 @triton.jit
-def grouped_tile(tile, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(first row, first column) of the tile of that number of [M, K]: 512 rows are walked together, column by column, so that
-    the transposed codes and scales of programs that run together fill whole sectors."""
-    GROUP: tl.constexpr = 512 // BLOCK_M
-    tiles = GROUP * tl.cdiv(K, BLOCK_K)
-    group, inside = tile // tiles, tile % tiles
-    height = tl.minimum(tl.cdiv(M, BLOCK_M) - group * GROUP, GROUP)
-    return (group * GROUP + inside % height) * BLOCK_M, inside // height * BLOCK_K
+def grouped_tile(tile, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first row, first column) of the tile of that number of [M, K], M whole 128: 128 rows are walked together, column by column,
+    so that the transposed codes and scales of programs that run together fill whole sectors."""
+    GROUP: tl.constexpr = 128 // BLOCK_M
+    across = tl.cdiv(K, BLOCK_K)
+    place, group = tile // GROUP % across, tile // GROUP // across
+    return (group * GROUP + tile % GROUP) * BLOCK_M, place * BLOCK_K
 
 
 @triton.jit
@@ -117,9 +135,8 @@ def quantize_nvfp4_kernel(
     columnwise_scale_inv,
     columnwise_amax,
     M,
-    K,
-    row_words,
     column_words,
+    K: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     TWO_D: tl.constexpr,
@@ -130,10 +147,12 @@ def quantize_nvfp4_kernel(
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):
-    """Every tile of x: scales and codes by rows, by columns, or both. row_words is K^16/8, column_words M^16/8.
+    """Every tile of x: scales and codes by rows, by columns, or both. column_words is M^16/8.
 
-    PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles.
+    PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles; STRIPS: M is whole strips of four, which
+    a program walks down, so that a column's scales are written together: bytes cost as much as the sector they lie in.
     """
     by_rows, by_columns = (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
     if ROWWISE:
@@ -143,49 +162,82 @@ def quantize_nvfp4_kernel(
     first, second = 0, 0
     if STOCHASTIC:
         first, second = tl.load(random), tl.load(random + 1)
-    tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
-    tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = grouped_tile(tiles - 1 - index, tall, wide, BLOCK_M, BLOCK_K)
-        if PACKED:
-            quantize_words(
-                x,
-                data,
-                scale_inv,
-                columnwise_data,
-                columnwise_scale_inv,
-                (row, column, M, K, row_words, column_words),
-                by_rows,
-                by_columns,
-                (first, second),
-                ROWWISE,
-                COLUMNWISE,
-                TWO_D,
-                HADAMARD,
-                STOCHASTIC,
-                BLOCK_M,
-                BLOCK_K,
-                WHOLE,
-            )
-        else:
-            quantize_elements(
-                x,
-                data,
-                scale_inv,
-                columnwise_data,
-                columnwise_scale_inv,
-                (row, column, M, K, row_words, column_words),
-                by_rows,
-                by_columns,
-                (first, second),
-                ROWWISE,
-                COLUMNWISE,
-                TWO_D,
-                HADAMARD,
-                STOCHASTIC,
-                BLOCK_M,
-                BLOCK_K,
-            )
+    row_words: tl.constexpr = (K + 15) // 16 * 2
+    if STRIPS:
+        strips = M // (4 * BLOCK_M) * (K // BLOCK_K)
+        for index in tl.range(tl.program_id(0), strips, tl.num_programs(0), num_stages=1):
+            strip = strips - 1 - index
+            top, column = strip // (K // BLOCK_K) * (4 * BLOCK_M), strip % (K // BLOCK_K) * BLOCK_K
+            older = tl.zeros((BLOCK_M // 16, BLOCK_K // 2), tl.int32)
+            newer = older
+            for i in tl.range(4, num_stages=1):
+                scale = quantize_words(
+                    x,
+                    data,
+                    scale_inv,
+                    columnwise_data,
+                    columnwise_scale_inv,
+                    (top + i * BLOCK_M, column, M, K, row_words, column_words),
+                    by_rows,
+                    by_columns,
+                    (first, second),
+                    ROWWISE,
+                    COLUMNWISE,
+                    TWO_D,
+                    HADAMARD,
+                    STOCHASTIC,
+                    BLOCK_M,
+                    BLOCK_K,
+                    WHOLE,
+                    STRIPS,
+                )
+                older, newer = next_pairs(older, newer, scale)
+            store_strip_scales(columnwise_scale_inv, older, newer, top, column, M, BLOCK_M // 16, BLOCK_K // 2)
+    else:
+        tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
+        tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
+        for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+            row, column = grouped_tile(tiles - 1 - index, wide, BLOCK_M, BLOCK_K)
+            if PACKED:
+                quantize_words(
+                    x,
+                    data,
+                    scale_inv,
+                    columnwise_data,
+                    columnwise_scale_inv,
+                    (row, column, M, K, row_words, column_words),
+                    by_rows,
+                    by_columns,
+                    (first, second),
+                    ROWWISE,
+                    COLUMNWISE,
+                    TWO_D,
+                    HADAMARD,
+                    STOCHASTIC,
+                    BLOCK_M,
+                    BLOCK_K,
+                    WHOLE,
+                    STRIPS,
+                )
+            else:
+                quantize_elements(
+                    x,
+                    data,
+                    scale_inv,
+                    columnwise_data,
+                    columnwise_scale_inv,
+                    (row, column, M, K, row_words, column_words),
+                    by_rows,
+                    by_columns,
+                    (first, second),
+                    ROWWISE,
+                    COLUMNWISE,
+                    TWO_D,
+                    HADAMARD,
+                    STOCHASTIC,
+                    BLOCK_M,
+                    BLOCK_K,
+                )
 
 
 @triton.jit

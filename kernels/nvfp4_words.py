@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_words import both_halves, larger_halves, magnitudes
-from te_dynamo.kernels.e2m1 import block_hash, block_scale, multiplier_of, one_a_thread, store_scales, store_words
+from te_dynamo.kernels.e2m1 import (
+    block_hash,
+    block_scale,
+    marked,
+    multiplier_of,
+    one_a_thread,
+    store_scales,
+    store_words,
+)
 from te_dynamo.kernels.e2m1_assembly import amax_of_column_words, block_of_a_row, blocks_of_two_columns
 from te_dynamo.kernels.fp8 import larger_or_nan
 
@@ -33,13 +41,13 @@ HADAMARD_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, Tru
 AMAX: tl.constexpr = tl.constexpr(amax_of_column_words(False))
 AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
 
-
 # --- load ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside."""
+    """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside.
+    The last to be read: they leave the cache first."""
     B: tl.constexpr = BLOCK_K // 16
     row, column, M, K, _, _ = place
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
@@ -49,10 +57,10 @@ def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K
     rows, words = tl.arange(0, BLOCK_M)[:, None], words[None, :]
     corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
     if WHOLE:
-        four = tl.load(corner + (rows * stride + words))
+        four = tl.load(corner + (rows * stride + words), eviction_policy="evict_first")
     else:
         mask = (row + rows < M) & (column // 2 + words < stride)
-        four = tl.load(corner + (rows * stride + words), mask=mask, other=0)
+        four = tl.load(corner + (rows * stride + words), mask=mask, other=0, eviction_policy="evict_first")
     even, odd = tl.split(tl.reshape(four, (BLOCK_M, B, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
@@ -61,18 +69,20 @@ def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K
 
 @triton.jit
 def load_column_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside."""
+    """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside.
+    They stay in the cache, for `load_row_blocks`."""
     row, column, M, K = place[0], place[1], place[2], place[3]
     stride = K // 8 * 4
     rows, words = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K // 2)[None, :]
     corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
     tile = ()
     for i in tl.static_range(16):
+        places = corner + ((rows + i) * stride + words)
         if WHOLE:
-            tile += (tl.load(corner + ((rows + i) * stride + words)),)
+            tile += (tl.load(places, eviction_policy="evict_last"),)
         else:
             mask = (row + rows + i < M) & (column // 2 + words < stride)
-            tile += (tl.load(corner + ((rows + i) * stride + words), mask=mask, other=0),)
+            tile += (tl.load(places, mask=mask, other=0, eviction_policy="evict_last"),)
     return tile
 
 
@@ -198,18 +208,21 @@ def quantize_words(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):
     """Codes and scales of one tile, WHOLE or not. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
-    `e2m1.load_tensor_scale`; key: the two words of `random`."""
+    `e2m1.load_tensor_scale`; key: the two words of `random`. STRIPS: the columns' scales are returned, not written."""
     square = (0, 0)  # scales and multipliers [BLOCK_M / 16, BLOCK_K / 16] of blocks of 16x16
     if COLUMNWISE or TWO_D:
         w = load_column_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
     if TWO_D:
         amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
         scale, enc = block_scale(amax, by_rows if ROWWISE else by_columns)
-        square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier_of(enc, STOCHASTIC))
+        multiplier = multiplier_of(enc, True) if STOCHASTIC else marked(enc, amax)
+        square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier)
+    scales = 0
     if COLUMNWISE:
-        quantize_columns(
+        scales = quantize_columns(
             w,
             columnwise_data,
             columnwise_scale_inv,
@@ -223,9 +236,11 @@ def quantize_words(
             BLOCK_M,
             BLOCK_K,
             WHOLE,
+            STRIPS,
         )
     if ROWWISE:
         quantize_rows(x, data, scale_inv, place, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, WHOLE)
+    return scales
 
 
 @triton.jit
@@ -288,8 +303,10 @@ def quantize_columns(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):
-    """Codes and scales of the columns of a tile, w of `load_column_blocks`; square is used if TWO_D."""
+    """Codes and scales of the columns of a tile, w of `load_column_blocks`; square is used if TWO_D. Returns the scales, two
+    columns' in 16 bits, and if STRIPS does not write them."""
     G: tl.constexpr = BLOCK_M // 16
     W: tl.constexpr = BLOCK_K // 2
     row, column, M, K, _, column_words = place
@@ -305,10 +322,35 @@ def quantize_columns(
     words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, word of eight rows, column
     words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
     store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
-    scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
-    store_scales(
-        columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE
-    )
+    if not STRIPS:
+        scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
+        store_scales(
+            columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE
+        )
+    return scale
+
+
+@triton.jit
+def next_pairs(older, newer, scale):
+    """The scales of a strip's last four tiles, two in a word, `scale` (those of two columns, in 16 bits) the last."""
+    return ((older >> 16) & 0xFFFF) | (newer << 16), ((newer >> 16) & 0xFFFF) | (scale << 16)
+
+
+@triton.jit
+def store_strip_scales(scale_inv, older, newer, row, column, M, G: tl.constexpr, W: tl.constexpr):
+    """Writes the columns' scales of a strip's four tiles, `next_pairs` [G, W] of which are the last two results."""
+    stride = M // (64 * G) * (4 * G)  # so that the compiler sees whole strips
+    scales = tl.join(four_bytes(older), four_bytes(newer))  # group, word, column of two, tile of two, two of those
+    scales = tl.reshape(tl.permute(scales, (1, 3, 4, 2, 0)), (2 * W, 4 * G))
+    corner = scale_inv + (tl.cast(column, tl.int64) * stride + row // 16)
+    tl.store(corner + (tl.arange(0, 2 * W)[:, None] * stride + tl.arange(0, 4 * G)[None, :]), scales)
+
+
+@triton.jit
+def four_bytes(words):
+    """words [G, W] as bytes [G, W, half, byte of a half]."""
+    low = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    return tl.join(low, tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8)))
 
 
 @triton.jit

@@ -22,8 +22,10 @@ class PtxEmulator:
     def run(self, text: str) -> list[np.ndarray]:
         """The outputs' patterns."""
         for statement in filter(None, (part.strip() for part in text.strip("{} \n").split(";"))):
-            if not statement.startswith(".reg"):
-                self.execute(*statement.split(None, 1))
+            statement = re.sub(r"^\w+:\s*", "", statement)
+            # What a branch skips is executed, and must change nothing where the branch is taken.
+            if statement and not statement.startswith(".reg") and " bra " not in statement:
+                self.execute_predicated(statement)
         return [self.registers[f"${index}"] for index in range(self.outputs)]
 
     def value(self, operand: str) -> np.ndarray:
@@ -31,6 +33,14 @@ class PtxEmulator:
             return self.registers[operand]
         number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
         return np.full(self.count, number, np.uint32)
+
+    def execute_predicated(self, statement: str) -> None:
+        guard, name, operands = re.match(r"(?:@!(\w+)\s+)?(\S+)\s+(.*)", statement).groups()
+        target = operands.split(",")[0]
+        before = self.registers.get(target)
+        self.execute(name, operands)
+        if guard:
+            self.registers[target] = np.where(self.registers[guard], before, self.registers[target])
 
     def execute(self, name: str, operands: str) -> None:
         target, rest = re.match(r"(\{[^}]*\}|[^,]*),\s*(.*)", operands).groups()
@@ -55,6 +65,13 @@ class PtxEmulator:
             return values[0]
         if operation == "cvt":
             return conversion(name, values)
+        if operation == "setp":
+            compare = {"lt": np.less, "eq": np.equal, "ge": np.greater_equal}[name.split(".")[1]]
+            return compare(*(value.view(np.int32 if name.endswith("s32") else np.float32) for value in values))
+        if operation == "selp":
+            return np.where(values[2], *values[:2])
+        if name == "and.pred":
+            return values[0] & values[1]
         if name.endswith("bf16x2"):
             return bf16_pairs(name, *values)
         if name.endswith("f32"):
@@ -97,8 +114,17 @@ def floating(name: str, *values: np.ndarray) -> np.ndarray:
         "sub": lambda a, b: a - b,
         "mul": lambda a, b: a * b,
         "fma": lambda a, b, c: a * b + c,
-    }[operation](*exact).astype(np.float32)
+    }[operation](*exact)
+    if ".rp." in name:
+        return rounded_up(rounded)
+    rounded = rounded.astype(np.float32)
     return np.where(rounded > 0, np.fmin(rounded, 1), 0).astype(np.float32) if ".sat" in name else rounded
+
+
+def rounded_up(exact: np.ndarray) -> np.ndarray:
+    """The next fp32 not below exact values of fp64."""
+    nearest = exact.astype(np.float32)
+    return np.where(nearest < exact, np.nextafter(nearest, np.float32(np.inf)), nearest).astype(np.float32)
 
 
 def bf16_pairs(name: str, *words: np.ndarray) -> np.ndarray:

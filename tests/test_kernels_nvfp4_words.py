@@ -83,6 +83,40 @@ def test_blocks_of_columns_equal_the_reference(options, kind) -> None:
     assert np.array_equal(scale, scale_inv[:512, 0].contiguous().numpy().view(np.uint16))
 
 
+def test_blocks_far_below_the_largest_saturate_as_the_reference() -> None:
+    """Their scales are subnormal or 0, so that values times 1 / scale may be large."""
+    x = (make("normal", (512, 16), torch.float32) * 2.0 ** -(torch.arange(512)[:, None] / 16)).bfloat16()
+    data, scale_inv, amax = reference(x, ROW, PLAIN)
+    assert (scale_inv[:, 0] < 8).sum() > 200 and (scale_inv[:, 0] == 0).any()
+    words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
+    codes, _ = PtxEmulator(words + tensor_scale(amax, 512), 2).run(assembly.block_of_a_row(False, False))
+    assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
+    turned = x.t().contiguous()
+    for options in (PLAIN, HADAMARD):
+        data, _, amax = reference(turned, COLUMN, options)
+        arguments = list(turned.view(torch.int32).numpy()) + tensor_scale(amax, 256)
+        *codes, _ = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], False, False))
+        expected = data.numpy().view(np.uint32).reshape(256, 4).T
+        assert all(np.array_equal(word, wanted) for word, wanted in zip(codes, expected, strict=True))
+
+
+@pytest.mark.parametrize("quadruple", [False, True], ids=["plain", "quadruple"])
+@pytest.mark.parametrize("below_seven", [False, True], ids=["any", "below 7"])
+def test_values_next_to_ties_round_as_the_reference(below_seven: bool, quadruple: bool) -> None:
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 2.0, 4.0, 6.0], np.float32)
+    near = (ties.view(np.int32)[:, None] + np.arange(-64, 65)).astype(np.int32).view(np.float32).ravel()
+    even = np.linspace(0, 6.998, 10006).astype(np.float32)
+    values = np.concatenate([near, even])[: (len(near) + len(even)) // 8 * 8].reshape(8, -1)
+    columns = [np.ascontiguousarray(row * np.float32(4 if quadruple else 1)) for row in values]
+    names = [f"${1 + index}" for index in range(8)]
+    lines = [assembly.CODE_REGISTERS, "mov.b32 s, 0;"]
+    lines += assembly.nearest_word(names, "word", "s", "0f3F800000", quadruple, below_seven)
+    (words,) = PtxEmulator(columns).run(assembly.one_line([*lines, "mov.b32 $0, word;"]))
+    expected = nvfp4.nearest_codes(torch.from_numpy(values)).numpy()
+    for nibble in range(8):
+        assert np.array_equal(words >> np.uint32(4 * nibble) & np.uint32(15), expected[nibble])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_amaxes_of_columns_equal_the_reference(kind) -> None:
     x = make(kind, (16, 512), torch.bfloat16)
@@ -135,6 +169,7 @@ def main() -> None:
         ((40, 136), KINDS, (torch.bfloat16,)),
         ((128, 128), ("normal",), (torch.bfloat16,)),
         ((303, 304), ("normal",), (torch.bfloat16,)),
+        ((512, 128), ("normal",), (torch.bfloat16,)),  # strips of several tiles
         ((35, 50), ("nan", "zero_row", "signed_zeros"), DTYPES),
         ((1, 32), ("normal",), DTYPES),
     ):
