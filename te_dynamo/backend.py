@@ -28,6 +28,7 @@ from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.compile_ahead import compiles_ahead
+from te_dynamo.lowering.cpp_scratch import allocate_for_all_programs
 from te_dynamo.lowering.early_launch import launch_early_kernels_early
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
@@ -181,6 +182,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
             _phase.reset(token)
 
     extern_gemm.register()
+    allocate_for_all_programs()
     launch_early_kernels_early()
     tell_workers()
     use_torchs_ptxas()

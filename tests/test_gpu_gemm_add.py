@@ -59,7 +59,9 @@ def test_inductors_code(rows: int, width: int, mode: str | None) -> None:
         assert error < 1e-2, (name, float(error))
     assert torch.equal(found["y"], expected["y"])
     calls = [line for text in code for line in text.splitlines() if "te_gemm_add(" in line]
-    assert len(calls) == (4 if width == 4096 else 0), "the residual's, and those of x's gradient: its own and three linears'"
+    assert len(calls) == (4 if width == 4096 else 0), (
+        "the residual's, and those of x's gradient: its own and three linears'"
+    )
     in_place = [line for line in calls if line.split("out=")[1].rstrip(")") in line.split("out=")[0]]
     assert len(in_place) == (2 if calls else 0), "the sums of what the graph has made"
 
