@@ -24,7 +24,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gemm_decode": (
         gemm_decode.gemm_decode_kernel,
         dict(a=F8, a_scale_inv=F32, b=F8, b_scale_inv=F32, bias=BF16, c=BF16, partials=F32, M="i32", N="i32", K="i32"),
-        {**TILE, "HAS_BIAS": True, "FAST": True, "SPLIT_K": 1, "PARTIALS": 512, "EDGE_1": 64, "EDGE_2": 64},
+        {
+            **TILE,
+            "HAS_BIAS": True,
+            "FAST": True,
+            "SPLIT_K": 1,
+            "PARTIALS": 512,
+            "EDGE_1": 64,
+            "EDGE_2": 64,
+            "addend": None,
+        },
     ),
     "gemm_decode_swiglu": (
         gemm_decode_swiglu.gemm_decode_swiglu_kernel,
@@ -34,7 +43,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gemm_reduce": (
         gemm.gemm_reduce_kernel,
         dict(parts=F32, a_scale_inv=F32, b_scale_inv=F32, bias=BF16, c=BF16, partials=F32, SIZE="i32", N="i32"),
-        {"SCALED": True, "HAS_BIAS": True, "SPLIT_K": 2, "PARTIALS": 512, "BLOCK": 1024},
+        {"SCALED": True, "HAS_BIAS": True, "SPLIT_K": 2, "PARTIALS": 512, "BLOCK": 1024, "addend": None},
     ),
     "quantize_cast": (
         quantize.quantize_cast_kernel,
