@@ -429,9 +429,9 @@ reshape: bf16[2, 16, 128] = aten.reshape(gemm, [2, 16, 128])
 split: (bf16[2, 16, 64], bf16[2, 16, 64]) = aten.split(reshape, 64, -1)
 swiglu_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.swiglu_quantize(split[0], split[1], e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(down.weight, e4m3[row+column])
-gemm_1: bf16[32, 32] = te.gemm(swiglu_quantize[0], swiglu_quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
-reshape_1: bf16[2, 16, 32] = aten.reshape(gemm_1, [2, 16, 32])
-add: bf16[2, 16, 32] = aten.add(reshape_1, x)
+view: bf16[32, 32] = aten.view(x, [32, 32])
+gemm_add: bf16[32, 32] = te.gemm_add(swiglu_quantize[0], swiglu_quantize[2], quantize_1[0], quantize_1[2], None, view, bf16, fast_accum=True)
+reshape_1: bf16[2, 16, 32] = aten.reshape(gemm_add, [2, 16, 32])
 reshape_2: f32[2, 16, 1] = aten.reshape(rms_norm_quantize[0], [2, 16, 1])
-return add, norm.weight, x, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], split[0], split[1], swiglu_quantize[1], swiglu_quantize[2], quantize_1[1], quantize_1[2], reshape_2""",
+return reshape_1, norm.weight, x, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], split[0], split[1], swiglu_quantize[1], swiglu_quantize[2], quantize_1[1], quantize_1[2], reshape_2""",
     )
