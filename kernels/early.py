@@ -15,14 +15,15 @@ import torch
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.launch import is_hopper
 
-__all__ = ["starts_early", "wait_for_predecessor"]
+__all__ = ["FEW_ROWS", "starts_early", "wait_for_predecessor"]
 
-_MOST_ROWS = 64
+FEW_ROWS = 64
+"""The most rows whose kernels are short enough for the time between launches to count."""
 
 
 def starts_early(rows: int | torch.SymInt, device: torch.device) -> bool:
     """Whether kernels that read or write [rows, ...] are launched early: few rows, a number known when compiling, on Hopper."""
-    return isinstance(rows, int) and rows <= _MOST_ROWS and device.type == "cuda" and is_hopper(device)
+    return isinstance(rows, int) and rows <= FEW_ROWS and device.type == "cuda" and is_hopper(device)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels._triton import libdevice, tl, triton
-from te_dynamo.kernels.early import starts_early, wait_for_predecessor
+from te_dynamo.kernels.early import FEW_ROWS, starts_early, wait_for_predecessor
 from te_dynamo.kernels.fp8 import abs_bits, store_amax
 from te_dynamo.kernels.launch import launch
 from te_dynamo.kernels.stacking import Stacking
@@ -25,7 +25,6 @@ from te_dynamo.kernels.writes import writes
 
 __all__ = ["DecodeTile", "decode_tile", "gemm_decode_kernel", "launch_decode"]
 
-MOST_ROWS = 64
 _SMALLEST_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 _MOST_PARTS = 4
 _SHORTEST_PART = 2048  # of K: what shorter ones save, adding them up costs
@@ -51,7 +50,7 @@ def decode_tile(
 
     They should on other devices than Hopper, for more rows, for a number of rows that is not known, and for small weights.
     """
-    if not hopper or not isinstance(m, int) or not 0 < m <= MOST_ROWS or n * k < _SMALLEST_WEIGHT:
+    if not hopper or not isinstance(m, int) or not 0 < m <= FEW_ROWS or n * k < _SMALLEST_WEIGHT:
         return None
     block_m, block_n, tiles = max(16, triton.next_power_of_2(m)), 64, triton.cdiv(n, 64)
     block_k, split = 256 if fast_accum else 128, 1
@@ -105,7 +104,7 @@ def launch_decode(
 
 
 def decode_options(
-    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int = 0, early: bool = True
+    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int, early: bool
 ) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_decode_kernel`."""
     edges = {"EDGE_1": n, "EDGE_2": n}

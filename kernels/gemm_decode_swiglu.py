@@ -60,7 +60,7 @@ def launch_swiglu_decode(
     )
 
 
-def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int, early: bool = True) -> dict[str, Any]:
+def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int, early: bool) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_decode_swiglu_kernel`."""
     return {
         "GATE": gate,

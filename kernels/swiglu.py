@@ -33,8 +33,9 @@ from te_dynamo.kernels.swiglu_kernels import (
 )
 
 __all__ = [
-    "partial_amaxes_of_gradients",
     "in_rows",
+    "launch_gradients",
+    "partial_amaxes_of_gradients",
     "sizes_of",
     "swiglu",
     "swiglu_backward",
@@ -263,8 +264,7 @@ def swiglu_backward_quantize(
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
-    sizes = sizes_of(gate, up)
-    rows, columns = sizes["M"], sizes["K"]
+    rows, columns = rows_and_columns(gate)
     partials = partial_amaxes_of_gradients(dy, gate, up)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
@@ -277,39 +277,26 @@ def swiglu_backward_quantize(
         if rest
         else {"up_data": gate, "up_transpose": gate, "up_scale_inv": gate}
     )
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE)
-    for number, usage in enumerate(gate_buffers.launches(gate.element_size())):
-        launch(
-            swiglu_backward_write_kernel,
-            (program_count(rows, columns, block_m, block_k, gate.device),),
-            dy=dy,
-            gate=gate,
-            up=up,
-            **partials,
-            dgate=dgate,
-            dup=dup,
-            **sizes,
-            KEEP_OUTPUT=keep_output and number == 0,
-            STACKED=stacked,
-            GATE_HALF=-1,
-            **gate_buffers.pointers(unused=gate, prefix="gate_"),
-            **up_pointers,
-            **gate_buffers.constants(power_of_two, eps),
-            **usage,
-            PARTIALS=PARTIALS,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
-        )
+    launch_gradients(
+        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": dgate, "dup": dup, **up_pointers},
+        gate_buffers,
+        {"STACKED": stacked, "GATE_HALF": -1, **gate_buffers.constants(power_of_two, eps)},
+        keep_output,
+        tile,
+    )
     return [*grads, *gate_buffers.as_list(), *(buffer for buffers in rest for buffer in buffers.as_list())]
 
 
-def partial_amaxes_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> dict[str, torch.Tensor]:
-    """gate_partials and up_partials, fp32 [PARTIALS], whose maxima are the amaxes of dgate and dup; dy is contiguous."""
+def partial_amaxes_of_gradients(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, together: bool = False
+) -> dict[str, torch.Tensor]:
+    """gate_partials and up_partials, fp32 [PARTIALS], whose maxima are the amaxes of dgate and dup; dy is contiguous.
+
+    together: the amax of both in gate_partials, and a stand-in for up_partials.
+    """
     sizes = sizes_of(gate, up)
-    partials = {
-        f"{grad}_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device) for grad in ("gate", "up")
-    }
+    gate_partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
+    partials = {"gate_partials": gate_partials, "up_partials": gate if together else torch.empty_like(gate_partials)}
     block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
         swiglu_backward_amax_kernel,
@@ -319,12 +306,41 @@ def partial_amaxes_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.
         up=up,
         **partials,
         **sizes,
-        ONE_AMAX=False,
+        ONE_AMAX=together,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         num_warps=warps,
     )
     return partials
+
+
+def launch_gradients(
+    tensors: dict[str, torch.Tensor],
+    buffers: Fp8Buffers,
+    constants: dict[str, object],
+    keep_output: bool,
+    tile: Tile | None,
+) -> None:
+    """The launches of `swiglu_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name."""
+    gate = tensors["gate"]
+    sizes = sizes_of(gate, tensors["up"])
+    rows, columns = sizes["M"], sizes["K"]
+    block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None, BACKWARD_TILE)
+    for number, usage in enumerate(buffers.launches(gate.element_size())):
+        launch(
+            swiglu_backward_write_kernel,
+            (program_count(rows, columns, block_m, block_k, gate.device),),
+            **tensors,
+            **sizes,
+            KEEP_OUTPUT=keep_output and number == 0,
+            **buffers.pointers(unused=gate, prefix="gate_"),
+            **constants,
+            **usage,
+            PARTIALS=PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
 
 
 def sizes_of(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:

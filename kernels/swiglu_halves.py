@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.fp8 import Fp8Buffers, program_count
-from te_dynamo.kernels.launch import launch
-from te_dynamo.kernels.quantize import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
-from te_dynamo.kernels.swiglu import BACKWARD_TILE, in_rows, sizes_of, swiglu_backward_reference
-from te_dynamo.kernels.swiglu_kernels import swiglu_backward_amax_kernel, swiglu_backward_write_kernel
+from te_dynamo.kernels.fp8 import Fp8Buffers, rows_and_columns
+from te_dynamo.kernels.quantize import Tile, quantize_reference
+from te_dynamo.kernels.swiglu import (
+    in_rows,
+    launch_gradients,
+    partial_amaxes_of_gradients,
+    swiglu_backward_reference,
+)
 
-__all__ = [
-    "partial_amaxes_of_halves",
-    "swiglu_backward_quantize_halves",
-    "swiglu_backward_quantize_halves_reference",
-]
+__all__ = ["swiglu_backward_quantize_halves", "swiglu_backward_quantize_halves_reference"]
 
 
 def swiglu_backward_quantize_halves_reference(
@@ -59,60 +58,17 @@ def swiglu_backward_quantize_halves(
     grad [..., 2K] = [dgate, dup] with gate_first, else [dup, dgate].
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
-    sizes = sizes_of(gate, up)
-    rows, columns = sizes["M"], sizes["K"]
-    partials = partial_amaxes_of_halves(dy, gate, up)
+    rows, columns = rows_and_columns(gate)
+    partials = partial_amaxes_of_gradients(dy, gate, up, together=True)
     shape = (*gate.shape[:-1], 2 * columns)
     grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, 2 * columns, gate.device, fp8_dtype, rowwise, columnwise)
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, BACKWARD_TILE)
-    for number, usage in enumerate(buffers.launches(gate.element_size())):
-        launch(
-            swiglu_backward_write_kernel,
-            (program_count(rows, columns, block_m, block_k, gate.device),),
-            dy=dy,
-            gate=gate,
-            up=up,
-            **partials,
-            dgate=grad,
-            dup=gate,
-            up_data=gate,
-            up_transpose=gate,
-            up_scale_inv=gate,
-            **sizes,
-            KEEP_OUTPUT=keep_output and number == 0,
-            STACKED=False,
-            GATE_HALF=int(not gate_first),
-            **buffers.pointers(unused=gate, prefix="gate_"),
-            **buffers.constants(power_of_two, eps),
-            **usage,
-            PARTIALS=PARTIALS,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
-        )
-    return [*([grad] if keep_output else []), *buffers.as_list()]
-
-
-def partial_amaxes_of_halves(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> dict[str, torch.Tensor]:
-    """gate_partials, fp32 [PARTIALS], whose maximum is the amax of dgate and dup, and a stand-in for up_partials."""
-    sizes = sizes_of(gate, up)
-    partials = {
-        "gate_partials": torch.empty(PARTIALS, dtype=torch.float32, device=gate.device),
-        "up_partials": gate,
-    }
-    block_m, block_k, warps = amax_tile(sizes["K"])
-    launch(
-        swiglu_backward_amax_kernel,
-        (PARTIALS,),
-        dy=dy,
-        gate=gate,
-        up=up,
-        **partials,
-        **sizes,
-        ONE_AMAX=True,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
+    unused = {name: gate for name in ("dup", "up_data", "up_transpose", "up_scale_inv")}
+    launch_gradients(
+        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": grad, **unused},
+        buffers,
+        {"STACKED": False, "GATE_HALF": int(not gate_first), **buffers.constants(power_of_two, eps)},
+        keep_output,
+        tile,
     )
-    return partials
+    return [*([grad] if keep_output else []), *buffers.as_list()]

@@ -18,7 +18,6 @@ from te_dynamo.kernels.fp8 import Size, load_scale, rounded, rows_and_columns, s
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.kernels.swiglu import in_rows, partial_amaxes_of_gradients, sizes_of
-from te_dynamo.kernels.swiglu_halves import partial_amaxes_of_halves
 from te_dynamo.kernels.swiglu_kernels import gradients
 
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
@@ -139,7 +138,7 @@ def swiglu_backward_quantize_in_place(
         )
     gate, up = in_rows(gate), in_rows(up)
     halves = gate_first is not None
-    partials = (partial_amaxes_of_halves if halves else partial_amaxes_of_gradients)(dy, gate, up)
+    partials = partial_amaxes_of_gradients(dy, gate, up, together=halves)
     scale_inv = torch.empty(1 if halves else 2, dtype=torch.float32, device=dy.device)
     sizes = sizes_of(gate, up)
     block_k, warps = row_block(columns)

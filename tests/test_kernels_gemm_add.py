@@ -137,7 +137,7 @@ def test_machine_code_of_a_few_rows(fast: bool) -> None:
 
     tile = decode_tile(16, 14336, 4096, fast, True, 132)
     assert tile is not None
-    options = decode_options(tile, 14336, 4096, True, None)
+    options = decode_options(tile, 14336, 4096, True, None, 0, True)
     constants = {name: value for name, value in options.items() if name != "num_warps"}
     report = compile_for(
         decode_kernels.gemm_decode_kernel,

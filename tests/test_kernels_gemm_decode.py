@@ -59,7 +59,7 @@ def test_machine_code(m: int, n: int, k: int, fast: bool, partials: int) -> None
     from te_dynamo.kernels.ptx import compile_for
 
     tile = chosen(m, n, k, fast)
-    options = decode_options(tile, n, k, tile.split_k == 1, None, partials)
+    options = decode_options(tile, n, k, tile.split_k == 1, None, partials, True)
     report = compile_for(
         kernels.gemm_decode_kernel,
         args={

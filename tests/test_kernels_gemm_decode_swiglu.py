@@ -51,7 +51,7 @@ def test_machine_code(m: int, width: int, k: int, fast: bool) -> None:
     from te_dynamo.kernels.ptx import compile_for
 
     tile = chosen(m, width, k, fast)
-    options = swiglu_decode_options(tile, width, k, 0)
+    options = swiglu_decode_options(tile, width, k, 0, True)
     report = compile_for(
         kernels.gemm_decode_swiglu_kernel,
         args={
