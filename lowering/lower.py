@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.lowering.extern_gemm import is_extern
+from te_dynamo.lowering.fake_values import trust_lowered_values, values_are_right
 from te_dynamo.lowering.mutation import analyse_once
 from te_dynamo.lowering.trace import Traces, where
 from te_dynamo.ops import KERNELS, is_te
@@ -29,6 +30,7 @@ __all__ = ["lower"]
 def lower(graph: Graph) -> list[tuple[str, str]]:
     """Rewrites in place; returns (operation, what runs it) of each te node. Raises LoweringError for one it cannot lower."""
     analyse_once()
+    trust_lowered_values()
     done = []
     inliner = _Inliner(graph)
     waiting = deque(_te_nodes(graph.nodes))
@@ -73,6 +75,7 @@ class _Inliner:
     def inline(self, node: Node) -> list[Node]:
         """Replaces `node` by the traced nodes of its implementation, and returns them in order."""
         results, traced = self._traces.copy_before(node)
+        values_are_right(traced)
         if isinstance(node.meta["val"], torch.Tensor):
             self._replace(node, results[0])
         else:

@@ -1,7 +1,8 @@
 """What an operation is lowered to, traced once for all nodes that are equal but for the tensors they read.
 
-The blocks of a model repeat the same few operations on tensors of the same shapes. Tracing one costs a tenth of a second, most
-of it in Triton's front end, which torch asks what a kernel writes; a copy of the trace costs a hundredth of that.
+The blocks of a model repeat the same few operations on tensors of the same shapes. Tracing one costs 10 ms, a copy of the
+trace less than one. No kernel is compiled for it: launches stay what writes their buffers, and where they are made functional the kernel
+says what it writes (lowering/mutation.py).
 """
 
 from __future__ import annotations

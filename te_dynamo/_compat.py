@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._opaque_base import OpaqueBaseMeta
+from torch.fx import Node
 
 if TYPE_CHECKING:
     from torch._library.opaque_object import MemberType
 
-__all__ = ["OpaqueMeta", "as_analysed", "mutation_analysis_name", "register_value_class", "torch_version"]
+__all__ = [
+    "OpaqueMeta",
+    "as_analysed",
+    "mutation_analysis_name",
+    "nodes_of_updater",
+    "register_value_class",
+    "torch_version",
+]
 
 T = TypeVar("T", bound=type)
 
@@ -50,6 +58,12 @@ def as_analysed(written: list[str], arguments: Mapping[str, Any]) -> Any:
     read = [name for name in tensors if name not in written]
     accesses = ReadWrites(reads=dependences(read), writes=dependences(written), index_exprs=OrderedSet())
     return TensorAccesses(accesses, can_fuse_epilogue=False)
+
+
+def nodes_of_updater(updater: Any) -> Iterable[Node]:
+    """Of the graph that a FakeTensorUpdater of torch's keeps: torch 2.11 gives it the graph, torch 2.13 its module."""
+    graph = updater.gm.graph if hasattr(updater, "gm") else getattr(updater, "graph", None)
+    return () if graph is None else graph.nodes
 
 
 def register_value_class(cls: T) -> T:
