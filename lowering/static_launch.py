@@ -2,7 +2,8 @@
 
 Inductor launches the kernels that it generates so, and those of others where an option of its says so, for which building a launcher
 took a tenth of a second for each in a forward, one after the other. A worker process, which decides it when it compiles a
-kernel, is told other options than this one. A kernel with a launch attribute or scratch memory has Triton's launcher all the same.
+kernel, is told other options than this one. A kernel with a launch attribute or scratch memory has Triton's launcher all the same
+(lowering/launchers.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from te_dynamo.lowering.launchers import with_launchers
 
 __all__ = ["STATIC_LAUNCH", "tell_workers"]
 
@@ -22,7 +25,8 @@ _TOLD = "use_static_triton_launcher"
 
 
 def tell_workers() -> None:
-    """From now on a worker compiles as the process that asks it would, as to that option. Nothing without a GPU or workers."""
+    """From now on a worker compiles as the process that asks it would, as to that option, and its answer waits for the kernel's
+    launchers. Nothing without a GPU or workers."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     if not torch.cuda.is_available() or get_compile_threads() <= 1:
@@ -38,7 +42,9 @@ def _telling(submit: Callable[..., Any]) -> Callable[..., Any]:
     def telling(job: Callable[..., Any], *arguments: Any) -> Any:
         told = {STATIC_LAUNCH: getattr(config, STATIC_LAUNCH)}
         given = [{**x, **told} if isinstance(x, dict) and _TOLD in x else x for x in arguments]
-        return submit(job, *given)
+        task = submit(job, *given)
+        compiles = any(isinstance(x, dict) and _TOLD in x for x in arguments)
+        return with_launchers(task) if compiles else task
 
     telling.__wrapped__ = submit  # type: ignore[attr-defined]
     return telling

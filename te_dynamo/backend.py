@@ -29,6 +29,7 @@ from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.compile_ahead import compiles_ahead
 from te_dynamo.lowering.cpp_scratch import allocate_for_all_programs
+from te_dynamo.lowering.early_compile import compile_when_defined
 from te_dynamo.lowering.early_launch import launch_early_kernels_early
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
@@ -183,7 +184,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
 
     extern_gemm.register()
     allocate_for_all_programs()
-    launch_early_kernels_early()
+    compile_when_defined()
+    launch_early_kernels_early()  # last: what it adds to a kernel's definition is compiled too
     tell_workers()
     use_torchs_ptxas()
     patches: dict[str, Any] = {STATIC_LAUNCH: True, **dict(compilation.options.inductor)}

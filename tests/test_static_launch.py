@@ -1,5 +1,6 @@
 """Workers that compile kernels are told who launches them, and our kernels are launched by torch's launcher."""
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from te_dynamo.lowering.static_launch import STATIC_LAUNCH, _telling
 
 def test_a_worker_is_told_the_option_of_its_asker() -> None:
     asked: list[Any] = []
-    submit = _telling(lambda *arguments: asked.append(arguments))
+
+    def pool(*arguments: Any) -> Future[Any]:
+        asked.append(arguments)
+        return Future()
+
+    submit = _telling(pool)
     for said in (True, False):
         with config.patch({STATIC_LAUNCH: said}):
             submit(len, "kernel", {"A_FOLDER": "x"}, {"use_static_triton_launcher": True})

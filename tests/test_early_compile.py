@@ -1,0 +1,121 @@
+"""lowering/early_compile.py: our kernels are handed to Inductor's workers when they are defined."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import async_compile
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.utils import IndentedBuffer, fresh_cache
+from torch.nn import functional as F
+
+from te_dynamo.lowering import early_compile
+from te_dynamo.lowering.early_compile import compile_when_defined
+from te_dynamo.lowering.early_launch import launch_early_kernels_early
+
+SOURCE = """
+import triton
+
+@triton_heuristics.user_autotune(
+    triton_meta={'signature': {}, 'constants': {'EARLY': %s}},
+    custom_kernel=True,
+)
+@triton.jit
+def kernel(x):
+    \"\"\"What it does.\"\"\"
+
+    pass
+"""
+DEFINITION = f"async_compile.triton('kernel', '''{SOURCE}''', device_str='cuda')\n"
+OF_INDUCTOR = DEFINITION.replace("    custom_kernel=True,\n", "")
+
+
+class Compiler:
+    """In place of AsyncCompile: remembers what it is asked to compile."""
+
+    asked: list[tuple[Any, ...]]
+    ready: bool
+
+    def use_process_pool(self) -> bool:
+        return self.ready
+
+    def __call__(self) -> Compiler:
+        return self
+
+    def triton(self, kernel_name: str, source_code: str, device_str: str = "cuda") -> None:
+        self.asked.append((kernel_name, source_code, device_str))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    made.asked, made.ready = [], True
+    monkeypatch.setattr(async_compile, "AsyncCompile", made)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 4)
+    return made
+
+
+def define(*bodies: str) -> str:
+    """Inductor's code that defines kernels."""
+    compile_when_defined()
+    launch_early_kernels_early()
+    code = IndentedBuffer()
+    wrapper = SimpleNamespace(writeline=lambda line: code.splice(f"\n\nkernel = {line.kernel_body}"))
+    for body in bodies:
+        PythonWrapperCodegen.define_kernel(wrapper, "kernel", body)  # type: ignore[arg-type]
+    return code.getvalue()
+
+
+def test_what_is_compiled_is_what_the_code_asks_for(compiler: Compiler) -> None:
+    """To the letter, launch attributes included: torch finds it by its text."""
+    code = define(*(DEFINITION % early for early in (False, True)))
+    early = list(compiler.asked)
+    assert ["'launch_pdl': True" in source for _, source, _ in early] == [False, True]
+    compiler.asked.clear()
+    exec(code, {"async_compile": compiler})
+    assert compiler.asked == early and len(early) == 2
+
+
+def test_only_ours_are_compiled_and_only_where_workers_are_ready(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor has handed its own to them already. Code in C++ is none of ours to read."""
+    define(
+        OF_INDUCTOR % False,
+        "R'cpp(custom_kernel=True)cpp'",
+        "custom_kernel=True (",
+        "other.triton('custom_kernel=True')",
+    )
+    compiler.ready = False
+    define(DEFINITION % False)
+    compiler.ready = True
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
+    define(DEFINITION % False)
+    assert not compiler.asked
+
+
+@pytest.mark.gpu
+def test_each_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that is imported gets what is being compiled."""
+    AsyncCompile.wait_pool_ready()
+    pool, submitted, defined = AsyncCompile.process_pool(), [], []
+    submit, compile_early = pool.submit, early_compile._compile
+
+    def submitting(job: Any, *arguments: Any) -> Any:
+        submitted.append(arguments[0].args[0])
+        return submit(job, *arguments)
+
+    def compiling(body: str) -> None:
+        defined.append(body)
+        compile_early(body)
+
+    monkeypatch.setattr(pool, "submit", submitting)
+    monkeypatch.setattr(early_compile, "_compile", compiling)
+    x, w = (torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    with fresh_cache():
+        torch.compile(lambda x: F.silu(F.linear(x, w)), backend="te")(x)
+    assert len([name for name in submitted if not name.startswith("triton_")]) == len(defined) >= 3

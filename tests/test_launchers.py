@@ -1,0 +1,106 @@
+"""lowering/launchers.py: a compiled kernel has arrived when Triton's launcher of it is there."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch._inductor.async_compile import AsyncCompile
+
+from te_dynamo.kernels._triton import INSTALLED
+from te_dynamo.lowering.launchers import with_launchers
+from te_dynamo.lowering.static_launch import _telling
+
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="launchers are Triton's")
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is given to threads, which are not there."""
+    given: list[Any] = []
+    pool = SimpleNamespace(submit=lambda job, *arguments: given.append(lambda: job(*arguments)))
+    monkeypatch.setattr(AsyncCompile, "pool", staticmethod(lambda: pool))
+    return given
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    from triton.runtime import driver
+
+    made: list[Any] = []
+
+    def launcher(src: Any, metadata: Any) -> None:
+        made.append((src, metadata))
+        if src == "broken":
+            raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=launcher), raising=False)
+    return made
+
+
+def answer(*kernels: tuple[str, bool]) -> Any:
+    """A worker's: (the source's name, whether Triton launches it) of each configuration."""
+    from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult, TritonCompileResult
+
+    results = []
+    for name, by_triton in kernels:
+        cls: Any = TritonCompileResult if by_triton else StaticTritonCompileResult
+        results.append(cls.__new__(cls))
+        results[-1].kernel = SimpleNamespace(src=name, metadata=f"{name}'s")
+    return SimpleNamespace(compile_results=results), 17
+
+
+def test_a_kernel_waits_for_its_launcher(jobs: list[Any], built: list[Any]) -> None:
+    task: Future[Any] = Future()
+    ready = with_launchers(task)
+    given = answer(("a", True), ("b", False))
+    task.set_result(given)
+    assert not ready.done() and not built
+    jobs.pop()()
+    assert ready.result(0) is given and built == [("a", "a's")]
+
+
+def test_a_launcher_that_fails_is_not_this_ones_to_report(jobs: list[Any], built: list[Any]) -> None:
+    task: Future[Any] = Future()
+    ready = with_launchers(task)
+    task.set_result(answer(("broken", True)))
+    jobs.pop()()
+    assert ready.result(0) is task.result(0)
+
+
+@pytest.mark.parametrize(
+    "result", ["ready", (), answer(("b", False)) if INSTALLED else None], ids=["other", "empty", "torch's"]
+)
+def test_what_needs_no_launcher_passes(jobs: list[Any], built: list[Any], result: Any) -> None:
+    task: Future[Any] = Future()
+    ready = with_launchers(task)
+    task.set_result(result)
+    assert ready.result(0) is result and not jobs and not built
+
+
+def test_no_thread_at_the_end_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(AsyncCompile, "pool", staticmethod(lambda: SimpleNamespace(submit=submit)))
+    task: Future[Any] = Future()
+    ready = with_launchers(task)
+    task.set_result(answer(("a", True)))
+    assert ready.result(0) is task.result(0)
+
+
+def test_an_error_passes(jobs: list[Any]) -> None:
+    task: Future[Any] = Future()
+    ready = with_launchers(task)
+    task.set_exception(RuntimeError("ptxas"))
+    assert ready.exception(0) is task.exception(0) and not jobs
+
+
+def test_only_compilations_wait() -> None:
+    """The pool is asked for other things too."""
+    task: Future[Any] = Future()
+    submit = _telling(lambda *arguments: task)
+    assert submit(len, "kernel") is task
+    assert submit(len, "kernel", {"use_static_triton_launcher": True}) is not task
