@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from te_dynamo.kernels._triton import tl, triton
+from te_dynamo.kernels.writes import writes
 
 __all__ = ["place_codes_kernel"]
 
 
+@writes("scale_inv", "columnwise_scale_inv")
 @triton.jit
 def place_codes_kernel(staged, scale_inv, columnwise_staged, columnwise_scale_inv, M, K, TILES: tl.constexpr):
     """Moves the words of TILES tiles of rowwise and, at program_id(1) = 1, of columnwise codes to where they belong."""

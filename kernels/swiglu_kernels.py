@@ -173,6 +173,16 @@ def swiglu_backward_amax_kernel(
         store_rounded_amax(up_partials, up_amaxes, gate.dtype.element_ty)
 
 
+@writes(
+    dgate="KEEP_OUTPUT",
+    dup="KEEP_OUTPUT and GATE_HALF == -1",
+    gate_data="ROWWISE",
+    gate_transpose="COLUMNWISE",
+    gate_scale_inv="ROWWISE or COLUMNWISE",
+    up_data="ROWWISE and GATE_HALF == -1 and not STACKED",
+    up_transpose="COLUMNWISE and GATE_HALF == -1 and not STACKED",
+    up_scale_inv="(ROWWISE or COLUMNWISE) and GATE_HALF == -1 and not STACKED",
+)
 @triton.jit
 def swiglu_backward_write_kernel(
     dy,

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def writes(*always: str, **sometimes: str) -> Callable[[T], T]:
-    """Marks a kernel: the tensors that it writes and does not read, always, or where one of some constants is truthy.
+    """Marks a kernel: the tensors that it writes and does not read, always, or as its constants are.
 
-    sometimes: {tensor: "CONSTANT", "CONSTANT or CONSTANT" or "not CONSTANT"}. Where a tensor is not written, something else may
-    stand in for it. A kernel that writes what it reads is left unmarked.
+    sometimes: {tensor: an expression of the constants, as "ROWWISE and not STACKED"}. Where a tensor is not written, something else
+    may stand in for it. A kernel that writes what it reads is left unmarked.
     """
 
     def mark(kernel: T) -> T:
@@ -38,6 +38,4 @@ def written(kernel: Any, arguments: Mapping[str, Any]) -> list[str] | None:
 
 
 def _holds(condition: str, arguments: Mapping[str, Any]) -> bool:
-    if condition.startswith("not "):
-        return not arguments[condition.removeprefix("not ")]
-    return not condition or any(arguments[constant] for constant in condition.split(" or "))
+    return not condition or bool(eval(condition, {"__builtins__": {}}, dict(arguments)))
