@@ -3,9 +3,10 @@
     python benchmarks/compile_time.py                                     # on a GPU
     python benchmarks/compile_time.py --device cpu --width 128 --whole 8  # the CPU's reference path, its kernels in C++
     python benchmarks/compile_time.py --blocks 2 --whole 2 --out /tmp     # a try
+    python benchmarks/compile_time.py --blocks "" --whole 8 --repeats 3   # medians; both backends in turn
 
-Every measurement is a process of its own with empty caches, in which one linear was compiled before the clock starts: imports
-and worker processes are no part of it. Two kinds:
+Every measurement is a process of its own with empty caches, in which one linear was compiled and attention ran before the clock
+starts: imports, worker processes and cuDNN's libraries are no part of it. Two kinds:
 
     passes   for CUDA on any machine, with fake tensors (te_dynamo.testing): all of torch.compile but code generation. The time
              in each of our stages, and the whole, in which Inductor's own backend is measured in the same way.
@@ -23,6 +24,7 @@ import functools
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ import environment
 import torch
 from models import llama_block
 from torch import nn
+from torch.nn import functional as F
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 STAGES = ("match", "joint", "fuse", "lower")
@@ -93,9 +96,16 @@ def kernels_everywhere() -> Iterator[None]:
 
 
 def warm_up(backend: str, device: str) -> None:
-    """Compiles one linear: what is imported and started once a process is no part of a model's compilation."""
+    """Compiles one linear and runs attention: what is imported, loaded and started once a process is no part of a model's compilation.
+
+    cuDNN's libraries alone take two seconds where they come from the disk, in whichever process is the first to call them.
+    """
     x = torch.randn(1024, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(nn.Linear(64, 64).bfloat16().to(device), backend=backend)(x).sum().backward()
+    heads = x.view(1, 16, 64, 64)
+    F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+    # Or Dynamo, which saw another shape in nn.Module's own frame, compiles the model for any number of tokens.
+    torch._dynamo.reset()
 
 
 def model_of(blocks: int, width: int) -> nn.Module:
@@ -135,6 +145,16 @@ def measure_whole(backend: str, blocks: int, width: int, tokens: int, device: st
     return Row("whole", backend, blocks, seconds, stages if backend == "te" else {})
 
 
+def medians(kind: str, blocks: int, args: argparse.Namespace) -> list[Row]:
+    """The median measurement of each backend, of as many as asked for, taken in turn: the first process is not always the same's."""
+    rows: dict[str, list[Row]] = {backend: [] for backend in BACKENDS}
+    for repeat in range(args.repeats):
+        for backend in BACKENDS[:: -1 if repeat % 2 else 1]:
+            rows[backend].append(measure_apart(kind, backend, blocks, args))
+    middle = {backend: statistics.median_high(row.seconds for row in rows[backend]) for backend in BACKENDS}
+    return [next(row for row in rows[backend] if row.seconds == middle[backend]) for backend in BACKENDS]
+
+
 def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace) -> Row:
     """One measurement in a process with empty caches. Raises CalledProcessError when it fails, after its own message."""
     call = [sys.executable, "-W", "ignore", __file__, "--one", kind, backend, str(blocks)]
@@ -150,12 +170,14 @@ def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace
 # --- the report -----------------------------------------------------------------------------------------------
 
 
-def markdown(facts: dict[str, str], rows: list[Row], width: int) -> str:
-    """Both tables, a line a number of blocks."""
+def markdown(facts: dict[str, str], rows: list[Row], width: int, repeats: int) -> str:
+    """Both tables, a line a number of blocks. rows: of each number and backend the median of `repeats`."""
     lines = [f"# Time to compile transformer blocks, {facts['device']}", ""]
     lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
     lines += [
-        f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches. Seconds. Made by",
+        f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches"
+        + (f", the median of {repeats}" if repeats > 1 else "")
+        + ". Seconds. Made by",
         "`benchmarks/compile_time.py`.",
     ]
     passes, whole = ([row for row in rows if row.kind == kind] for kind in ("passes", "whole"))
@@ -192,6 +214,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--whole", type=numbers, default=[8, 32], help="blocks of whole compilations; none when empty")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=1, help="measurements of each, of which the median counts")
     parser.add_argument("--device", default="cuda", help="of whole compilations")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # kind, backend, blocks
@@ -211,12 +234,12 @@ def main() -> None:
         return
     facts = environment.collect(args.device)
     kinds = (("passes", args.blocks), ("whole", args.whole))
-    rows = [measure_apart(kind, backend, n, args) for kind, each in kinds for n in each for backend in BACKENDS]
+    rows = [row for kind, each in kinds for n in each for row in medians(kind, n, args)]
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"compile_time-{environment.device_slug(facts)}"
     report = {"environment": facts, "width": args.width, "rows": [dataclasses.asdict(row) for row in rows]}
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, rows, args.width))
+    path.with_suffix(".md").write_text(markdown(facts, rows, args.width, args.repeats))
     print(f"Wrote {path}.md and .json")
 
 

@@ -93,7 +93,9 @@ def test_compile_table_compares_with_inductor(compile_time: ModuleType) -> None:
         for blocks in numbers
         for backend in ("inductor", "te")
     ]
-    lines = [line for line in compile_time.markdown(FACTS, rows, 64).splitlines() if line.startswith("|")]
+    text = compile_time.markdown(FACTS, rows, 64, 3)
+    assert "the median of 3" in text and "median" not in compile_time.markdown(FACTS, rows, 64, 1)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     assert cells(lines[2]) == ["8", "1.00", "0.25", "0.50", "0.25", "250", "9.6", "8.0", "1.20"]
     assert cells(lines[3])[0] == "32" and cells(lines[6]) == ["8", "250", "9.6", "8.0", "1.20"]
     assert len(lines) == 7
@@ -111,3 +113,29 @@ def test_the_time_of_each_stage_is_found(compile_time: ModuleType) -> None:
     assert set(stages) == set(compile_time.STAGES)
     assert stages["match"] > 0 and stages["joint"] > 0 and stages["fuse"] > 0 and stages["lower"] == 0
     assert (backend.match, backend._Compilation.lower) == before
+
+
+def test_backends_take_turns_and_the_median_counts(compile_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    seconds = iter([5.0, 3.0, 2.0, 1.0, 9.0, 4.0])
+
+    def measure(kind: str, backend: str, blocks: int, args: Any) -> Any:
+        taken.append(backend)
+        return compile_time.Row(kind, backend, blocks, next(seconds), {})
+
+    monkeypatch.setattr(compile_time, "measure_apart", measure)
+    rows = compile_time.medians("whole", 8, SimpleNamespace(repeats=3))
+    assert taken == ["te", "inductor", "inductor", "te", "te", "inductor"]
+    assert [(row.backend, row.seconds) for row in rows] == [("te", 5.0), ("inductor", 3.0)]
+
+
+def test_the_warm_up_leaves_the_models_shapes_static(compile_time: ModuleType) -> None:
+    """A model whose first frame is torch's own, as that of every nn.Sequential, was compiled for any number of tokens."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    compile_time.warm_up(counter, "cpu")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
+    torch.compile(model, backend=counter)(torch.randn(1, 32, 64, dtype=torch.bfloat16))
+    inputs = [node for node in counter.graphs[-1].graph.nodes if node.op == "placeholder"]
+    assert not any(isinstance(node.meta["example_value"], torch.SymInt) for node in inputs)
