@@ -26,12 +26,14 @@ from te_dynamo.cache_key import cache_key
 from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
 from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
+from te_dynamo.garbage import without_full_collections
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.compile_ahead import compiles_ahead
 from te_dynamo.lowering.cpp_scratch import allocate_for_all_programs
 from te_dynamo.lowering.early_compile import compile_when_defined
 from te_dynamo.lowering.early_launch import launch_early_kernels_early
 from te_dynamo.lowering.lower import lower
+from te_dynamo.lowering.output_names import list_outputs_once
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
 from te_dynamo.lowering.static_launch import STATIC_LAUNCH, tell_workers
 from te_dynamo.options import Options
@@ -177,7 +179,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         token = _phase.set(phase)
         try:
             # Autograd compiles a CUDA backward on a thread of its own, where capture()'s patches do not hold.
-            with uncached(), compiles_ahead():
+            with uncached(), compiles_ahead(), without_full_collections():
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)
@@ -185,6 +187,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
     extern_gemm.register()
     allocate_for_all_programs()
     compile_when_defined()
+    list_outputs_once()
     launch_early_kernels_early()  # last: what it adds to a kernel's definition is compiled too
     tell_workers()
     use_torchs_ptxas()
@@ -196,7 +199,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         ("post_grad_custom_post_pass", lambda graph: compilation.lower(graph, _phase.get())),
     ):
         patches[hook] = _chained(hook, stage, patches, key)
-    return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    with without_full_collections():
+        return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
 
 
 def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, Any], key: str) -> Any:
