@@ -23,7 +23,7 @@ def list_outputs_once() -> None:
     def generate_with_names(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph = V.graph
         names = graph.get_output_names()
-        graph.get_output_names = lambda: names
+        graph.get_output_names = lambda: names  # type: ignore[method-assign]
         try:
             return generate(self, *args, **kwargs)
         finally:

@@ -37,7 +37,9 @@ def full_collections(compute: Any) -> int:
 
 
 def many_objects() -> list[list[int]]:
-    return [[index] for index in range(2_000_000)]  # as many as a process with torch has, so that a full collection is due
+    return [
+        [index] for index in range(2_000_000)
+    ]  # as many as a process with torch has, so that a full collection is due
 
 
 def test_old_objects_are_left_alone_inside() -> None:
