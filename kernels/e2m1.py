@@ -17,6 +17,7 @@ from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_amax
 
 __all__: list[str] = []
 
+HALF_STEP: tl.constexpr = tl.constexpr(2.0**-17)  # of fp32 at 5/4, where that is 160
 TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**64)
@@ -33,8 +34,8 @@ SECOND_STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 8))
 
 @triton.jit
 def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
-    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN) of the
-    tensor that `partials` describe; one program also stores its amax."""
+    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN, the limit of
+    its blocks: `limit_of`) of the tensor that `partials` describe; one program also stores its amax."""
     value = load_amax(partials, PARTIALS)
     value = tl.where(value == value, value, float("nan"))  # one NaN of all
     if tl.program_id(0) == 0:
@@ -46,7 +47,25 @@ def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
     lift = tl.where(inverse < SMALL, LIFT, 1.0)
     most = tl.where(value == value, FLOAT32_MAX, 0.0)
     signs = tl.where(value == value, tl.full((), SIGN_BITS, tl.int32), 0)
-    return scale * SIXTH, inverse, lift, most, signs
+    return scale * SIXTH, inverse, lift, most, signs, limit_of(inverse)
+
+
+@triton.jit
+def limit_of(inverse):
+    """7, below which blocks of bf16 are rounded by the fewest instructions, or 0 in a tensor, of that 1 / S, whose values these may
+    round otherwise: kernels/e2m1_assembly.py.
+
+    That is where x * enc / 4 is above 5/4 by more than half a step of fp32, but no more than a step. All scales of a tensor make eight significands of
+    enc, as long as nothing is subnormal, and only the x whose product is the nearest to 5/4 matters.
+    """
+    enc = tl.div_rn(tl.full((8,), 1.0, tl.float32), (tl.arange(0, 8) * 0.125 + 1.0) * inverse)
+    enc = ((enc.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    five_quarters = tl.where(enc <= 1.25, 160.0, 320.0)
+    half_step = tl.where(enc <= 1.25, HALF_STEP, 2 * HALF_STEP)
+    x = tl.div_rn(five_quarters, enc) + 8388608.0 - 8388608.0  # to the nearest whole number, from 128 to 256
+    above = tl.fma(x, enc, -five_quarters)
+    close = tl.max(((above > half_step) & (above <= half_step * 2.0)).to(tl.int32), axis=0)
+    return tl.where((close == 0) & (inverse > SMALL) & (inverse < 1 / SMALL), 7.0, 0.0)
 
 
 @triton.jit
@@ -56,7 +75,7 @@ def block_scale(block_amax, tensor):
     The reciprocal is a guess and one step of Newton's, which rounds correctly where neither it nor its argument is
     subnormal: `lift`, a power of two, sees to that. A division by 0 gives NaN, of which the minimum makes `most`.
     """
-    sixth, inverse, lift, most, _ = tensor
+    sixth, inverse, lift, most, _, _ = tensor
     scale = (block_amax * sixth).to(tl.float8e4nv)  # the conversion saturates
     divisor = scale.to(tl.float32) * inverse * lift
     guess = tl.inline_asm_elementwise(
@@ -85,9 +104,9 @@ def multiplier_of(enc, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def marked(enc, block_amax):
-    """enc, negative where a block has values that times it are 7 or more, or where a NaN takes all codes."""
-    return tl.where((block_amax * enc < 7.0) & (enc > 0.0), enc, enc * -1.0)  # -0 of 0, as 0 - 0 is not
+def marked(enc, block_amax, limit):
+    """enc, negative where a block has values that times it reach the limit, or where a NaN takes all codes."""
+    return tl.where((block_amax * enc < limit) & (enc > 0.0), enc, enc * -1.0)  # -0 of 0, as 0 - 0 is not
 
 
 @triton.jit

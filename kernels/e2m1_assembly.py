@@ -16,12 +16,19 @@ Below 7, where a block's largest value nearly always is, one operation less does
 the number below it does, while the number above it stays above. Blocks with larger values, of scales that are subnormal or 0 and
 of tensors that are not finite, are clamped in a branch that is hardly ever taken.
 
+Values of bf16 take one operation less again, v is not computed: with q = enc / 4, z = |x| q + sat(|x| q), rounded to the nearest
+from the exact product. Up to 4 that is twice the rounded product, which the exact one is too near to for another sum. Above, z is
+1 + |x| q, and rises above 9/4, v = 5, where |x| q is above 5/4 by more than 2^-23, half a step of z; v does where it is by 2^-24. An
+x of bf16 lies between with few enc only: `e2m1.limit_of` finds the tensors that have one of these (of the amaxes of bf16 one in
+18), and they take the branch for every block. There values become v, 6 where v is above 5, and q 1/4.
+
 Stochastically, with u = sat(|x| * multiplier), v / 6: u * 6 * 2^-126 has e2m1's exponents, its subnormals too, so that
 the code is in its bits from 22 on and below them the distance from there, to which 22 random bits are added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = [
@@ -54,22 +61,35 @@ def declare(kind: str, *names: str) -> str:
 # --- codes --------------------------------------------------------------------------------------------------
 
 
-def nearest(value: str, nibble: int, word: str, scale: str, quadruple: bool) -> list[str]:
-    """Adds the code of |value| * scale, of a quarter of it if `quadruple`, to the word."""
-    quarter, half = ("0f3D800000", "0f3E000000") if quadruple else ("0f3E800000", "0f3F000000")
+def nearest(value: str, nibble: int, word: str, scale: str) -> list[str]:
+    """Adds the code of |value| * scale to the word."""
     return [
         f"abs.f32 v, {value}; mul.rn.f32 v, v, {scale};",
-        f"mul.rn.sat.f32 t, v, {quarter}; fma.rn.f32 t, t, 0f40800000, 0f4AFFFFFC;",
-        f"fma.rn.sat.f32 v, v, {half}, 0fC0000000; add.rn.f32 t, t, v; mov.b32 b, t;",
+        "mul.rn.sat.f32 t, v, 0f3E800000; fma.rn.f32 t, t, 0f40800000, 0f4AFFFFFC;",
+        "fma.rn.sat.f32 v, v, 0f3F000000, 0fC0000000; add.rn.f32 t, t, v; mov.b32 b, t;",
         f"mad.lo.u32 {word}, b, {16**nibble}, {word};",
     ]
 
 
-def nearest_below_seven(value: str, nibble: int, word: str, scale: str, quadruple: bool) -> list[str]:
-    """`nearest` where |value| * scale is below 7, by one instruction less."""
-    quarter = "0f3D800000" if quadruple else "0f3E800000"
+def nearest_below_seven(value: str, nibble: int, word: str, scale: str) -> list[str]:
+    """`nearest` of a quarter of |value| * scale, which is below 7, by one instruction less."""
     return [
-        f"abs.f32 v, {value}; mul.rn.f32 v, v, {scale}; mul.rn.sat.f32 t, v, {quarter}; fma.rp.f32 t, v, {quarter}, t;",
+        f"abs.f32 v, {value}; mul.rn.f32 v, v, {scale}; mul.rn.sat.f32 t, v, 0f3D800000; fma.rp.f32 t, v, 0f3D800000, t;",
+        *halves_to_code(nibble, word),
+    ]
+
+
+def nearest_of_bf16(value: str, nibble: int, word: str, quarter: str) -> list[str]:
+    """The same of four times |value| * quarter, value being of bf16 in a block that `nearest_word` may round so, by two less."""
+    return [
+        f"abs.f32 v, {value}; mul.rn.sat.f32 t, v, {quarter}; fma.rn.f32 t, v, {quarter}, t;",
+        *halves_to_code(nibble, word),
+    ]
+
+
+def halves_to_code(nibble: int, word: str) -> list[str]:
+    """Adds the code of t to the word."""
+    return [
         "fma.rn.f32 t, t, 0f40000000, 0f4AFFFFFC; mov.b32 b, t;",
         f"mad.lo.u32 {word}, b, {16**nibble}, {word};",
     ]
@@ -85,14 +105,17 @@ def stochastic(value: str, target: str, multiplier: str, seed: str, element: int
 
 
 def nearest_word(
-    values: list[str], word: str, signs: str, scale: str, quadruple: bool = False, below_seven: bool = False
+    values: list[str],
+    word: str,
+    signs: str,
+    scale: str,
+    code: Callable[[str, int, str, str], list[str]] = nearest,
 ) -> list[str]:
-    """word = the codes of eight values under the sign bits in `signs`."""
-    code = nearest_below_seven if below_seven else nearest
+    """word = the codes of eight values under the sign bits in `signs`; code: one of the three functions above."""
     surplus = sum(_NEAREST_ZERO << 4 * nibble for nibble in range(8)) % 2**32
     lines = [f"sub.u32 {word}, {signs}, {surplus};"]
     for nibble, value in enumerate(values):
-        lines += code(value, nibble, word, scale, quadruple)
+        lines += code(value, nibble, word, scale)
     return lines
 
 
@@ -173,18 +196,27 @@ def largest(words: list[str], target: str) -> list[str]:
     return [*lines, f"and.b32 {target}, {target}, 0x7FFF7FFF;"]
 
 
-def clamp(values: list[str], enc: str, below: str, quadruple: bool) -> list[str]:
-    """Unless `below`, values become magnitudes that are at most 6.5 / enc, none where enc is 0."""
+def clamp_transformed(values: list[str], enc: str, below: str) -> list[str]:
+    """Unless `below`, values become magnitudes that are at most 26 / enc, none where enc is 0."""
     lines = [f"mul.rn.f32 v, {enc}, 0f3A800000; rcp.approx.ftz.f32 v, v;"]  # enc / 1024, whose inverse is normal
-    lines += [f"mul.rn.f32 v, v, {'0f3CD00000' if quadruple else '0f3BD00000'};"]
+    lines += ["mul.rn.f32 v, v, 0f3CD00000;"]
     lines += [f"setp.eq.f32 zero, {enc}, 0f00000000; selp.f32 v, 0f00000000, v, zero;"]
     return [*lines, *(f"abs.f32 t, {value}; @!{below} min.f32 {value}, t, v;" for value in values)]
 
 
-def clamped(sides: list[tuple[list[str], str, str]], quadruple: bool = False) -> list[str]:
-    """`clamp` for each of one or two (values, enc, below), skipped where all are below: nearly everywhere."""
-    lines = [line for values, enc, below in sides for line in clamp(values, enc, below, quadruple)]
-    return [f"and.pred below, {sides[0][2]}, {sides[-1][2]};", "@below bra CLAMPED;", *lines, "CLAMPED:"]
+def multiply(values: list[str], enc: str, below: str) -> list[str]:
+    """Unless `below`, values become |values| * enc, 6 where that is above 5 and 0 where it is NaN, and enc 1."""
+    lines = []
+    for value in values:
+        lines += [f"abs.f32 t, {value}; mul.rn.f32 t, t, {enc}; max.f32 t, t, 0f00000000;"]
+        lines += [f"setp.gt.f32 above, t, 0f40A00000; selp.f32 t, 0f40C00000, t, above; @!{below} mov.f32 {value}, t;"]
+    return [*lines, f"@!{below} mov.f32 {enc}, 0f3F800000;"]
+
+
+def rarely(sides: list[tuple[list[str], str, str]], work: Callable[[list[str], str, str], list[str]]) -> list[str]:
+    """`work` for each of one or two (values, enc, below), skipped where all are below: nearly everywhere."""
+    lines = [line for values, enc, below in sides for line in work(values, enc, below)]
+    return [f"and.pred below, {sides[0][2]}, {sides[-1][2]};", "@below bra COMMON;", *lines, "COMMON:"]
 
 
 def signed_multiplier(multiplier: str, encs: list[str]) -> list[str]:
@@ -193,9 +225,9 @@ def signed_multiplier(multiplier: str, encs: list[str]) -> list[str]:
     return [*lines, *(f"abs.f32 {enc}, {multiplier};" for enc in encs)]
 
 
-def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str]) -> list[str]:
+def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str], limit: str = "0f40E00000") -> list[str]:
     """code = the e4m3 scales of one or two blocks, the first lowest; encs = what their values are multiplied by; below0 and below1
-    = whether that leaves them below 7.
+    = whether that leaves them below the limit, 7.
 
     tensor: sixth, inverse, lift and most of e2m1.load_tensor_scale; `e2m1.block_scale` says how the reciprocal is rounded.
     """
@@ -209,13 +241,15 @@ def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str]) -> 
         lines += [
             f"cvt.f32.f16 v, {half}; mul.rn.f32 v, v, {inverse}; mul.rn.f32 v, v, {lift}; neg.f32 negative, v;",
             "rcp.approx.ftz.f32 t, v; fma.rn.f32 v, negative, t, 0f3F800000; fma.rn.f32 t, v, t, t;",
-            f"mul.rn.f32 t, t, {lift}; min.f32 {enc}, t, {most}; mul.rn.f32 v, {amax}, t; setp.lt.f32 {below}, v, 0f40E00000;",
+            f"mul.rn.f32 t, t, {lift}; min.f32 {enc}, t, {most}; mul.rn.f32 v, {amax}, t; setp.lt.f32 {below}, v, {limit};",
         ]
     return lines
 
 
 SCALE_REGISTERS = (
-    declare("b16", "c8", "h0", "h1") + declare("f32", "negative") + declare("pred", "below", "below0", "below1", "zero")
+    declare("b16", "c8", "h0", "h1")
+    + declare("f32", "negative")
+    + declare("pred", "below", "below0", "below1", "zero", "above")
 )
 
 
@@ -234,6 +268,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
     words = [next(inputs) for _ in range(8)]
     tensor = [next(inputs) for _ in range(1 if scaled else 4)]
     kept, seed = next(inputs), next(inputs) if stochastically else ""
+    limit = "" if stochastically or scaled else next(inputs)
     values = [f"x{index}" for index in range(16)]
     lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *values, "enc"), declare("b32", "most", "scale")]
     lines += [declare("b32", "e", "o", "s0", "s1", "word0", "word1")]
@@ -241,7 +276,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
         lines += signed_multiplier(tensor[0], ["enc"]) if not stochastically else [f"mov.f32 enc, {tensor[0]};"]
     else:
         lines += [*largest(words, "most"), widen("most", "x0", "x1"), "max.f32 x0, x0, x1;"]
-        lines += scales(["x0"], tensor, "scale", ["enc"])
+        lines += scales(["x0"], tensor, "scale", ["enc"], limit or "0f40E00000")
         if stochastically:
             lines += multiplier_of("enc", False)
     lines += [widen(word, values[2 * i], values[2 * i + 1]) for i, word in enumerate(words)]
@@ -257,9 +292,9 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
         halves = [Eight(values[8 * i : 8 * i + 8], f"word{i}", f"s{i}", "enc", seed, 8 * i) for i in range(2)]
         lines += stochastic_words(*halves)
     else:
-        lines += clamped([(values, "enc", "below0")])
+        lines += [*rarely([(values, "enc", "below0")], multiply), "mul.rn.f32 enc, enc, 0f3E800000;"]
         for half in range(2):
-            lines += nearest_word(values[8 * half : 8 * half + 8], f"word{half}", f"s{half}", "enc", False, True)
+            lines += nearest_word(values[8 * half : 8 * half + 8], f"word{half}", f"s{half}", "enc", nearest_of_bf16)
     return one_line([*lines, "mov.b64 $0, {word0, word1};", *([] if scaled else ["mov.b32 $1, scale;"])])
 
 
@@ -275,6 +310,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     tensor = [next(inputs) for _ in range(1 if scaled else 4)]
     kept = next(inputs)
     seeds = [next(inputs) if stochastically else "" for _ in range(2)]
+    limit = "" if hadamard or stochastically or scaled else next(inputs)
     left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
     lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *left, *right, "enc0", "enc1")]
     lines += [declare("b32", "most", "scale", "e", "o", "s0", "s1", *(f"word{index}" for index in range(4)))]
@@ -288,7 +324,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
         lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
     elif not scaled:
         lines += [*largest(words, "most"), declare("f32", "amax0", "amax1"), widen("most", "amax0", "amax1")]
-        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
+        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"], limit or "0f40E00000")
     else:
         encs = ["enc0", "enc1"]
         lines += (
@@ -305,7 +341,10 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
         else:
             lines += signs_of_two_columns(words[8 * half : 8 * half + 8], kept, names)
     if not stochastically:
-        lines += clamped([(left, "enc0", "below0"), (right, "enc1", "below1")], hadamard)
+        sides = [(left, "enc0", "below0"), (right, "enc1", "below1")]
+        lines += rarely(sides, clamp_transformed if hadamard else multiply)
+        if not hadamard:
+            lines += ["mul.rn.f32 enc0, enc0, 0f3E800000; mul.rn.f32 enc1, enc1, 0f3E800000;"]
     for half in range(2):
         eights = [
             Eight(
@@ -322,7 +361,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
             lines += stochastic_words(*eights)
         else:
             for eight in eights:
-                lines += nearest_word(*eight[:4], hadamard, True)
+                lines += nearest_word(*eight[:4], nearest_below_seven if hadamard else nearest_of_bf16)
     lines += [f"mov.b32 ${index}, word{index};" for index in range(4)]
     return one_line([*lines, *([] if scaled else ["mov.b32 $4, scale;"])])
 

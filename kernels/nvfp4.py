@@ -84,6 +84,13 @@ WORDS_TILE: Tile = (64, 128, 4)
 WORDS_AMAX = (4096, 8)
 """(words, warps) of a program of the amax launch of words."""
 
+STRIP = 4
+"""Tiles that a program walks down where columns are wanted, so that a column's scales are written together."""
+
+WAVES = 3
+"""Strips for each resident program, at least, where every strip has a program of its own: of programs that walk down several, some
+end early, as multiprocessors are not equally fast. Fewer strips have not been measured so."""
+
 PROGRAMS_PER_MULTIPROCESSOR = {(True, True): 4, (True, False): 6, (False, True): 4}
 """By (rowwise, columnwise), of a launch that quantizes words: as many as are resident of 128 registers a thread, the fastest on an
 H200 at 8192x14336. Of other input two are, and four run."""
@@ -323,10 +330,11 @@ def quantize_nvfp4(
     block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
     sizes = isinstance(rows, int) and isinstance(columns, int)
     whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
-    programs = min(
-        program_count(rows, columns, block_m, block_k, x.device),
-        (PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4) * multiprocessor_count(x.device),
-    )
+    resident = (PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4) * multiprocessor_count(x.device)
+    programs = min(program_count(rows, columns, block_m, block_k, x.device), resident)
+    strips = packed and whole and columnwise and rows % (STRIP * block_m) == 0
+    if strips and rows * columns // (STRIP * block_m * block_k) >= WAVES * resident:
+        programs = rows * columns // (STRIP * block_m * block_k)
     # Known when compiling: addresses of a tile's rows are then offsets in the instructions, not registers.
     width = int(columns)
     constants = {"K": width, "PACKED": packed, "WHOLE": whole}
@@ -393,7 +401,7 @@ def quantize_nvfp4(
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps * wider,
-            STRIPS=packed and whole and by_columns and rows % (4 * block_m) == 0,
+            STRIPS=strips and by_columns,
             **constants,
         )
     return (row if rowwise else []) + (column if columnwise else [])

@@ -154,11 +154,13 @@ def quantize_nvfp4_kernel(
     PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles; STRIPS: M is whole strips of four, which
     a program walks down, so that a column's scales are written together: bytes cost as much as the sector they lie in.
     """
-    by_rows, by_columns = (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
+    by_rows, by_columns = (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
     if ROWWISE:
         by_rows = load_tensor_scale(partials, amax, PARTIALS)
     if COLUMNWISE:
         by_columns = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
+        if ROWWISE and not HADAMARD:
+            by_columns = by_rows  # the same, which the compiler does not know
     first, second = 0, 0
     if STOCHASTIC:
         first, second = tl.load(random), tl.load(random + 1)

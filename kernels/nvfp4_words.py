@@ -132,10 +132,9 @@ def amax_of_halves(words):
 def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
     """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.load_tensor_scale`."""
     ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
-    REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (",r" if STOCHASTIC else "")
-    arguments = w + tensor
-    if STOCHASTIC:
-        arguments = arguments + (block_hash(number, key[0], key[1]),)
+    REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r," + ("r" if STOCHASTIC else "f")
+    arguments = w + tensor[:5]
+    arguments = arguments + ((block_hash(number, key[0], key[1]),) if STOCHASTIC else (tensor[5],))
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=(tl.int64, tl.int32), is_pure=True, pack=1)
 
 
@@ -158,9 +157,11 @@ def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHA
     RANDOMLY: tl.constexpr = HADAMARD_STOCHASTIC if TRANSFORMED else COLUMN_STOCHASTIC
     ASM: tl.constexpr = RANDOMLY if STOCHASTIC else TO_NEAREST
     REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (
-        ",r,r" if STOCHASTIC else ""
+        ",r,r" if STOCHASTIC else "" if TRANSFORMED else ",f"
     )
-    arguments = w + tensor
+    arguments = w + tensor[:5]
+    if not (TRANSFORMED or STOCHASTIC):
+        arguments = arguments + (tensor[5],)
     if STOCHASTIC:
         arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
     return tl.inline_asm_elementwise(
@@ -217,8 +218,9 @@ def quantize_words(
         w = load_column_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
     if TWO_D:
         amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
-        scale, enc = block_scale(amax, by_rows if ROWWISE else by_columns)
-        multiplier = multiplier_of(enc, True) if STOCHASTIC else marked(enc, amax)
+        tensor = by_rows if ROWWISE else by_columns
+        scale, enc = block_scale(amax, tensor)
+        multiplier = multiplier_of(enc, True) if STOCHASTIC else marked(enc, amax, tensor[5])
         square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier)
     scales = 0
     if COLUMNWISE:

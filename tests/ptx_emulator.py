@@ -66,7 +66,7 @@ class PtxEmulator:
         if operation == "cvt":
             return conversion(name, values)
         if operation == "setp":
-            compare = {"lt": np.less, "eq": np.equal, "ge": np.greater_equal}[name.split(".")[1]]
+            compare = {"lt": np.less, "gt": np.greater, "eq": np.equal, "ge": np.greater_equal}[name.split(".")[1]]
             return compare(*(value.view(np.int32 if name.endswith("s32") else np.float32) for value in values))
         if operation == "selp":
             return np.where(values[2], *values[:2])

@@ -441,7 +441,9 @@ def kernel(x: torch.Tensor, usages, options, key: torch.Tensor = KEY) -> list[to
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [*SHAPES, (2000, 2000), (17, 4096), (4096, 30), (1, 1), (33, 1), (1, 4096)])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (1024, 256), (2000, 2000), (17, 4096), (4096, 30), (1, 1), (33, 1), (1, 4096)]
+)
 def test_kernel_equals_reference(shape, kind) -> None:
     for dtype, options in itertools.product(DTYPES, OPTIONS):
         x = make(kind, shape, dtype, "cuda")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DTYPES, assert_same_bits
+from kernel_cases import DTYPES, assert_same_bits, gpu, needs_cuda
 from ptx_emulator import PtxEmulator
 from test_kernels_nvfp4 import (
     BOTH,
@@ -27,6 +27,7 @@ from test_kernels_nvfp4 import (
     PLAIN,
     ROW,
     STOCHASTIC,
+    TWO_D,
     hashed_words,
     kernel,
     make,
@@ -50,6 +51,28 @@ def tensor_scale(amax: torch.Tensor, count: int) -> list[np.ndarray]:
     return [np.full(count, word) for word in (s * f(1 / 6), inverse, lift, most, kept)]
 
 
+def significands(amax: np.ndarray) -> np.ndarray:
+    """Those that enc has in tensors of these amaxes, fp32 [8, ...] from 1 to 2."""
+    f = np.float32
+    inverse = f(1) / (f(2688) / amax)
+    enc = f(1) / ((1 + np.arange(8, dtype=f) / f(8)).reshape(8, *[1] * amax.ndim) * inverse)
+    return (enc.view(np.int32) & 0x7FFFFF | 0x3F800000).view(f)
+
+
+def may_round_otherwise(enc: np.ndarray) -> np.ndarray:
+    """`e2m1.limit_of`'s rule for one significand, in exact arithmetic."""
+    product = np.where(enc <= 1.25, 160.0, 320.0)
+    above = np.rint(product / enc.astype(np.float64)) * enc - product
+    return (above > 0.8 * product * 2.0**-24) & (above <= 0.8 * product * 2.0**-23)
+
+
+def limit(amax: torch.Tensor, count: int) -> np.ndarray:
+    """`e2m1.limit_of`, as an argument of `count` blocks."""
+    value = amax.numpy()
+    usual = 2688 * 2.0**-60 < value[0] < 2688 * 2.0**60
+    return np.full(count, 7 if usual and not may_round_otherwise(significands(value)).any() else 0, np.float32)
+
+
 def seeds(key: torch.Tensor, count: int) -> np.ndarray:
     return hashed_words(key, count).astype(np.uint32)
 
@@ -60,7 +83,7 @@ def test_blocks_of_rows_equal_the_reference(options, kind) -> None:
     x = make(kind, (512, 16), torch.bfloat16)
     data, scale_inv, amax = reference(x, ROW, options)
     words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
-    tail = [seeds(KEY, 512)] if options[2] else []
+    tail = [seeds(KEY, 512)] if options[2] else [limit(amax, 512)]
     arguments = words + tensor_scale(amax, 512) + tail
     codes, scale = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(options[2], False))
     assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
@@ -75,6 +98,7 @@ def test_blocks_of_columns_equal_the_reference(options, kind) -> None:
     words = list(x.view(torch.int32).numpy())
     hashes = seeds(KEY.flip(0), 512)
     tail = [np.ascontiguousarray(hashes[side::2]) for side in range(2)] if options[2] else []
+    tail += [limit(amax, 256)] if options == PLAIN else []
     arguments = words + tensor_scale(amax, 256) + tail
     *codes, scale = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], options[2], False))
     expected = data.numpy().view(np.uint32).reshape(256, 4).T
@@ -89,28 +113,80 @@ def test_blocks_far_below_the_largest_saturate_as_the_reference() -> None:
     data, scale_inv, amax = reference(x, ROW, PLAIN)
     assert (scale_inv[:, 0] < 8).sum() > 200 and (scale_inv[:, 0] == 0).any()
     words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
-    codes, _ = PtxEmulator(words + tensor_scale(amax, 512), 2).run(assembly.block_of_a_row(False, False))
+    arguments = [*words, *tensor_scale(amax, 512), limit(amax, 512)]
+    codes, _ = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(False, False))
     assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
     turned = x.t().contiguous()
     for options in (PLAIN, HADAMARD):
         data, _, amax = reference(turned, COLUMN, options)
-        arguments = list(turned.view(torch.int32).numpy()) + tensor_scale(amax, 256)
+        tail = [limit(amax, 256)] if options == PLAIN else []
+        arguments = list(turned.view(torch.int32).numpy()) + tensor_scale(amax, 256) + tail
         *codes, _ = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], False, False))
         expected = data.numpy().view(np.uint32).reshape(256, 4).T
         assert all(np.array_equal(word, wanted) for word, wanted in zip(codes, expected, strict=True))
 
 
-@pytest.mark.parametrize("quadruple", [False, True], ids=["plain", "quadruple"])
-@pytest.mark.parametrize("below_seven", [False, True], ids=["any", "below 7"])
-def test_values_next_to_ties_round_as_the_reference(below_seven: bool, quadruple: bool) -> None:
+UNLUCKY = (280.0, 294.0, 336.0, 360.0, 396.0, 420.0, 504.0)
+"""Amaxes of bf16, but for powers of two, with a scale whose enc may round bf16 otherwise."""
+
+
+def test_amaxes_that_may_round_otherwise() -> None:
+    amaxes = (torch.arange(128, 256) * 2).numpy().astype(np.float32)
+    assert tuple(amaxes[may_round_otherwise(significands(amaxes)).any(0)]) == UNLUCKY
+
+
+def blocks_next_to_five(amax: float) -> torch.Tensor:
+    """[1792, 16] of that amax with every bf16 for a block's largest value, beside each that lies where v is 5."""
+    largest = (torch.arange(128, 256) * 2.0 ** torch.arange(-1, 1)[:, None]).flatten() * 2.0**-1
+    largest = largest[largest <= amax]
+    others = (largest[:, None] * torch.linspace(0.70, 0.95, 105)).bfloat16().float()
+    blocks = torch.cat([largest[:, None, None].expand(-1, 7, 1), others.view(-1, 7, 15)], dim=2).reshape(-1, 16)
+    return torch.cat([torch.full((16, 16), amax), blocks])[:1792].bfloat16()
+
+
+@pytest.mark.parametrize("amax", [*UNLUCKY, 256.0, 300.0, 510.0])
+def test_values_next_to_five_round_as_the_reference(amax: float) -> None:
+    x = blocks_next_to_five(amax)
+    data, scale_inv, found = reference(x, ROW, PLAIN)
+    assert found.item() == amax and len(set((scale_inv[:, 0] & 7).tolist())) == 8
+    words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
+    arguments = [*words, *tensor_scale(found, len(x)), limit(found, len(x))]
+    codes, _ = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(False, False))
+    assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
+
+
+@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_bf16_rounds_as_the_reference_with_every_enc_but_those_of_the_limit(step: int) -> None:
+    """Both are monotone in |x|: it is enough to look next to each tie."""
+    f = np.float32
+    for first in range(0, 1 << 23, 1 << 20):
+        enc = (np.arange(first, first + (1 << 20), step) + (1 << 23)).astype(f) * f(2.0**-23)
+        wrong = np.zeros(len(enc), bool)
+        for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
+            place = tie / enc.astype(np.float64)
+            unit = np.exp2(np.floor(np.log2(place)) - 7)
+            for neighbour in (-1, 0, 1, 2):
+                x = ((np.floor(place / unit) + neighbour) * unit).astype(f)
+                exact = x.astype(np.float64) * (enc * f(0.25))
+                z = (exact + np.minimum(exact.astype(f), f(1))).astype(f)
+                code = (2 * z.astype(np.float64) + (2.0**23 - 2)).astype(f).view(np.int32) - 0x4AFFFFFC
+                wrong |= code != nvfp4.nearest_codes(torch.from_numpy(x * enc)).numpy()
+        assert np.array_equal(wrong, wrong & may_round_otherwise(enc))
+
+
+CODES = {"any": assembly.nearest, "below 7": assembly.nearest_below_seven}
+
+
+@pytest.mark.parametrize("rule", CODES)
+def test_values_next_to_ties_round_as_the_reference(rule: str) -> None:
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 2.0, 4.0, 6.0], np.float32)
     near = (ties.view(np.int32)[:, None] + np.arange(-64, 65)).astype(np.int32).view(np.float32).ravel()
     even = np.linspace(0, 6.998, 10006).astype(np.float32)
     values = np.concatenate([near, even])[: (len(near) + len(even)) // 8 * 8].reshape(8, -1)
-    columns = [np.ascontiguousarray(row * np.float32(4 if quadruple else 1)) for row in values]
+    columns = [np.ascontiguousarray(row * np.float32(1 if rule == "any" else 4)) for row in values]
     names = [f"${1 + index}" for index in range(8)]
     lines = [assembly.CODE_REGISTERS, "mov.b32 s, 0;"]
-    lines += assembly.nearest_word(names, "word", "s", "0f3F800000", quadruple, below_seven)
+    lines += assembly.nearest_word(names, "word", "s", "0f3F800000", CODES[rule])
     (words,) = PtxEmulator(columns).run(assembly.one_line([*lines, "mov.b32 $0, word;"]))
     expected = nvfp4.nearest_codes(torch.from_numpy(values)).numpy()
     for nibble in range(8):
@@ -145,6 +221,15 @@ def chi_square(counts: np.ndarray) -> float:
     return float(((counts - mean) ** 2 / mean).sum())
 
 
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("amax", [*UNLUCKY, 300.0])
+def test_kernels_next_to_five_equal_the_reference(amax: float) -> None:
+    x = blocks_next_to_five(amax).cuda()
+    for matrix, options in itertools.product((x, x.t().contiguous(), x.view(256, 112), x.view(-1, 128)[:128]), OPTIONS):
+        assert_same_bits(kernel(matrix, BOTH, options), reference(matrix, BOTH, options))
+
+
 # -- kernels in the interpreter --------------------------------------------------------------------
 
 
@@ -169,7 +254,7 @@ def main() -> None:
         ((40, 136), KINDS, (torch.bfloat16,)),
         ((128, 128), ("normal",), (torch.bfloat16,)),
         ((303, 304), ("normal",), (torch.bfloat16,)),
-        ((512, 128), ("normal",), (torch.bfloat16,)),  # strips of several tiles
+        ((512, 128), ("normal", "zero_row"), (torch.bfloat16,)),  # strips of several tiles
         ((35, 50), ("nan", "zero_row", "signed_zeros"), DTYPES),
         ((1, 32), ("normal",), DTYPES),
     ):
@@ -177,6 +262,10 @@ def main() -> None:
             x = make(kind, shape, dtype)
             for usages in (ROW, COLUMN, BOTH) if kind == "zero_row" else (BOTH,):
                 assert_same_bits(kernel(x, usages, options), reference(x, usages, options))
+    for amax, options in itertools.product((UNLUCKY[0], 300.0), (PLAIN, TWO_D)):
+        x = blocks_next_to_five(amax)
+        for matrix in (x, x.t().contiguous(), x.view(256, 112)):
+            assert_same_bits(kernel(matrix, BOTH, options), reference(matrix, BOTH, options))
 
 
 if __name__ == "__main__":
