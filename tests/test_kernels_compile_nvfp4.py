@@ -182,12 +182,12 @@ def test_ragged_shapes_compile(case: Case) -> None:
 
 def test_blocks_of_columns_stay_in_a_thread() -> None:
     """Neither their maxima nor their transform exchange data between threads: only amax, words and scales do."""
-    exchanges = ("shfl.sync", "bar.sync", "st.shared", "ld.shared")
     plain, hadamard = (compile_case(quantize_case(form, "*bf16", (False, True))).ptx for form in ("plain", "hadamard"))
-    # Three steps find the largest of eight, once a program: e2m1.limit_of.
-    counts = [[code.count(what) for what in exchanges] for code in (plain, hadamard)]
-    assert counts[0] == [counts[1][0] + 3, *counts[1][1:]]
-    assert counts[1][0] == 2
+    for what in ("bar.sync", "st.shared", "ld.shared"):
+        assert plain.count(what) == hadamard.count(what)
+    # The largest partial amax, and once a program the largest of eight (e2m1.limit_of); Triton 3.9 has one instruction for a warp's.
+    within_warps = [code.count("shfl.sync") + code.count("redux.sync") for code in (plain, hadamard)]
+    assert within_warps == ([6, 3] if plain.count("shfl.sync") else [3, 2])
 
 
 def test_rows_of_words_stay_in_their_threads() -> None:
