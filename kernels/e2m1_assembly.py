@@ -46,6 +46,7 @@ are most evenly distributed (the shortest vector of the lattice of every two of 
 HADAMARD_NEGATIVE = 0xD7E8  # bit i: the i-th of HADAMARD_SIGNS is -1
 
 _SIXTH_STEPS = "0f01C00000"  # 6 * 2^-126
+_SEVEN = "0f40E00000"
 _NEAREST_ZERO = 0x4AFFFFFC  # the bits of 2^23 - 2
 
 
@@ -225,7 +226,7 @@ def signed_multiplier(multiplier: str, encs: list[str]) -> list[str]:
     return [*lines, *(f"abs.f32 {enc}, {multiplier};" for enc in encs)]
 
 
-def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str], limit: str = "0f40E00000") -> list[str]:
+def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str], limit: str = _SEVEN) -> list[str]:
     """code = the e4m3 scales of one or two blocks, the first lowest; encs = what their values are multiplied by; below0 and below1
     = whether that leaves them below the limit, 7.
 
@@ -268,7 +269,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
     words = [next(inputs) for _ in range(8)]
     tensor = [next(inputs) for _ in range(1 if scaled else 4)]
     kept, seed = next(inputs), next(inputs) if stochastically else ""
-    limit = "" if stochastically or scaled else next(inputs)
+    limit = _SEVEN if stochastically or scaled else next(inputs)
     values = [f"x{index}" for index in range(16)]
     lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *values, "enc"), declare("b32", "most", "scale")]
     lines += [declare("b32", "e", "o", "s0", "s1", "word0", "word1")]
@@ -276,7 +277,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
         lines += signed_multiplier(tensor[0], ["enc"]) if not stochastically else [f"mov.f32 enc, {tensor[0]};"]
     else:
         lines += [*largest(words, "most"), widen("most", "x0", "x1"), "max.f32 x0, x0, x1;"]
-        lines += scales(["x0"], tensor, "scale", ["enc"], limit or "0f40E00000")
+        lines += scales(["x0"], tensor, "scale", ["enc"], limit)
         if stochastically:
             lines += multiplier_of("enc", False)
     lines += [widen(word, values[2 * i], values[2 * i + 1]) for i, word in enumerate(words)]
@@ -310,7 +311,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     tensor = [next(inputs) for _ in range(1 if scaled else 4)]
     kept = next(inputs)
     seeds = [next(inputs) if stochastically else "" for _ in range(2)]
-    limit = "" if hadamard or stochastically or scaled else next(inputs)
+    limit = _SEVEN if hadamard or stochastically or scaled else next(inputs)
     left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
     lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *left, *right, "enc0", "enc1")]
     lines += [declare("b32", "most", "scale", "e", "o", "s0", "s1", *(f"word{index}" for index in range(4)))]
@@ -324,7 +325,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
         lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
     elif not scaled:
         lines += [*largest(words, "most"), declare("f32", "amax0", "amax1"), widen("most", "amax0", "amax1")]
-        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"], limit or "0f40E00000")
+        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"], limit)
     else:
         encs = ["enc0", "enc1"]
         lines += (

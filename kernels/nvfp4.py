@@ -332,9 +332,9 @@ def quantize_nvfp4(
     whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
     resident = (PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4) * multiprocessor_count(x.device)
     programs = min(program_count(rows, columns, block_m, block_k, x.device), resident)
-    strips = packed and whole and columnwise and rows % (STRIP * block_m) == 0
-    if strips and rows * columns // (STRIP * block_m * block_k) >= WAVES * resident:
-        programs = rows * columns // (STRIP * block_m * block_k)
+    in_strips = packed and whole and columnwise and rows % (STRIP * block_m) == 0
+    if in_strips and (strips := rows * columns // (STRIP * block_m * block_k)) >= WAVES * resident:
+        programs = strips
     # Known when compiling: addresses of a tile's rows are then offsets in the instructions, not registers.
     width = int(columns)
     constants = {"K": width, "PACKED": packed, "WHOLE": whole}
@@ -401,7 +401,7 @@ def quantize_nvfp4(
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps * wider,
-            STRIPS=strips and by_columns,
+            STRIPS=in_strips and by_columns,
             **constants,
         )
     return (row if rowwise else []) + (column if columnwise else [])

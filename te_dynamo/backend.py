@@ -178,7 +178,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         token = _phase.set(phase)
         try:
-            # Autograd compiles a CUDA backward on a thread of its own, where capture()'s patches do not hold.
+            # Autograd compiles a CUDA backward after compile_fx has returned, on a thread of its own: what holds there does not here,
+            # neither capture()'s patches nor the collector's thresholds.
             with uncached(), compiles_ahead(), without_full_collections():
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
