@@ -43,7 +43,7 @@ from te_dynamo.kernels._triton import triton
 from te_dynamo.kernels.block_words import packs
 from te_dynamo.kernels.e2m1_assembly import RANDOM_STEP
 from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
-from te_dynamo.kernels.launch import launch, multiprocessor_count
+from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count
 from te_dynamo.kernels.nvfp4_kernels import (
     dequantize_nvfp4_kernel,
     hadamard_amax_kernel,
@@ -85,11 +85,7 @@ WORDS_AMAX = (4096, 8)
 """(words, warps) of a program of the amax launch of words."""
 
 STRIP = 4
-"""Tiles that a program walks down where columns are wanted, so that a column's scales are written together."""
-
-WAVES = 3
-"""Strips for each resident program, at least, where every strip has a program of its own: of programs that walk down several, some
-end early, as multiprocessors are not equally fast. Fewer strips have not been measured so."""
+"""Tiles below each other that a program quantizes where columns are wanted and rows are whole strips."""
 
 PROGRAMS_PER_MULTIPROCESSOR = {(True, True): 4, (True, False): 6, (False, True): 4}
 """By (rowwise, columnwise), of a launch that quantizes words: as many as are resident of 128 registers a thread, the fastest on an
@@ -327,14 +323,17 @@ def quantize_nvfp4(
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
     columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
     packed = packs(x)
+    early = packed and is_hopper(x.device)
     block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
     sizes = isinstance(rows, int) and isinstance(columns, int)
     whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
-    resident = (PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4) * multiprocessor_count(x.device)
-    programs = min(program_count(rows, columns, block_m, block_k, x.device), resident)
-    in_strips = packed and whole and columnwise and rows % (STRIP * block_m) == 0
-    if in_strips and (strips := rows * columns // (STRIP * block_m * block_k)) >= WAVES * resident:
-        programs = strips
+    in_strips = packed and whole and columnwise and rows * columns > 0 and rows % (STRIP * block_m) == 0
+    if in_strips:
+        programs = rows * columns // (STRIP * block_m * block_k)
+    else:
+        resident = PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4
+        programs = program_count(rows, columns, block_m, block_k, x.device)
+        programs = min(programs, resident * multiprocessor_count(x.device))
     # Known when compiling: addresses of a tile's rows are then offsets in the instructions, not registers.
     width = int(columns)
     constants = {"K": width, "PACKED": packed, "WHOLE": whole}
@@ -348,6 +347,7 @@ def quantize_nvfp4(
             columnwise_partials=columnwise_partials,
             M=rows,
             ROWWISE=rowwise,
+            FOLLOWED=early,
             BLOCK_M=TILE[0],
             BLOCK_K=TILE[1],
             num_warps=TILE[2] * wider,
@@ -360,6 +360,7 @@ def quantize_nvfp4(
             x=x,
             partials=partials,
             WORDS=rows * columns // 2,
+            FOLLOWED=early,
             BLOCK=WORDS_AMAX[0],
             num_warps=WORDS_AMAX[1],
         )
@@ -398,6 +399,7 @@ def quantize_nvfp4(
             HADAMARD=hadamard,
             STOCHASTIC=stochastic_rounding,
             PARTIALS=PARTIALS,
+            EARLY=early,
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps * wider,

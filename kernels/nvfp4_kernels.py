@@ -20,6 +20,7 @@ from te_dynamo.kernels.e2m1 import (
     store_scales,
     store_words,
 )
+from te_dynamo.kernels.early import release_successor, wait_for_predecessor
 from te_dynamo.kernels.fp8 import (
     abs_bits,
     load_tile,
@@ -35,9 +36,8 @@ from te_dynamo.kernels.nvfp4_words import (
     amax_of_halves,
     larger_transformed,
     load_column_blocks,
-    next_pairs,
+    quantize_strip,
     quantize_words,
-    store_strip_scales,
 )
 from te_dynamo.kernels.writes import writes
 
@@ -58,9 +58,11 @@ def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constex
     return tile
 
 
+@writes("partials")
 @triton.jit
-def words_amax_kernel(x, partials, WORDS, BLOCK: tl.constexpr):
+def words_amax_kernel(x, partials, WORDS, FOLLOWED: tl.constexpr, BLOCK: tl.constexpr):
     """Partial amaxes of the bf16 x, read as WORDS words of two from end to end."""
+    release_successor(FOLLOWED)
     most = tl.zeros((BLOCK,), tl.int32)
     words, index = x.to(tl.pointer_type(tl.int32)), tl.arange(0, BLOCK)
     for block in tl.range(tl.program_id(0), tl.cdiv(WORDS, BLOCK), tl.num_programs(0), num_stages=1):
@@ -74,6 +76,7 @@ def words_amax_kernel(x, partials, WORDS, BLOCK: tl.constexpr):
     store_partial_amax(partials, abs_bits(amax_of_halves(most)))
 
 
+@writes("columnwise_partials", partials="ROWWISE")
 @triton.jit
 def hadamard_amax_kernel(
     x,
@@ -82,12 +85,14 @@ def hadamard_amax_kernel(
     M,
     K: tl.constexpr,
     ROWWISE: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program."""
+    release_successor(FOLLOWED)
     G: tl.constexpr = BLOCK_M // 16
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     if PACKED:
@@ -122,6 +127,14 @@ def grouped_tile(tile, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     return (group * GROUP + tile % GROUP) * BLOCK_M, place * BLOCK_K
 
 
+@writes(
+    data="ROWWISE",
+    scale_inv="ROWWISE",
+    amax="ROWWISE",
+    columnwise_data="COLUMNWISE",
+    columnwise_scale_inv="COLUMNWISE",
+    columnwise_amax="COLUMNWISE",
+)
 @triton.jit
 def quantize_nvfp4_kernel(
     x,
@@ -143,6 +156,7 @@ def quantize_nvfp4_kernel(
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PARTIALS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
@@ -151,9 +165,15 @@ def quantize_nvfp4_kernel(
 ):
     """Every tile of x: scales and codes by rows, by columns, or both. column_words is M^16/8.
 
-    PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles; STRIPS: M is whole strips of four, which
-    a program walks down, so that a column's scales are written together: bytes cost as much as the sector they lie in.
+    PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles; STRIPS: M is whole strips of four, of which
+    a program has one.
     """
+    if STRIPS:
+        # The last strips first, which the amax launch has left in the cache; the first tile while that launch ends.
+        strip, across = tl.num_programs(0) - 1 - tl.program_id(0), K // BLOCK_K
+        top, column = strip // across * (4 * BLOCK_M), strip % across * BLOCK_K
+        w = load_column_blocks(x, (top, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
+    wait_for_predecessor(EARLY)
     by_rows, by_columns = (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
     if ROWWISE:
         by_rows = load_tensor_scale(partials, amax, PARTIALS)
@@ -166,35 +186,24 @@ def quantize_nvfp4_kernel(
         first, second = tl.load(random), tl.load(random + 1)
     row_words: tl.constexpr = (K + 15) // 16 * 2
     if STRIPS:
-        strips = M // (4 * BLOCK_M) * (K // BLOCK_K)
-        for index in tl.range(tl.program_id(0), strips, tl.num_programs(0), num_stages=1):
-            strip = strips - 1 - index
-            top, column = strip // (K // BLOCK_K) * (4 * BLOCK_M), strip % (K // BLOCK_K) * BLOCK_K
-            older = tl.zeros((BLOCK_M // 16, BLOCK_K // 2), tl.int32)
-            newer = older
-            for i in tl.range(4, num_stages=1):
-                scale = quantize_words(
-                    x,
-                    data,
-                    scale_inv,
-                    columnwise_data,
-                    columnwise_scale_inv,
-                    (top + i * BLOCK_M, column, M, K, row_words, column_words),
-                    by_rows,
-                    by_columns,
-                    (first, second),
-                    ROWWISE,
-                    COLUMNWISE,
-                    TWO_D,
-                    HADAMARD,
-                    STOCHASTIC,
-                    BLOCK_M,
-                    BLOCK_K,
-                    WHOLE,
-                    STRIPS,
-                )
-                older, newer = next_pairs(older, newer, scale)
-            store_strip_scales(columnwise_scale_inv, older, newer, top, column, M, BLOCK_M // 16, BLOCK_K // 2)
+        quantize_strip(
+            w,
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            (top, column, M, K, row_words, column_words),
+            by_rows,
+            by_columns,
+            (first, second),
+            ROWWISE,
+            TWO_D,
+            HADAMARD,
+            STOCHASTIC,
+            BLOCK_M,
+            BLOCK_K,
+        )
     else:
         tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
         tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
@@ -219,7 +228,6 @@ def quantize_nvfp4_kernel(
                     BLOCK_M,
                     BLOCK_K,
                     WHOLE,
-                    STRIPS,
                 )
             else:
                 quantize_elements(

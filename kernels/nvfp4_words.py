@@ -209,25 +209,18 @@ def quantize_words(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
-    STRIPS: tl.constexpr,
 ):
     """Codes and scales of one tile, WHOLE or not. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
-    `e2m1.load_tensor_scale`; key: the two words of `random`. STRIPS: the columns' scales are returned, not written."""
-    square = (0, 0)  # scales and multipliers [BLOCK_M / 16, BLOCK_K / 16] of blocks of 16x16
+    `e2m1.load_tensor_scale`; key: the two words of `random`."""
+    square = (0, 0)
     if COLUMNWISE or TWO_D:
         w = load_column_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
     if TWO_D:
-        amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
-        tensor = by_rows if ROWWISE else by_columns
-        scale, enc = block_scale(amax, tensor)
-        multiplier = multiplier_of(enc, True) if STOCHASTIC else marked(enc, amax, tensor[5])
-        square = (scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier)
-    scales = 0
+        square = square_scales(w, by_rows if ROWWISE else by_columns, STOCHASTIC, BLOCK_M, BLOCK_K)
     if COLUMNWISE:
-        scales = quantize_columns(
+        scale = quantize_columns(
             w,
             columnwise_data,
-            columnwise_scale_inv,
             place,
             by_columns,
             square,
@@ -238,11 +231,71 @@ def quantize_words(
             BLOCK_M,
             BLOCK_K,
             WHOLE,
-            STRIPS,
         )
+        store_column_scales(columnwise_scale_inv, scale, place, BLOCK_M, BLOCK_K, WHOLE)
     if ROWWISE:
         quantize_rows(x, data, scale_inv, place, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, WHOLE)
-    return scales
+
+
+@triton.jit
+def quantize_strip(
+    w,
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    place,
+    by_rows,
+    by_columns,
+    key,
+    ROWWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The same by columns, and by rows if ROWWISE, of four whole tiles below each other, the first at `place`; w: its
+    `load_column_blocks`. A column's scales are written together: bytes cost as much as the sector they lie in."""
+    top, column, M, K, row_words, column_words = place
+    older = tl.zeros((BLOCK_M // 16, BLOCK_K // 2), tl.int32)
+    newer = older
+    for i in tl.range(4, num_stages=1):
+        tile = (top + i * BLOCK_M, column, M, K, row_words, column_words)
+        square = (0, 0)
+        if TWO_D:
+            square = square_scales(w, by_rows if ROWWISE else by_columns, STOCHASTIC, BLOCK_M, BLOCK_K)
+        scale = quantize_columns(
+            w,
+            columnwise_data,
+            tile,
+            by_columns,
+            square,
+            (key[1], key[0]),
+            TWO_D,
+            TRANSFORMED,
+            STOCHASTIC,
+            BLOCK_M,
+            BLOCK_K,
+            True,
+        )
+        older, newer = next_pairs(older, newer, scale)
+        # The next tile comes while this one's rows, which are in the cache, are quantized, into the registers of its columns.
+        if i < 3:
+            w = load_column_blocks(x, (top + (i + 1) * BLOCK_M, column, M, K), BLOCK_M, BLOCK_K, True)
+        if ROWWISE:
+            quantize_rows(x, data, scale_inv, tile, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, True)
+    store_strip_scales(columnwise_scale_inv, older, newer, top, column, M, BLOCK_M // 16, BLOCK_K // 2)
+
+
+@triton.jit
+def square_scales(w, tensor, STOCHASTIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(scales, multipliers) [BLOCK_M / 16, BLOCK_K / 16] of a tile's blocks of 16x16."""
+    amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
+    scale, enc = block_scale(amax, tensor)
+    multiplier = multiplier_of(enc, True) if STOCHASTIC else marked(enc, amax, tensor[5])
+    return scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier
 
 
 @triton.jit
@@ -260,7 +313,7 @@ def quantize_rows(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Codes and scales of the tile's rows; square is used if TWO_D."""
+    """Codes and scales of the tile's rows; square: `square_scales`, used if TWO_D."""
     B: tl.constexpr = BLOCK_K // 16
     row, column, M, K, row_words, _ = place
     words = load_row_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_row_blocks(
@@ -294,7 +347,6 @@ def of_sixteen_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
 def quantize_columns(
     w,
     columnwise_data,
-    columnwise_scale_inv,
     place,
     tensor,
     square,
@@ -305,13 +357,12 @@ def quantize_columns(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
-    STRIPS: tl.constexpr,
 ):
-    """Codes and scales of the columns of a tile, w of `load_column_blocks`; square is used if TWO_D. Returns the scales, two
-    columns' in 16 bits, and if STRIPS does not write them."""
+    """Writes the codes of the columns of a tile, w of `load_column_blocks`, and returns their scales, two columns' in 16 bits.
+    square: `square_scales`, used if TWO_D."""
     G: tl.constexpr = BLOCK_M // 16
     W: tl.constexpr = BLOCK_K // 2
-    row, column, M, K, _, column_words = place
+    row, column, _, K, _, column_words = place
     step = column_words // 2  # blocks of a column
     number = (column + 2 * tl.arange(0, W)[None, :]) * step + (row // 16 + tl.arange(0, G)[:, None])
     if TWO_D:
@@ -324,12 +375,16 @@ def quantize_columns(
     words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, word of eight rows, column
     words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
     store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
-    if not STRIPS:
-        scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
-        store_scales(
-            columnwise_scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE
-        )
     return scale
+
+
+@triton.jit
+def store_column_scales(scale_inv, scale, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """Writes what `quantize_columns` returns of one tile."""
+    G: tl.constexpr = BLOCK_M // 16
+    row, column, M, K = place[0], place[1], place[2], place[3]
+    scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
+    store_scales(scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE)
 
 
 @triton.jit
