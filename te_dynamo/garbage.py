@@ -2,7 +2,7 @@
 
 A full collection walks every object of the process, half a million once torch is imported. Graphs grow by so many objects that one comes
 after the other, a tenth of the time in all, and finds nothing: what compilation keeps, it keeps to the end. What dies young is
-collected as ever.
+collected as ever. Afterwards the next full collection is counted to from zero: Dynamo's guards are built without one.
 """
 
 from __future__ import annotations
@@ -36,3 +36,15 @@ def without_full_collections() -> Iterator[None]:
             _compiling -= 1
             if not _compiling and gc.get_threshold()[2] == _NEVER:  # or somebody has set others meanwhile
                 gc.set_threshold(*_users)
+                _start_over()
+
+
+def _start_over() -> None:
+    """The full collection that is due does not come at once, when Dynamo has guards to build and backward waits to be compiled.
+
+    It is counted to anew: freezing sets the collector's counts to zero. Thawing has it walk those objects again.
+    """
+    if gc.isenabled() and not gc.get_freeze_count():  # or what the user has frozen would thaw
+        gc.collect(1)
+        gc.freeze()
+        gc.unfreeze()

@@ -53,6 +53,29 @@ def test_old_objects_are_left_alone_inside() -> None:
     assert gc.get_threshold() == (200, 2, 2)
 
 
+def many_and_then(few: int) -> list[list[int]]:
+    with without_full_collections():
+        kept = many_objects()
+    return kept + [[index] for index in range(few)]
+
+
+def test_none_comes_at_once_afterwards() -> None:
+    """What Dynamo does after its backend is compilation too."""
+    assert full_collections(lambda: many_and_then(600)) == 0
+    assert full_collections(lambda: many_and_then(2_000_000)) > 0
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with without_full_collections():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_the_last_one_out_restores() -> None:
     first, second = without_full_collections(), without_full_collections()
     first.__enter__()
