@@ -19,6 +19,7 @@ from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.quantize import PARTIALS
 from te_dynamo.kernels.swiglu import in_rows, partial_amaxes_of_gradients, sizes_of
 from te_dynamo.kernels.swiglu_kernels import gradients
+from te_dynamo.kernels.writes import updates, writes
 
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
 
@@ -64,6 +65,8 @@ def _write_quarter(
     tl.store(codes + up_place + columns, saturating_cast(dup, u_scale, DTYPE), mask=inside)
 
 
+@updates("dy")
+@writes("dy", "scale_inv")
 @triton.jit
 def swiglu_backward_rows_kernel(
     dy,

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["writes", "written"]
+__all__ = ["updated", "updates", "writes", "written"]
 
 T = TypeVar("T")
 
 
 def writes(*always: str, **sometimes: str) -> Callable[[T], T]:
-    """Marks a kernel: the tensors that it writes and does not read, always, or as its constants are.
+    """Marks a kernel: the tensors that it writes, always, or as its constants are.
 
     sometimes: {tensor: an expression of the constants, as "ROWWISE and not STACKED"}. Where a tensor is not written, something else
-    may stand in for it. A kernel that writes what it reads is left unmarked.
+    may stand in for it. Those that it reads too are named by `updates` as well.
     """
 
     def mark(kernel: T) -> T:
@@ -27,6 +27,21 @@ def writes(*always: str, **sometimes: str) -> Callable[[T], T]:
         return kernel
 
     return mark
+
+
+def updates(*tensors: str) -> Callable[[T], T]:
+    """Marks a kernel: of the tensors that it writes, those that it reads."""
+
+    def mark(kernel: T) -> T:
+        kernel.te_updates = tensors  # type: ignore[attr-defined]
+        return kernel
+
+    return mark
+
+
+def updated(kernel: Any) -> tuple[str, ...]:
+    """The tensors that a launch of a marked kernel reads and writes."""
+    return getattr(kernel, "te_updates", ())
 
 
 def written(kernel: Any, arguments: Mapping[str, Any]) -> list[str] | None:

@@ -16,7 +16,7 @@ import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
 from te_dynamo._compat import as_analysed, mutation_analysis_name
-from te_dynamo.kernels.writes import written
+from te_dynamo.kernels.writes import updated, written
 
 __all__ = ["analyse_once"]
 
@@ -41,7 +41,7 @@ def _remembered(analyse: Callable[..., Any]) -> Callable[..., Any]:
             return analyse(kernel, kwargs, tma_descriptor_metadata)
         declared = written(function, {**kwargs, **chosen})
         if declared is not None:
-            return as_analysed(declared, kwargs)
+            return as_analysed(declared, updated(function), kwargs)
         key = (function, _description(function, {**kwargs, **chosen}))
         if key not in answers:
             answers[key] = analyse(kernel, kwargs, tma_descriptor_metadata)

@@ -98,8 +98,8 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
         with fake_mode_of(values):
             # Launches that write their buffers, which nothing else knows yet, stay what they are: made functional, Inductor would
             # trace every one of them again to undo that. No pass between this and code generation drops what has no reader.
-            traced = _traced(implementation, values)
-            if launches_in_place(node) is not None or any(_writes(n) for n in traced.graph.nodes):
+            traced = None if launches_in_place(node) is not None else _traced(implementation, values)
+            if traced is None or any(_writes(n) for n in traced.graph.nodes):
                 traced = _traced(dispatch_functionalize(implementation), values)
                 _drop_dead_views(traced.graph)
     except Exception as error:

@@ -42,8 +42,8 @@ def mutation_analysis_name() -> str:
     return "identify_mutated_tensors" if torch_version() == (2, 11) else "identify_accessed_tensors"
 
 
-def as_analysed(written: list[str], arguments: Mapping[str, Any]) -> Any:
-    """That function's result for a launch which writes some of its tensors, and reads the others alone."""
+def as_analysed(written: list[str], updated: tuple[str, ...], arguments: Mapping[str, Any]) -> Any:
+    """That function's result for a launch which writes some of its tensors, reads some of those, and the others alone."""
     if torch_version() == (2, 11):
         return written
     from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses
@@ -55,7 +55,7 @@ def as_analysed(written: list[str], arguments: Mapping[str, Any]) -> Any:
         return OrderedSet(StarDep(name) for name in names)
 
     tensors = [name for name, value in arguments.items() if isinstance(value, (torch.Tensor, TensorBox))]
-    read = [name for name in tensors if name not in written]
+    read = [name for name in tensors if name not in written or name in updated]
     accesses = ReadWrites(reads=dependences(read), writes=dependences(written), index_exprs=OrderedSet())
     return TensorAccesses(accesses, can_fuse_epilogue=False)
 

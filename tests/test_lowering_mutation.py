@@ -1,5 +1,6 @@
 """What a kernel writes is said where it is defined, truly, or analysed once for its constants."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import torch
 from snapshot_models import kernels_everywhere
 from torch import nn
 from torch._higher_order_ops import triton_kernel_wrap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.fake_cuda import capture_on_fake_cuda, fake_cuda
 from te_dynamo.kernels._triton import INSTALLED
-from te_dynamo.kernels.writes import writes, written
+from te_dynamo.kernels.swiglu_in_place import swiglu_backward_quantize_in_place
+from te_dynamo.kernels.writes import updated, updates, writes, written
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.mutation import _description, _remembered
 
@@ -43,11 +46,18 @@ def test_more_layers_need_no_more_analyses() -> None:
 
 
 def _launched() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(kernel, its arguments) of every launch that an operation becomes, one of each set of constants."""
+    """(kernel, its arguments) of every launch that an operation becomes, or may become in place, one of each set of constants."""
     table, seen = triton_kernel_wrap.kernel_side_table, set()
-    for target, arguments, _ in test_lowering.CASES.values():
-        graph = test_lowering.graph_of(target.default, *arguments())
+    graphs = [
+        test_lowering.graph_of(target.default, *arguments()) for target, arguments, _ in test_lowering.CASES.values()
+    ]
+    for graph in graphs:
         lower(graph)
+    dy, gate, up = (torch.empty(256, 512, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    for gate_first in (None, True):
+        in_place = functools.partial(swiglu_backward_quantize_in_place, gate_first=gate_first)
+        graphs.append(make_fx(in_place)(dy, gate, up, torch.float8_e5m2, False, 0.0).graph)
+    for graph in graphs:
         for node in graph.find_nodes(op="call_function", target=triton_kernel_wrap.triton_kernel_wrapper_mutation):
             kernel = table.get_kernel(node.kwargs["kernel_idx"])
             values = torch.fx.map_arg(node.kwargs["kwargs"], lambda given: given.meta["val"])
@@ -77,8 +87,14 @@ def test_kernels_write_what_they_say() -> None:
             names = found if isinstance(found, list) else [dep.name for dep in found.read_writes.writes]
             names = [name for name in names if isinstance(launched.get(name), torch.Tensor)]
             assert sorted(said) == sorted(names), (function.fn.__name__, launched)
+            if not isinstance(found, list):
+                read = {dep.name for dep in found.read_writes.reads} & set(said)
+                assert read == set(updated(function)), (function.fn.__name__, launched)
             compared.add(function.fn.__name__)
-    assert len(compared) >= 33 and {"swiglu_backward_write_kernel", "place_codes_kernel"} <= compared
+    assert (
+        len(compared) >= 33
+        and {"swiglu_backward_write_kernel", "swiglu_backward_rows_kernel", "place_codes_kernel"} <= compared
+    )
 
 
 def test_what_a_kernel_says() -> None:
@@ -89,6 +105,7 @@ def test_what_a_kernel_says() -> None:
     assert written(kernel, {**tensors, **flags}) == ["scale", "y", "c"]
     assert written(kernel, {**tensors, "ROWWISE": True, "COLUMNWISE": 0, "QUANTIZE": True}) == ["data", "scale", "c"]
     assert written(test_what_a_kernel_says, tensors) is None
+    assert updated(kernel) == () and updated(updates("c")(kernel)) == ("c",)
 
 
 def _kernel(module: str, parameters: list[SimpleNamespace]) -> mock.Mock:
