@@ -5,8 +5,7 @@ A kernel that is launched early becomes resident while its predecessor still run
 everything that the predecessor wrote is part. (Beginning to fetch the weight before that wait was tried on an H200: not faster.)
 
 Every kernel of such a launch waits before it reads or writes anything; a launch of any other kernel begins after the end of all
-before it. One exception: the second launch of a pair may read, before it waits, what the first one reads, which was written before
-that began, as long as the first is not early itself. In Inductor's code an early launch is made by lowering/early_launch.py.
+before it. In Inductor's code an early launch is made by lowering/early_launch.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.launch import is_hopper
 
-__all__ = ["FEW_ROWS", "release_successor", "starts_early", "wait_for_predecessor"]
+__all__ = ["FEW_ROWS", "starts_early", "wait_for_predecessor"]
 
 FEW_ROWS = 64
 """The most rows whose kernels are short enough for the time between launches to count."""
@@ -32,11 +31,4 @@ def wait_for_predecessor(EARLY: tl.constexpr):
     """The first thing that a kernel which may be launched EARLY does with memory; then its own successor may be launched."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        release_successor(True)
-
-
-@triton.jit
-def release_successor(FOLLOWED: tl.constexpr):
-    """If FOLLOWED by an early launch, that may begin as soon as every program of this one has come here."""
-    if FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()

@@ -43,7 +43,7 @@ from te_dynamo.kernels._triton import triton
 from te_dynamo.kernels.block_words import packs
 from te_dynamo.kernels.e2m1_assembly import RANDOM_STEP
 from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
-from te_dynamo.kernels.launch import is_hopper, launch, multiprocessor_count
+from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.nvfp4_kernels import (
     dequantize_nvfp4_kernel,
     hadamard_amax_kernel,
@@ -323,7 +323,6 @@ def quantize_nvfp4(
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
     columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
     packed = packs(x)
-    early = packed and is_hopper(x.device)
     block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
     sizes = isinstance(rows, int) and isinstance(columns, int)
     whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
@@ -347,7 +346,6 @@ def quantize_nvfp4(
             columnwise_partials=columnwise_partials,
             M=rows,
             ROWWISE=rowwise,
-            FOLLOWED=early,
             BLOCK_M=TILE[0],
             BLOCK_K=TILE[1],
             num_warps=TILE[2] * wider,
@@ -360,7 +358,6 @@ def quantize_nvfp4(
             x=x,
             partials=partials,
             WORDS=rows * columns // 2,
-            FOLLOWED=early,
             BLOCK=WORDS_AMAX[0],
             num_warps=WORDS_AMAX[1],
         )
@@ -399,7 +396,6 @@ def quantize_nvfp4(
             HADAMARD=hadamard,
             STOCHASTIC=stochastic_rounding,
             PARTIALS=PARTIALS,
-            EARLY=early,
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps * wider,

@@ -20,7 +20,6 @@ from te_dynamo.kernels.e2m1 import (
     store_scales,
     store_words,
 )
-from te_dynamo.kernels.early import release_successor, wait_for_predecessor
 from te_dynamo.kernels.fp8 import (
     abs_bits,
     load_tile,
@@ -60,9 +59,8 @@ def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constex
 
 @writes("partials")
 @triton.jit
-def words_amax_kernel(x, partials, WORDS, FOLLOWED: tl.constexpr, BLOCK: tl.constexpr):
+def words_amax_kernel(x, partials, WORDS, BLOCK: tl.constexpr):
     """Partial amaxes of the bf16 x, read as WORDS words of two from end to end."""
-    release_successor(FOLLOWED)
     most = tl.zeros((BLOCK,), tl.int32)
     words, index = x.to(tl.pointer_type(tl.int32)), tl.arange(0, BLOCK)
     for block in tl.range(tl.program_id(0), tl.cdiv(WORDS, BLOCK), tl.num_programs(0), num_stages=1):
@@ -85,14 +83,12 @@ def hadamard_amax_kernel(
     M,
     K: tl.constexpr,
     ROWWISE: tl.constexpr,
-    FOLLOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program."""
-    release_successor(FOLLOWED)
     G: tl.constexpr = BLOCK_M // 16
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     if PACKED:
@@ -156,7 +152,6 @@ def quantize_nvfp4_kernel(
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PARTIALS: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
@@ -169,11 +164,10 @@ def quantize_nvfp4_kernel(
     a program has one.
     """
     if STRIPS:
-        # The last strips first, which the amax launch has left in the cache; the first tile while that launch ends.
+        # The last strips first, which the amax launch has left in the cache; the first tile while the scale is found.
         strip, across = tl.num_programs(0) - 1 - tl.program_id(0), K // BLOCK_K
         top, column = strip // across * (4 * BLOCK_M), strip % across * BLOCK_K
         w = load_column_blocks(x, (top, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
-    wait_for_predecessor(EARLY)
     by_rows, by_columns = (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
     if ROWWISE:
         by_rows = load_tensor_scale(partials, amax, PARTIALS)

@@ -1,14 +1,10 @@
 """kernels/early.py: kernels of few rows wait before they touch memory, are launched early in Inductor's code, and miss nothing."""
 
-import dataclasses
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_kernels_compile import compile_case
-from test_kernels_compile_nvfp4 import CASES, quantize_case
 from torch import nn
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import run_and_get_code
@@ -17,7 +13,6 @@ import te_dynamo
 from te_dynamo.kernels import gemm, gemm_decode, gemm_decode_swiglu, quantize, swiglu, swiglu_kernels
 from te_dynamo.kernels._triton import INSTALLED
 from te_dynamo.kernels.early import starts_early
-from te_dynamo.kernels.nvfp4 import quantize_nvfp4, quantize_nvfp4_reference, random_key
 from te_dynamo.kernels.ptx import compile_for
 from te_dynamo.lowering.early_launch import launch_early_kernels_early
 
@@ -87,21 +82,6 @@ def test_an_early_kernel_waits_first(name: str) -> None:
     assert "griddepcontrol" not in plain
 
 
-@pytest.mark.skipif(not INSTALLED, reason="compiles kernels")
-def test_strips_of_nvfp4_read_nothing_but_x_before_they_wait() -> None:
-    """x was there before the amax launch, which is not early; it releases its successor first of all."""
-    strip = quantize_case("gradient", "*bf16", (True, True))
-    amax = next(case for case in CASES if case.name == "words_amax")
-    lines = compile_case(dataclasses.replace(strip, constants={**strip.constants, "EARLY": True})).ptx.splitlines()
-    wait = next(i for i, line in enumerate(lines) if "griddepcontrol.wait" in line)
-    before = [line for line in lines[:wait] if re.search(r"\b(ld|st|atom|red|cp)\.(global|async)", line)]
-    # Sixteen pieces, two pairs of words each: the words of a tile's columns, which no other load has the policy of.
-    assert len(before) == 16 and all("ld.global.L1::evict_last" in line for line in before)
-    code = compile_case(dataclasses.replace(amax, constants={**amax.constants, "FOLLOWED": True})).ptx
-    assert 0 < code.index("griddepcontrol.launch_dependents") < code.index("ld.global")
-    assert "griddepcontrol.wait" not in code
-
-
 def test_which_launches_are_early() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert starts_early(1, cuda) and starts_early(64, cuda)
@@ -157,27 +137,3 @@ def _one_by_one(call: Any, x: torch.Tensor) -> torch.Tensor:
         for module in (gemm, gemm_decode, gemm_decode_swiglu, quantize, swiglu):
             patch.setattr(module, "starts_early", lambda *_: False)
         return call(x)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [256, 4096, 4104])
-def test_nvfp4_replayed_on_fresh_values_misses_nothing(rows: int) -> None:
-    """What is read before the amax launch ends is what the copy before it wrote, and no amax is an older one's."""
-    x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
-    form = (True, True, False, True, True, random_key(x.device))
-    quantize_nvfp4(x, *form)  # compiles
-    graph, source = torch.cuda.CUDAGraph(), x.clone()
-    with torch.cuda.graph(graph):
-        x.copy_(source)
-        first = quantize_nvfp4(x, *form)
-        x.mul_(3.0)
-        second = quantize_nvfp4(x, *form)
-    for turn in range(10):
-        source.copy_(torch.randn_like(source) * 2.0**turn)
-        graph.replay()
-        for buffers, values in ((first, source), (second, source * 3.0)):
-            expected = quantize_nvfp4_reference(values, *form)
-            assert all(
-                torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-                for one, other in zip(buffers, expected, strict=True)
-            )

@@ -19,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from te_dynamo.kernels import nvfp4, nvfp4_kernels
 from te_dynamo.kernels.quantize import PARTIALS
-from te_dynamo.lowering.mutation import analyse_once
 
 ROW = ("data", "scale_inv", "amax")
 COLUMN = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
@@ -60,14 +59,7 @@ def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: 
         kernel=nvfp4_kernels.quantize_nvfp4_kernel,
         args={**pointers, **dict.fromkeys(sizes, "i32")},
         constants={
-            **{
-                "K": width,
-                "ROWWISE": rowwise,
-                "COLUMNWISE": columnwise,
-                "PARTIALS": PARTIALS,
-                "STRIPS": strips,
-                "EARLY": False,
-            },
+            **{"K": width, "ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, "STRIPS": strips},
             **{**flags, **tile(dtype, packed)},
         },
         aligned=(*pointers, *(() if shape == "odd" else sizes)),
@@ -102,7 +94,6 @@ def cases() -> Iterator[Case]:
             constants={
                 "K": 4096,
                 "ROWWISE": True,
-                "FOLLOWED": False,
                 **tile(dtype),
                 "PACKED": dtype == "*bf16",
                 "WHOLE": dtype == "*bf16",
@@ -116,7 +107,7 @@ def cases() -> Iterator[Case]:
         name="words_amax",
         kernel=nvfp4_kernels.words_amax_kernel,
         args={"x": "*bf16", "partials": "*fp32", "WORDS": "i32"},
-        constants={"FOLLOWED": False, "BLOCK": block, "num_warps": warps},
+        constants={"BLOCK": block, "num_warps": warps},
         aligned=("x", "partials", "WORDS"),
         has=("ld.global.v4.b32", "max.u16x2"),
         writes=("partials",),
@@ -225,7 +216,6 @@ def test_a_size_of_one_becomes_a_constant() -> None:
 
 def traced(function: Any, *shapes: tuple[int, ...], dynamic: bool = False) -> tuple[torch.fx.GraphModule, ShapeEnv]:
     """The graph of `function` on bf16 CUDA tensors of those shapes, the first dimension of each a symbol, 8, if `dynamic`."""
-    analyse_once()  # torch's own analysis knows nothing of PTX, by which early kernels wait
     environment = ShapeEnv()
     symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
     rows = environment.create_symintnode(symbol, hint=8)

@@ -71,8 +71,7 @@ def _launched() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_kernels_write_what_they_say() -> None:
-    """By torch's analysis, of every operation's launches. An early kernel, or one that such a one follows, is analysed as one that is not:
-    they wait and release in PTX."""
+    """By torch's analysis, of every operation's launches. An early kernel is analysed as one that is not: it waits in PTX."""
     analyse = getattr(triton_kernel_wrap, mutation_analysis_name())
     analyse = getattr(analyse, "__wrapped__", analyse)
     compared = set()
@@ -82,7 +81,7 @@ def test_kernels_write_what_they_say() -> None:
             said = written(function, {**launched, **chosen})
             if said is None:
                 continue
-            plain = {**launched, **{name: False for name in ("EARLY", "FOLLOWED") if name in launched}}
+            plain = {**launched, "EARLY": False} if "EARLY" in launched else launched
             found = analyse(kernel, plain, {})
             names = found if isinstance(found, list) else [dep.name for dep in found.read_writes.writes]
             names = [name for name in names if isinstance(launched.get(name), torch.Tensor)]
