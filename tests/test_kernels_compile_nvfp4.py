@@ -255,7 +255,10 @@ def test_launchers_trace_with_exact_mutations_and_no_guards(dynamic: bool) -> No
 
 @pytest.mark.parametrize(
     "shape, programs",
-    [((14336, 4096), 1792), ((8192, 4096), 1024), ((256, 128), 1), ((128, 128), 2), ((0, 128), 1), ((256, 0), 1)],
+    [
+        *(((14336, 4096), 1792), ((8192, 14336), 3584), ((8192, 4096), 1024), ((256, 128), 1)),
+        *(((128, 128), 2), ((0, 128), 1), ((256, 0), 1)),  # no whole strip, nothing
+    ],
 )
 def test_every_strip_of_four_tiles_has_a_program(shape: tuple[int, int], programs: int) -> None:
     graph, _ = traced(lambda x: nvfp4.quantize_nvfp4(x, True, True, False, False, False, None), shape)
