@@ -62,48 +62,47 @@ def _te_nodes(nodes: Iterable[Node]) -> list[Node]:
 class _Inliner:
     """Puts traces in the place of a graph's nodes.
 
-    What the graph returns is exchanged once, at the end: a forward graph returns all that backward reads, and each exchange
-    costs as much as it returns nodes.
+    A forward graph returns all that backward reads, and each exchange among the output's arguments costs as much as it returns
+    nodes. So until `finish` the output reads stand-ins, each of which reads what is returned: there it is replaced, and in_place.py
+    sees among a node's users that it is returned.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._traces = Traces()
-        self._replaced: dict[Node, Node] = {}
-        self._dead: list[Node] = []
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            self._stand_ins = {node: graph.call_function(_returned, (node,)) for node in output.all_input_nodes}
+        output.args = torch.fx.map_arg(output.args, self._stand_ins.__getitem__)
 
     def inline(self, node: Node) -> list[Node]:
         """Replaces `node` by the traced nodes of its implementation, and returns them in order."""
         results, traced = self._traces.copy_before(node)
         values_are_right(traced)
         if isinstance(node.meta["val"], torch.Tensor):
-            self._replace(node, results[0])
+            node.replace_all_uses_with(results[0])
         else:
             for reader in list(node.users):
                 if reader.target is not operator.getitem:
                     raise LoweringError(
                         f"{node.target}: its results are read by {reader.target}, not by index{where(node)}"
                     )
-                self._replace(reader, results[_index(reader)])
-            self._dead.append(node)
+                reader.replace_all_uses_with(results[_index(reader)])
+                self._graph.erase_node(reader)
+        self._graph.erase_node(node)
         return traced
 
     def finish(self) -> None:
-        """What the graph returns is read from the traces, and what they replaced is gone."""
+        """The graph returns what the stand-ins read, and they are gone."""
         output = self._graph.output_node()
-        output.args = torch.fx.map_arg(output.args, self._last)
-        for node in self._dead:
-            self._graph.erase_node(node)
+        output.args = torch.fx.map_arg(output.args, lambda stand_in: stand_in.args[0])
+        for stand_in in self._stand_ins.values():
+            self._graph.erase_node(stand_in)
 
-    def _replace(self, node: Node, result: Node) -> None:
-        node.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output")
-        self._replaced[node] = result
-        self._dead.append(node)
 
-    def _last(self, node: Node) -> Node:
-        while node in self._replaced:
-            node = self._replaced[node]
-        return node
+def _returned(value: torch.Tensor) -> torch.Tensor:
+    """What a stand-in calls; no graph that runs holds one."""
+    return value
 
 
 def _index(reader: Node) -> int:

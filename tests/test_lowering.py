@@ -7,7 +7,6 @@ all of Inductor's passes.
 from __future__ import annotations
 
 import operator
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_flatten
 
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
-from te_dynamo.lowering.extern_gemm import is_extern
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU
 from te_dynamo.operations.define import OVERLOADS
@@ -468,47 +466,6 @@ def test_the_users_line_stays_with_the_launches(gpu: None) -> None:
     lower(graph)
     made = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     assert made and all("line 17" in node.meta["stack_trace"] for node in made)
-
-
-# ---- te.gemm_add in the memory of its addend
-
-
-@pytest.mark.parametrize("read_later", [False, True])
-@pytest.mark.parametrize("made_by", ["an input", "a GEMM", "a sum", "a view of a sum", "a part of an input"])
-def test_a_sum_takes_its_addends_place(gpu: None, made_by: str, read_later: bool) -> None:
-    """Of a tensor that the graph made and that nothing reads later."""
-    graph = fx.Graph()
-    a, s, b, x, y = inputs(graph, f8(19, 64), f32(1), f8(32, 64), bf16(19, 32), bf16(1, 19, 32))
-    if made_by == "a GEMM":
-        addend = call(graph, te.gemm.default, a, s, b, s, None, torch.bfloat16, True)
-    elif made_by == "a sum":
-        addend = call(graph, aten.add.Tensor, x, x)
-    elif made_by == "a view of a sum":
-        addend = call(graph, aten.view.default, call(graph, aten.add.Tensor, y, y), [19, 32])
-    elif made_by == "a part of an input":
-        addend = call(graph, aten.select.int, y, 0, 0)
-    else:
-        addend = x
-    total = call(graph, te.gemm_add.default, a, s, b, s, None, addend, torch.bfloat16, True)
-    graph.output((total, call(graph, aten.relu.default, addend)) if read_later else (total,))
-    lower(graph)
-    launched = [line for line in graph_text(graph).splitlines() if "triton.gemm_kernel[" in line]
-    written, added = (dict(re.findall(r"(\w+)=(\w+)", launched[-1]))[name] for name in ("c", "addend"))
-    assert (written == added) == (not read_later and "input" not in made_by)
-
-
-def test_an_addend_that_no_descriptor_reads_is_copied(gpu: None) -> None:
-    """A large product's too, whose kernel is called: it would read a misaligned address."""
-    graph = fx.Graph()
-    a, s, b, x = inputs(graph, f8(4096, 4096), f32(1), f8(4096, 4096), bf16(4096 * 4096 + 8))
-    for first, kernel in ((8, "Gluon"), (1, "Triton")):
-        part = call(graph, aten.slice.Tensor, x, 0, first, first + 4096 * 4096)
-        addend = call(graph, aten.view.default, part, [4096, 4096])
-        node = call(graph, te.gemm_add.default, a, s, b, s, None, addend, torch.bfloat16, True)
-        assert is_extern(node) == (kernel == "Gluon")
-    graph.output((node,))
-    lower(graph)
-    assert "aten.clone(view" in graph_text(graph)
 
 
 # ---- who computes the amax
