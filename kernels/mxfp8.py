@@ -34,7 +34,6 @@ from te_dynamo.kernels.mxfp8_kernels import (
     quantize_mxfp8_128_kernel,
     quantize_mxfp8_kernel,
 )
-from te_dynamo.kernels.mxfp8_place import place_codes_kernel
 
 __all__ = [
     "SCALE_BLOCKS",
@@ -48,9 +47,6 @@ __all__ = [
 ]
 
 SCALE_BLOCKS = (32, 128)
-
-PLACED_TILES = 32
-"""Tiles whose codes a program of `place_codes_kernel` moves."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------
@@ -179,9 +175,7 @@ def quantize_mxfp8(
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
     swizzled: scales as tensor cores read them (`swizzle_scales`), the columnwise ones of blocks of 32 as (K^128, ceil(M/32)^4).
-    One launch that reads x once; two for fp32 in blocks of 128 with both usages, and one more that places the codes of a large
-    tensor in blocks of 128 (`stages_codes`). `tile` overrides `row_tile`, `tile_32` or
-    `tile_128`.
+    One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or `tile_128`.
     Raises ValueError for another scale_block.
     """
     check_scale_block(scale_block)
@@ -207,18 +201,14 @@ def quantize_mxfp8(
         usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
         if scale_block == 128 and by_columns:
             _, group, warps = tile or tile_128(arguments["PACKED"])
-            codes = staged_codes(rows, columns, x.device) if by_rows and stages_codes(rows, columns, swizzled) else None
             launch(
                 quantize_mxfp8_128_kernel,
                 grouped_grid(rows, columns, 128, group),
-                **(arguments | (codes or {})),
+                **arguments,
                 **usage,
-                STAGED=codes is not None,
                 GROUP_M=group,
                 num_warps=warps,
             )
-            if codes is not None:
-                place_codes(codes, buffers, rows, columns)
         else:
             block_m, block_k, warps = tile or (
                 tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
@@ -227,39 +217,6 @@ def quantize_mxfp8(
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
     return buffers
-
-
-def stages_codes(rows: Size, columns: Size, swizzled: bool) -> bool:
-    """Whether both usages' codes of blocks of 128 are written tile after tile first and placed by a launch of their own.
-
-    A tile has four bytes for each of its rows and columns, which lie far apart and cost as much as whole sectors: more than the
-    launch does where the tensor is large. Swizzled, they lie side by side."""
-    return isinstance(rows, int) and rows * columns > 1 << 25 and not swizzled
-
-
-def staged_codes(rows: Size, columns: Size, device: torch.device) -> dict[str, torch.Tensor]:
-    """What takes the place of the scales in the launch before `place_codes`: 128 words a tile."""
-    words = round_up(rows, 128) * (round_up(columns, 128) // 128)
-    return {
-        name: torch.empty(words, dtype=torch.int32, device=device) for name in ("scale_inv", "columnwise_scale_inv")
-    }
-
-
-def place_codes(codes: dict[str, torch.Tensor], buffers: list[torch.Tensor], rows: Size, columns: Size) -> None:
-    """Fills the scales in `buffers`, of both usages, from `staged_codes`."""
-    tall, wide = round_up(rows, 128) // 128, round_up(columns, 128) // 128
-    launch(
-        place_codes_kernel,
-        (max(tall * triton.cdiv(wide, PLACED_TILES), wide * triton.cdiv(tall, PLACED_TILES)), 2),
-        staged=codes["scale_inv"],
-        scale_inv=buffers[1],
-        columnwise_staged=codes["columnwise_scale_inv"],
-        columnwise_scale_inv=buffers[3],
-        M=rows,
-        K=columns,
-        TILES=PLACED_TILES,
-        num_warps=4,
-    )
 
 
 def dequantize_mxfp8(

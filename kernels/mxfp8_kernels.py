@@ -324,18 +324,15 @@ def quantize_elements(
 
 
 @triton.jit
-def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr, STAGED: tl.constexpr):
+def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
     """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32.
 
-    STAGED: those of a tile side by side, tile after tile, for `place_codes_kernel`."""
-    i = tl.arange(0, 128)
-    if STAGED:
-        places = (first_i // 128 * tl.cdiv(BLOCKS, 4) + first_j // 4) * 128 + i
-    else:
-        places = scale_offsets(first_i + i, first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
+    Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
+    leaves alone costs the memory a whole sector, read and written."""
+    places = scale_offsets(first_i + tl.arange(0, 128), first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
     missing = tl.maximum(first_j + 4 - BLOCKS, 0)
     words = code * (0x01010101 >> (missing * 8))
-    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words)
+    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
 
 
 @writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
@@ -352,12 +349,11 @@ def quantize_mxfp8_128_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    STAGED: tl.constexpr,
     GROUP_M: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed. STAGED: codes for `place_codes_kernel`."""
+    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
     row, column = grouped_tile(128, GROUP_M)
     if row >= M:
         return
@@ -376,7 +372,6 @@ def quantize_mxfp8_128_kernel(
             ROWWISE,
             COLUMNWISE,
             SWIZZLED,
-            STAGED,
             WHOLE,
         )
     else:
@@ -394,7 +389,6 @@ def quantize_mxfp8_128_kernel(
             ROWWISE,
             COLUMNWISE,
             SWIZZLED,
-            STAGED,
         )
 
 
@@ -413,7 +407,6 @@ def quantize_words_128(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    STAGED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """The tile at (row, column) of bf16 x: kernels/block_words.py."""
@@ -426,11 +419,11 @@ def quantize_words_128(
         upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
         lower_codes, lower = word_codes(row_pair_amax(x2, x3, 128), FMAX)
         codes = interleave(upper_codes & 0xFF, upper_codes >> 16, lower_codes & 0xFF, lower_codes >> 16, 128)
-        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED, STAGED)
+        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
     if COLUMNWISE:
         codes, columns = word_codes(column_pair_amax(x0, x1, x2, x3), FMAX)
         codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
-        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED, STAGED)
+        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, 128, WHOLE)
     if COLUMNWISE:
@@ -452,7 +445,6 @@ def quantize_elements_128(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    STAGED: tl.constexpr,
 ):
     """The tile at (row, column) of x of any dtype: kernels/block_tile.py."""
     x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
@@ -464,14 +456,14 @@ def quantize_elements_128(
         code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
     if COLUMNWISE:
         column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
-        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED, STAGED)
+        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
         store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
         store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
         store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
         row_code = interleave(code_0, code_1, code_2, code_3, 128)
-        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED, STAGED)
+        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
     if COLUMNWISE:
         store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
 

@@ -318,18 +318,6 @@ def test_kernel_writes_every_byte(shape, scale_block):
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("shape", [(128, 128), (303, 304), (303, 300), (2000, 5000)])
-def test_codes_that_are_placed_later_are_the_same(shape, monkeypatch):
-    monkeypatch.setattr("te_dynamo.kernels.mxfp8.stages_codes", lambda rows, columns, swizzled: True)
-    for dtype in DTYPES:
-        x = make_input("normal", shape, dtype, "cuda")
-        options = (E4M3, True, True, 128)
-        result = run_poisoned(lambda: quantize_mxfp8(x, *options))  # noqa: B023
-        assert_same_bits(result, quantize_mxfp8_reference(x, *options))
-
-
-@gpu
-@needs_cuda
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(0, 300), columns=st.integers(1, 300), scale_block=st.sampled_from(SCALE_BLOCKS))
 def test_kernel_on_any_shape(rows, columns, scale_block):

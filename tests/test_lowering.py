@@ -294,12 +294,6 @@ CASES: dict[str, Case] = {
         lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128)),
         "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
     ),
-    "quantize_mxfp8_128 large": (
-        te.quantize,
-        lambda: (bf16(8192, 8192), MXFP8Quantizer(scale_block=128)),
-        "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv\n"
-        "place_codes_kernel -> scale_inv, columnwise_scale_inv",
-    ),
     "quantize_nvfp4": (
         te.quantize,
         lambda: (bf16(19, 64), NVFP4Quantizer(hadamard=True, stochastic_rounding=True), key()),
