@@ -191,10 +191,15 @@ def widen(word: str, low: str, high: str) -> str:
 
 
 def largest(words: list[str], target: str) -> list[str]:
-    """target = words' largest magnitude, half by half; NaN is dropped."""
-    lines = [f"max.xorsign.abs.bf16x2 {target}, {words[0]}, {words[1]};"]
-    lines += [f"max.xorsign.abs.bf16x2 {target}, {target}, {word};" for word in words[2:]]
-    return [*lines, f"and.b32 {target}, {target}, 0x7FFF7FFF;"]
+    """target = words' largest magnitude, half by half; NaN is dropped. words: two or a multiple of four."""
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    if len(pairs) == 1:
+        lines = [f"max.xorsign.abs.bf16x2 {target}, {words[0]}, {words[1]};"]
+        return [*lines, f"and.b32 {target}, {target}, 0x7FFF7FFF;"]
+    results = [f"{target}_{len(pairs)}_{index}" for index in range(len(pairs))]
+    lines = [declare("b32", *results)]
+    lines += [f"max.xorsign.abs.bf16x2 {r}, {a}, {b};" for r, (a, b) in zip(results, pairs, strict=True)]
+    return lines + largest(results, target)
 
 
 def clamp_transformed(values: list[str], enc: str, below: str) -> list[str]:
@@ -392,9 +397,13 @@ def butterflies(values: list[str], prefix: str, amax: str = "") -> tuple[list[st
         results = [f"{prefix}{stage}_{index}" for index in range(16)]
         lines += [declare("f32", *results)]
         if stage == 3 and amax:  # max(|a + b|, |a - b|) = |a| + |b|, rounded too
-            lines += [f"mov.f32 {amax}, 0f00000000;"]
-            for a, b in zip(values[::2], values[1::2], strict=True):
-                lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 v, v, t; max.f32 {amax}, {amax}, v;"]
+            sums = [f"{prefix}m{index}" for index in range(8)]
+            lines += [declare("f32", *sums)]
+            for total, a, b in zip(sums, values[::2], values[1::2], strict=True):
+                lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 {total}, v, t;"]
+            for step in (4, 2, 1):
+                lines += [f"max.f32 {sums[i]}, {sums[i]}, {sums[i + step]};" for i in range(step)]
+            lines += [f"max.f32 {amax}, {sums[0]}, 0f00000000;"]
         for index in range(8):
             a, b = values[2 * index : 2 * index + 2]
             lines += [f"add.rn.f32 {results[index]}, {a}, {b}; sub.rn.f32 {results[8 + index]}, {a}, {b};"]
