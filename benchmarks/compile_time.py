@@ -46,13 +46,15 @@ BACKENDS = ("te", "inductor")
 
 @dataclasses.dataclass
 class Row:
-    """One compilation. seconds: of torch.compile, forward and backward; stages: of it, in our passes (te alone)."""
+    """One compilation. seconds: of torch.compile, forward and backward; stages: of it, in our passes (te alone); repeats: the seconds of
+    all of its kind, if it is the median of them, in the order in which they were taken."""
 
     kind: str
     backend: str
     blocks: int
     seconds: float
     stages: dict[str, float]
+    repeats: list[float] = dataclasses.field(default_factory=list)
 
 
 # --- one measurement, in its own process ----------------------------------------------------------------------
@@ -151,8 +153,12 @@ def medians(kind: str, blocks: int, args: argparse.Namespace) -> list[Row]:
     for repeat in range(args.repeats):
         for backend in BACKENDS[:: -1 if repeat % 2 else 1]:
             rows[backend].append(measure_apart(kind, backend, blocks, args))
-    middle = {backend: statistics.median_high(row.seconds for row in rows[backend]) for backend in BACKENDS}
-    return [next(row for row in rows[backend] if row.seconds == middle[backend]) for backend in BACKENDS]
+    return [_median(rows[backend]) for backend in BACKENDS]
+
+
+def _median(rows: list[Row]) -> Row:
+    seconds = [row.seconds for row in rows]
+    return dataclasses.replace(rows[seconds.index(statistics.median_high(seconds))], repeats=seconds)
 
 
 def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace) -> Row:
@@ -176,7 +182,7 @@ def markdown(facts: dict[str, str], rows: list[Row], width: int, repeats: int) -
     lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
     lines += [
         f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches"
-        + (f", the median of {repeats}" if repeats > 1 else "")
+        + (f", the median of {repeats}, the upper one of two, and those" if repeats > 1 else "")
         + ". Seconds. Made by",
         "`benchmarks/compile_time.py`.",
     ]
@@ -201,8 +207,14 @@ def _pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
 
 def _line(ours: Row, theirs: Row, stages: dict[str, float]) -> str:
     cells = [str(ours.blocks), *(f"{seconds:.2f}" for seconds in stages.values())]
-    cells += [f"{sum(ours.stages.values()) / ours.blocks * 1e3:.0f}", f"{ours.seconds:.1f}", f"{theirs.seconds:.1f}"]
+    cells += [f"{sum(ours.stages.values()) / ours.blocks * 1e3:.0f}", _seconds(ours), _seconds(theirs)]
     return "| " + " | ".join([*cells, f"{ours.seconds / theirs.seconds:.2f}"]) + " |"
+
+
+def _seconds(row: Row) -> str:
+    """The median, and what it is the median of."""
+    every = ", ".join(f"{seconds:.1f}" for seconds in row.repeats)
+    return f"{row.seconds:.1f} ({every})" if len(row.repeats) > 1 else f"{row.seconds:.1f}"
 
 
 def parse_args() -> argparse.Namespace:

@@ -3,10 +3,13 @@
     python examples/train_text.py                   # FP8; a GPU when there is one, else a small model on the CPU
     python examples/train_text.py --recipe mxfp8    # or float8_block_scaling, nvfp4, mxfp8-128 (one scale for 128 values)
     python examples/train_text.py --recipe float8_current_scaling,float8_block_scaling,mxfp8-128 --steps 500
+    python examples/train_text.py --seeds 3 --recipe float8_current_scaling,bf16-eager
 
 The model is transformers' own class, unchanged. The only difference between the runs is the backend given to
 `torch.compile`. Writes loss.png, forward_graph.txt (of the first recipe) and summary.json to --out. Exits with status 1
-when a loss of a recipe's run is more than 2% (NVFP4: 5%) away from the bf16 run's.
+when a loss of a recipe's run is more than 2% (NVFP4: 5%) away from the bf16 run's. A large learning rate makes the first steps
+chaotic: rounding alone may then decide where a run ends. `--seeds` trains each several times, from other weights on other batches, and
+compares the means; `bf16-eager`, the same model uncompiled, shows how far rounding alone goes.
 """
 
 from __future__ import annotations
@@ -28,20 +31,22 @@ import matplotlib
 import torch
 from byte_text import ByteText, decode, standard_library
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_dynamo
-from te_dynamo.recipe import MXFP8BlockScaling, Recipe, by_name, names
+from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling, Recipe, by_name, names
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 TOLERANCE, TOLERANCE_4_BIT = 0.02, 0.05
 RECIPES: dict[str, Recipe] = {name: by_name(name) for name in names()} | {
-    "mxfp8-128": MXFP8BlockScaling(scale_block=128)
+    "mxfp8-128": MXFP8BlockScaling(scale_block=128),
+    "current-fp32-sums": Float8CurrentScaling(fprop_fast_accum=False),
 }
+UNCOMPILED = "bf16-eager"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": dict(steps=200, layers=3, hidden=256, seq=128, batch=8, text_bytes=4_000_000, lr=2e-3),
     # A processor without instructions for bf16 emulates it: a step takes ten times as long as in fp32.
@@ -57,6 +62,7 @@ class Run:
     """What one training run came to. Losses are mean cross entropies in nats a byte."""
 
     name: str
+    seed: int
     losses: list[float]
     validation_loss: float
     tokens_per_second: float
@@ -67,9 +73,9 @@ class Run:
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
 
-def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """The same weights at every call."""
-    torch.manual_seed(args.seed)
+def build_model(args: argparse.Namespace, seed: int) -> LlamaForCausalLM:
+    """The same weights at every call with that seed."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=args.hidden,
@@ -91,11 +97,25 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * float(torch.cos(torch.pi * progress)))
 
 
-def train(name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace) -> Run:
-    """Trains `model` through `compiled`, its compiled form."""
+def train_all(
+    name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace
+) -> list[Run]:
+    """A run for each seed of `model` through `compiled`, its compiled form."""
+    runs = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        model.load_state_dict(build_model(args, seed).state_dict())
+        runs.append(train(name, seed, model, compiled, text, args))
+    return runs
+
+
+def train(
+    name: str, seed: int, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace
+) -> Run:
+    """Trains `model` from the weights that it has."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses, seconds = [], []
-    bar = tqdm(text.batches("train", args.steps, args.batch, args.seq, args.seed), name, args.steps, unit="step")
+    batches = text.batches("train", args.steps, args.batch, args.seq, seed)
+    bar = tqdm(batches, f"{name}, seed {seed}", args.steps, unit="step")
     for step, tokens in enumerate(bar):
         start = time.perf_counter()
         tokens = tokens.to(args.device)
@@ -110,12 +130,12 @@ def train(name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText
         bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{tokens.numel() / seconds[-1]:,.0f}")
     # The median leaves out the first steps, which compile.
     speed = args.batch * args.seq / statistics.median(seconds)
-    return Run(name, losses, validation_loss(compiled, text, args), speed)
+    return Run(name, seed, losses, validation_loss(compiled, text, seed, args), speed)
 
 
-def validation_loss(compiled: Callable, text: ByteText, args: argparse.Namespace) -> float:
+def validation_loss(compiled: Callable, text: ByteText, seed: int, args: argparse.Namespace) -> float:
     """Mean loss of held-out batches. Gradients stay on: the training run's compiled graph serves again."""
-    batches = text.batches("validation", 8, args.batch, args.seq, args.seed + 1)
+    batches = text.batches("validation", 8, args.batch, args.seq, seed + 1)
     moved = (tokens.to(args.device) for tokens in batches)
     return statistics.fmean(compiled(input_ids=tokens, labels=tokens).loss.item() for tokens in moved)
 
@@ -131,36 +151,53 @@ def generate(compiled: Callable, prompt: torch.Tensor, new_bytes: int) -> str:
     return decode(torch.cat(written, dim=1)[0])
 
 
-def plot(runs: list[Run], path: pathlib.Path) -> None:
-    """Loss curves: each step faint, an exponential mean over it."""
+def plot(groups: list[list[Run]], path: pathlib.Path) -> None:
+    """Loss curves, the mean over a group's runs: each step faint, an exponential mean over it."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for run in runs:
-        smooth, mean = [], run.losses[0]
-        for loss in run.losses:
+    for runs in groups:
+        losses = [statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)]
+        smooth, mean = [], losses[0]
+        for loss in losses:
             mean += 0.1 * (loss - mean)
             smooth.append(mean)
-        (line,) = axes.plot(smooth, label=run.name)
-        axes.plot(run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Same model, same data, same seed")
+        (line,) = axes.plot(smooth, label=runs[0].name)
+        axes.plot(losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    seeds = len(groups[0])
+    title = "Same model, same data, same seed" + (f"s: means of {seeds} runs" if seeds > 1 else "")
+    axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
     axes.legend()
     figure.savefig(path, dpi=150)
 
 
-def compare(reference: Run, others: list[Run], console: Console) -> bool:
-    """Prints the runs side by side; whether both losses of every other one are within its tolerance of `reference`'s."""
-    table = Table("", caption="* mean of the last tenth of the steps; ** of the median step")
-    for header in ("training loss*", "validation loss", "tokens/s**"):
-        table.add_column(header, justify="right", no_wrap=True)
+COLUMNS = (
+    ("final_loss", "training loss*", ".4f"),
+    ("validation_loss", "validation loss", ".4f"),
+    ("tokens_per_second", "tokens/s**", ",.0f"),
+)
+
+
+def compare(reference: list[Run], others: list[list[Run]], console: Console) -> bool:
+    """Prints the means over each one's runs side by side, and how far single runs are from the reference's of their seed; whether both
+    mean losses of every other one are within its tolerance of the reference's."""
+    table = Table(Column("", no_wrap=True), caption="* mean of the last tenth of the steps; ** of the median step")
+    for _, header, _ in COLUMNS:
+        table.add_column(header, justify="right")
     close = True
-    for run in (reference, *others):
+    for runs in (reference, *others):
         cells = []
-        for attribute, form in [("final_loss", ".4f"), ("validation_loss", ".4f"), ("tokens_per_second", ",.0f")]:
-            value = getattr(run, attribute)
-            difference = value / getattr(reference, attribute) - 1
-            cells.append(format(value, form) + ("" if run is reference else f" {difference:+.2%}"))
+        for attribute, _, form in COLUMNS:
+            values, expected = ([getattr(run, attribute) for run in group] for group in (runs, reference))
+            mean = statistics.fmean(values)
+            cell, difference = format(mean, form), mean / statistics.fmean(expected) - 1
+            if runs is not reference:
+                cell += f" {difference:+.2%}"
+                if len(runs) > 1 and "loss" in attribute:
+                    each = [value / other - 1 for value, other in zip(values, expected, strict=True)]
+                    cell += f" ({', '.join(f'{one:+.2%}' for one in each)})"
+            cells.append(cell)
             if "loss" in attribute:
-                close = close and abs(difference) <= tolerance(run.name)  # false for NaN
-        table.add_row(run.name, *cells)
+                close = close and abs(difference) <= tolerance(runs[0].name)  # false for NaN
+        table.add_row(runs[0].name, *cells)
     console.print(table)
     return close
 
@@ -195,17 +232,24 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each, with seeds from --seed on: means are compared"
+    )
+    parser.add_argument(
         "--recipe",
         default=["float8_current_scaling"],
         type=lambda names: names.split(","),
         metavar="NAME[,NAME...]",
-        help="one run each: " + ", ".join(RECIPES),
+        help="what is trained beside bf16: " + ", ".join([*RECIPES, UNCOMPILED]),
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
     parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs")
     args = parser.parse_args()
-    if unknown := set(args.recipe) - set(RECIPES):
-        parser.error(f"unknown recipe {', '.join(sorted(unknown))}; choose from {', '.join(RECIPES)}")
+    if unknown := set(args.recipe) - {*RECIPES, UNCOMPILED}:
+        parser.error(f"unknown recipe {', '.join(sorted(unknown))}; choose from {', '.join([*RECIPES, UNCOMPILED])}")
+    if args.seeds < 1:
+        parser.error(f"--seeds must be 1 or more, got {args.seeds}")
+    if args.recipe[0] == UNCOMPILED:
+        parser.error(f"the first recipe's graph is shown, and {UNCOMPILED} has none: name it later")
     device = torch.device(args.device).type
     if device == "cpu" and not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         device = "cpu without bf16"
@@ -219,26 +263,29 @@ def main() -> int:
     args, console = parse_args(), Console()
     args.out.mkdir(parents=True, exist_ok=True)
     text = standard_library(args.text_bytes)
-    model = build_model(args)
+    model = build_model(args, args.seed)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"LlamaForCausalLM with {parameters / 1e6:.1f}M parameters on {args.device}")
     print(f"{len(text.train) / 1e6:.1f} MB of text; {args.steps} steps of {args.batch} x {args.seq} bytes", flush=True)
-    reference = train("bf16", model, torch.compile(model, dynamic=False), text, args)
+    reference = train_all("bf16", model, torch.compile(model, dynamic=False), text, args)
 
-    others: list[Run] = []
+    others: list[list[Run]] = []
     trained: list[tuple[LlamaForCausalLM, Callable, dict[str, Any]]] = []
     for recipe in args.recipe:
-        model = build_model(args)
+        model = build_model(args, args.seed)
+        if recipe == UNCOMPILED:
+            others.append(train_all(recipe, model, model, text, args))
+            continue
         # The head stays in bf16, as is usual: it is small here and its logits decide the loss.
         options = {"recipe": RECIPES[recipe], "rules": [("lm_head", None)]}
         compiled = torch.compile(model, backend="te", options=options, dynamic=False)
-        others.append(train(recipe, model, compiled, text, args))
+        others.append(train_all(recipe, model, compiled, text, args))
         trained.append((model, compiled, options))
 
     plot([reference, *others], args.out / "loss.png")
     summary = {
         "arguments": vars(args) | {"out": str(args.out)},
-        "runs": [dataclasses.asdict(r) for r in (reference, *others)],
+        "runs": [dataclasses.asdict(run) for runs in (reference, *others) for run in runs],
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
     model, compiled, options = trained[0]

@@ -127,6 +127,9 @@ def test_backends_take_turns_and_the_median_counts(compile_time: ModuleType, mon
     rows = compile_time.medians("whole", 8, SimpleNamespace(repeats=3))
     assert taken == ["te", "inductor", "inductor", "te", "te", "inductor"]
     assert [(row.backend, row.seconds) for row in rows] == [("te", 5.0), ("inductor", 3.0)]
+    assert rows[0].repeats == [5.0, 1.0, 9.0] and rows[1].repeats == [3.0, 2.0, 4.0]
+    table = compile_time.markdown(FACTS, rows, 64, 3).splitlines()[-1]
+    assert cells(table) == ["8", "0", "5.0 (5.0, 1.0, 9.0)", "3.0 (3.0, 2.0, 4.0)", "1.67"]
 
 
 def test_the_warm_up_leaves_the_models_shapes_static(compile_time: ModuleType) -> None:

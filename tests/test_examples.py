@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
 import subprocess
@@ -86,7 +87,24 @@ def test_the_demo_fails_on_a_loss_that_is_not_close(loss: float, close: bool, mo
     from rich.console import Console
     from train_text import Run, compare
 
-    reference = Run("bf16", [3.0, 2.0], validation_loss=2.0, tokens_per_second=10.0)
-    for losses, validation in (([3.0, loss], 2.0), ([3.0, 2.0], loss)):
-        other = Run("fp8", losses, validation_loss=validation, tokens_per_second=20.0)
-        assert compare(reference, [other], Console(quiet=True)) is close
+    def run(name: str, final: float = 2.0, validation: float = 2.0) -> Run:
+        return Run(name, 0, [3.0, final], validation_loss=validation, tokens_per_second=10.0)
+
+    for other in (run("fp8", final=loss), run("fp8", validation=loss)):
+        assert compare([run("bf16")], [[other]], Console(quiet=True)) is close
+        assert compare([run("bf16")] * 2, [[other] * 2], Console(quiet=True)) is close
+
+
+@pytest.mark.slow
+def test_the_demo_compares_the_means_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    pytest.importorskip("transformers")
+    from rich.console import Console
+    from train_text import Run, compare
+
+    losses = {"bf16": (2.0, 1.0), "fp8": (2.1, 0.94), "other": (2.1, 1.0)}
+    bf16, fp8, other = ([Run(name, i, [loss], loss, 10.0) for i, loss in enumerate(losses[name])] for name in losses)
+    console = Console(record=True, width=200, file=io.StringIO())
+    assert compare(bf16, [fp8], console)
+    assert "1.5200 +1.33% (+5.00%, -6.00%)" in console.export_text()
+    assert not compare(bf16, [fp8, other], Console(quiet=True))
