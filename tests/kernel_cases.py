@@ -33,14 +33,14 @@ def make_input(kind: str, shape: Sequence[int], dtype: torch.dtype, device: str 
     return x.to(dtype).to(device)
 
 
-def assert_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """Equal count, shapes, dtypes and bit patterns."""
-    assert len(actual) == len(expected)
+def assert_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], case: object = "") -> None:
+    """Equal count, shapes, dtypes and bit patterns. case: what a failure names, in a test of several."""
+    assert len(actual) == len(expected), case
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.shape == b.shape and a.dtype == b.dtype, (index, a.shape, b.shape, a.dtype, b.dtype)
+        assert a.shape == b.shape and a.dtype == b.dtype, (case, index, a.shape, b.shape, a.dtype, b.dtype)
         integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
         different = (a.contiguous().view(integer) != b.to(a.device).contiguous().view(integer)).sum().item()
-        assert different == 0, f"tensor {index}: {different} of {a.numel()} elements differ"
+        assert different == 0, f"{case} tensor {index}: {different} of {a.numel()} elements differ"
 
 
 def assert_within_rounding(actual: torch.Tensor, exact: torch.Tensor, ulps: float = 1.0, atol: float = 1e-30) -> None:
