@@ -182,7 +182,11 @@ def markdown(facts: dict[str, str], rows: list[Row], width: int, repeats: int) -
     lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
     lines += [
         f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches"
-        + (f", the median of {repeats}, the upper one of two, and those" if repeats > 1 else "")
+        + (
+            f", the median of {repeats} (of two in the middle the upper), which stand in brackets"
+            if repeats > 1
+            else ""
+        )
         + ". Seconds. Made by",
         "`benchmarks/compile_time.py`.",
     ]

@@ -47,6 +47,7 @@ RECIPES: dict[str, Recipe] = {name: by_name(name) for name in names()} | {
     "current-fp32-sums": Float8CurrentScaling(fprop_fast_accum=False),
 }
 UNCOMPILED = "bf16-eager"
+CHOICES = (*RECIPES, UNCOMPILED)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": dict(steps=200, layers=3, hidden=256, seq=128, batch=8, text_bytes=4_000_000, lr=2e-3),
     # A processor without instructions for bf16 emulates it: a step takes ten times as long as in fp32.
@@ -100,10 +101,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def train_all(
     name: str, model: LlamaForCausalLM, compiled: Callable, text: ByteText, args: argparse.Namespace
 ) -> list[Run]:
-    """A run for each seed of `model` through `compiled`, its compiled form."""
-    runs = []
+    """A run for each seed of `model`, just built with the first of them, through `compiled`, its compiled form."""
+    runs: list[Run] = []
     for seed in range(args.seed, args.seed + args.seeds):
-        model.load_state_dict(build_model(args, seed).state_dict())
+        if runs:
+            model.load_state_dict(build_model(args, seed).state_dict())
         runs.append(train(name, seed, model, compiled, text, args))
     return runs
 
@@ -239,13 +241,13 @@ def parse_args() -> argparse.Namespace:
         default=["float8_current_scaling"],
         type=lambda names: names.split(","),
         metavar="NAME[,NAME...]",
-        help="what is trained beside bf16: " + ", ".join([*RECIPES, UNCOMPILED]),
+        help="what is trained beside bf16: " + ", ".join(CHOICES),
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
     parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs")
     args = parser.parse_args()
-    if unknown := set(args.recipe) - {*RECIPES, UNCOMPILED}:
-        parser.error(f"unknown recipe {', '.join(sorted(unknown))}; choose from {', '.join([*RECIPES, UNCOMPILED])}")
+    if unknown := set(args.recipe) - set(CHOICES):
+        parser.error(f"unknown recipe {', '.join(sorted(unknown))}; choose from {', '.join(CHOICES)}")
     if args.seeds < 1:
         parser.error(f"--seeds must be 1 or more, got {args.seeds}")
     if args.recipe[0] == UNCOMPILED:

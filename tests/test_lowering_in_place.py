@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from snapshot_models import kernels_everywhere
-from test_lowering import LINEAR, bf16, call, f8, f32, inputs
+from test_lowering import (
+    LINEAR,
+    bf16,
+    call,
+    f8,
+    f32,
+    gpu,  # noqa: F401, a fixture
+    inputs,
+)
 from torch import fx
 
 from te_dynamo.lowering.extern_gemm import is_extern
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer
-from te_dynamo.testing import fake_cuda, graph_text
+from te_dynamo.testing import graph_text
 
 te, aten = torch.ops.te, torch.ops.aten
 BOTH = Float8CurrentScalingQuantizer()
 ROWS = BOTH.with_usage(columnwise=False)
 
+pytestmark = pytest.mark.usefixtures("gpu")
 
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[None]:
-    """Fake CUDA tensors, on a device with kernels as far as the package knows."""
-    with fake_cuda(), kernels_everywhere():
-        yield
+
+def product(graph: fx.Graph, a: fx.Node, s: fx.Node, b: fx.Node, addend: fx.Node | None = None) -> fx.Node:
+    """te.gemm of a [M, K] and b [N, K], or te.gemm_add."""
+    target = te.gemm.default if addend is None else te.gemm_add.default
+    return call(graph, target, a, s, b, s, None, *([] if addend is None else [addend]), torch.bfloat16, True)
 
 
 @pytest.mark.parametrize("read_later", [False, True])
@@ -37,7 +45,7 @@ def test_a_sum_takes_its_addends_place(made_by: str, read_later: bool) -> None:
     graph = fx.Graph()
     a, s, b, x, y = inputs(graph, f8(19, 64), f32(1), f8(32, 64), bf16(19, 32), bf16(1, 19, 32))
     if made_by == "a GEMM":
-        addend = call(graph, te.gemm.default, a, s, b, s, None, torch.bfloat16, True)
+        addend = product(graph, a, s, b)
     elif made_by == "a sum":
         addend = call(graph, aten.add.Tensor, x, x)
     elif made_by == "a view of a sum":
@@ -46,7 +54,7 @@ def test_a_sum_takes_its_addends_place(made_by: str, read_later: bool) -> None:
         addend = call(graph, aten.select.int, y, 0, 0)
     else:
         addend = x
-    total = call(graph, te.gemm_add.default, a, s, b, s, None, addend, torch.bfloat16, True)
+    total = product(graph, a, s, b, addend)
     graph.output((total, call(graph, aten.relu.default, addend)) if read_later else (total,))
     lower(graph)
     assert takes_its_place(graph) == (not read_later and "input" not in made_by)
@@ -66,7 +74,7 @@ def test_an_addend_that_no_descriptor_reads_is_copied() -> None:
     for first, kernel in ((8, "Gluon"), (1, "Triton")):
         part = call(graph, aten.slice.Tensor, x, 0, first, first + 4096 * 4096)
         addend = call(graph, aten.view.default, part, [4096, 4096])
-        node = call(graph, te.gemm_add.default, a, s, b, s, None, addend, torch.bfloat16, True)
+        node = product(graph, a, s, b, addend)
         assert is_extern(node) == (kernel == "Gluon")
     graph.output((node,))
     lower(graph)
@@ -74,12 +82,6 @@ def test_an_addend_that_no_descriptor_reads_is_copied() -> None:
 
 
 # ---- what the graph returns is kept, though lowering has replaced it
-
-
-def product(graph: fx.Graph, a: fx.Node, s: fx.Node, b: fx.Node, addend: fx.Node | None = None) -> fx.Node:
-    """te.gemm of a [M, K] and b [N, K], or te.gemm_add."""
-    target = te.gemm.default if addend is None else te.gemm_add.default
-    return call(graph, target, a, s, b, s, None, *([] if addend is None else [addend]), torch.bfloat16, True)
 
 
 def of_a_gemm(graph: fx.Graph) -> fx.Node:
