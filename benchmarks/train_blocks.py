@@ -64,14 +64,14 @@ def te(low_memory: bool = True, **recipe_fields: bool) -> Callable[[nn.Module], 
     return compile_
 
 
-# The names say how the two backward GEMMs add up; the forward GEMM is fast in all of them, torchao's too.
+# `te` adds up in fp32 in all three GEMMs, `te fast` in none, torchao's tensorwise recipe in the two of backward.
 PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     REFERENCE: torch.compile,
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
     "te, low_memory off": te(low_memory=False),
-    "te fast backward": te(dgrad_fast_accum=True, wgrad_fast_accum=True),
+    "te fast": te(fprop_fast_accum=True, dgrad_fast_accum=True, wgrad_fast_accum=True),
 }
 
 
@@ -248,9 +248,9 @@ def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     lines = [title, "", ", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
     lines += [
         f"bf16 modules, random normal inputs, {rounds} rounds over all providers in turn; made by",
-        "`benchmarks/train_blocks.py`. `te` and torchao's tensorwise recipe add up slowly (in fp32) in both",
-        "backward GEMMs, `te fast backward` does not. Errors are relative to bf16's output without the",
-        "residual, and to its weight gradients.",
+        "`benchmarks/train_blocks.py`. `te` adds up slowly (in fp32) in all three GEMMs, `te fast` in none,",
+        "torchao's tensorwise recipe in the two of backward. Errors are relative to bf16's output without",
+        "the residual, and to its weight gradients.",
     ]
     for block in dict.fromkeys(row.block for row in rows):
         shape = next(b.shape for b in BLOCKS.values() if b.name == block)

@@ -44,7 +44,7 @@ import matplotlib.pyplot as plt
 TOLERANCE, TOLERANCE_4_BIT = 0.02, 0.05
 RECIPES: dict[str, Recipe] = {name: by_name(name) for name in names()} | {
     "mxfp8-128": MXFP8BlockScaling(scale_block=128),
-    "current-fp32-sums": Float8CurrentScaling(fprop_fast_accum=False),
+    "current-fast-sums": Float8CurrentScaling(fprop_fast_accum=True),
 }
 UNCOMPILED = "bf16-eager"
 CHOICES = (*RECIPES, UNCOMPILED)

@@ -27,6 +27,7 @@ RECIPES: dict[str, Recipe] = {
     recipe.describe(): recipe
     for recipe in (
         Float8CurrentScaling(),
+        Float8CurrentScaling(fprop_fast_accum=True),
         Float8CurrentScaling(backward="high_precision"),
         Float8BlockScaling(),
         Float8BlockScaling(power_of_two_scales=False, backward_format="e5m2"),

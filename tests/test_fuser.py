@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_models import GeluMLP, SwigluMLP, capture_inference, capture_training, compiled_run
+from snapshot_models import MODELS, GeluMLP, SwigluMLP, capture_inference, capture_training, compiled_run, shape_for
 from torch import fx
 
 import te_dynamo
@@ -23,6 +23,7 @@ from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.passes import fuser
 from te_dynamo.passes.fuser import fuse
+from te_dynamo.recipe import Float8CurrentScaling
 
 REGISTER = [register_forward_backward_fusion, register_forward_fusion, register_backward_fusion]
 PHASES = {
@@ -30,6 +31,7 @@ PHASES = {
     register_forward_fusion: ["forward", "backward", "inference"],
     register_backward_fusion: ["backward", "inference"],  # where a function calls backward itself
 }
+FAST_FORWARD = Float8CurrentScaling(fprop_fast_accum=True)
 gemm = torch.ops.te.gemm.default
 
 
@@ -142,9 +144,11 @@ def test_shipped_first_then_registered_in_order() -> None:
 def test_phases(register: Any) -> None:
     """Joint fusions see both halves; forward fusions every divided graph, since backward may recompute a forward."""
     with register(slow_accumulation):
-        graphs = [capture(GeluMLP, (16, 64), "cpu") for capture in (capture_training, capture_inference)]
+        graphs = [
+            capture(GeluMLP, (16, 64), "cpu", recipe=FAST_FORWARD) for capture in (capture_training, capture_inference)
+        ]
     fired = [phase for g in graphs for phase, name, _ in g.reports[0].fusions if name == "slow_accumulation"]
-    # The shipped recipe asks for fast accumulation in forward only, so it is there that the fusion finds something.
+    # The recipe asks for fast accumulation in forward only, so it is there that the fusion finds something.
     assert fired == [phase for phase in PHASES[register] if phase != "backward"]
 
 
@@ -159,10 +163,22 @@ def test_phases_that_a_fusion_sees(register: Any, monkeypatch: pytest.MonkeyPatc
             assert seen == ([graph] if phase in PHASES[register] else [])
 
 
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_fast_sums_are_fused_as_slow_ones(model: type[torch.nn.Module]) -> None:
+    fast, slow = (
+        capture_training(model, shape_for(model, 32), "cuda", recipe=recipe)
+        for recipe in (FAST_FORWARD, Float8CurrentScaling())
+    )
+    assert "fast_accum=True" in fast["forward"] and "fast_accum=True" not in slow["forward"]
+    assert fast["forward"].replace("fast_accum=True", "fast_accum=False") == slow["forward"]
+    assert fast["backward"] == slow["backward"]
+
+
 def test_a_users_fusion_shows_in_explain() -> None:
     model = GeluMLP().bfloat16()
     with register_forward_fusion(slow_accumulation):
-        explained = te_dynamo.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options={"codegen": "eager"})
+        options = {"codegen": "eager", "recipe": FAST_FORWARD}
+        explained = te_dynamo.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options=options)
     rows = {(row["phase"], row["fusion"]): row["count"] for row in explained.to_dict()["fusions"]}
     assert rows["forward", "slow_accumulation"] == 2
     assert rows["forward", "fuse_gemm_bias"] == 2

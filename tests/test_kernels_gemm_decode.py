@@ -38,18 +38,23 @@ def operands(m: int, n: int, k: int, device: str = "cpu") -> tuple[torch.Tensor,
     return a, torch.full((1,), 0.5, device=device), b, torch.full((1,), 0.25, device=device)
 
 
-def test_the_choice() -> None:
-    assert chosen(1, 14336, 4096, True).split_k == 1
-    assert chosen(1, 4096, 14336, True).split_k == 2, "a program a multiprocessor"
-    assert chosen(1, 4096, 4096, True).split_k == 1, "another launch takes as long as what parts save"
-    assert chosen(1, 1024, 14336, True).split_k == 4
-    assert [chosen(m, 14336, 4096, True).block_m for m in (1, 16, 17, 64)] == [16, 16, 32, 64]
-    rings = [(chosen(64, n, 4096, True).block_k, chosen(64, n, 4096, True).num_stages) for n in (4096, 14336, 28672)]
-    assert rings == [(256, 4), (256, 3), (128, 3)], "all programs at once"
-    assert chosen(1, 14336, 4096, False).block_k == 128, "slow accumulation: 128 products between two additions"
-    for others in ((65, 14336, 4096, True, True), (0, 14336, 4096, True, True), (1, 1024, 1024, True, True)):
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_choice(fast: bool) -> None:
+    assert chosen(1, 14336, 4096, fast).split_k == 1
+    assert chosen(1, 4096, 14336, fast).split_k == 2, "a program a multiprocessor"
+    assert chosen(1, 4096, 4096, fast).split_k == 1, "another launch takes as long as what parts save"
+    assert chosen(1, 1024, 14336, fast).split_k == 4
+    assert [chosen(m, 14336, 4096, fast).block_m for m in (1, 16, 17, 64)] == [16, 16, 32, 64]
+    for others in ((65, 14336, 4096, fast, True), (0, 14336, 4096, fast, True), (1, 1024, 1024, fast, True)):
         assert decode_tile(*others, 132) is None
-    assert decode_tile(1, 14336, 4096, True, False, 132) is None, "not Hopper"
+    assert decode_tile(1, 14336, 4096, fast, False, 132) is None, "not Hopper"
+
+
+def test_rings() -> None:
+    """All programs at once; slow accumulation takes 128 products between two additions."""
+    for fast, rings in ((True, [(256, 4), (256, 3), (128, 3)]), (False, [(128, 6), (128, 6), (128, 3)])):
+        tiles = [chosen(64, n, 4096, fast) for n in (4096, 14336, 28672)]
+        assert [(tile.block_k, tile.num_stages) for tile in tiles] == rings
 
 
 @pytest.mark.parametrize("partials", [0, 512])

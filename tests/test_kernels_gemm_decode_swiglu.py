@@ -37,12 +37,13 @@ def operands(m: int, width: int, k: int, device: str = "cpu") -> tuple[torch.Ten
     return a, torch.full((1,), 0.5, device=device), b, torch.tensor([0.25, 0.06], device=device)
 
 
-def test_the_choice() -> None:
-    assert chosen(64, 14336, 4096, True).block_m == 64
-    for others in ((65, 14336, 4096, True, True), (1, 512, 1024, True, True), (1, 14336, 4096, True, False)):
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_choice(fast: bool) -> None:
+    assert chosen(64, 14336, 4096, fast).block_m == 64
+    for others in ((65, 14336, 4096, fast, True), (1, 512, 1024, fast, True), (1, 14336, 4096, fast, False)):
         assert swiglu_decode_tile(*others, 132) is None
-    assert swiglu_decode_tile(1, 64 * 512 + 128, 4096, True, True, 132) is None, "more programs than places for an amax"
-    assert swiglu_decode_tile(1, 1024, 14336, True, True, 132) is None, "the whole product takes K in parts"
+    assert swiglu_decode_tile(1, 64 * 512 + 128, 4096, fast, True, 132) is None, "more programs than places for an amax"
+    assert swiglu_decode_tile(1, 1024, 14336, fast, True, 132) is None, "the whole product takes K in parts"
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -157,8 +157,8 @@ def test_one_gemm_is_taken_where_it_is_faster() -> None:
         assert stacked_is_faster(8192, 28672, 4096, fast, Stacking("N", ffn))
         assert stacked_is_faster(8192, 4096, 28672, fast, Stacking("K", ffn))
         assert stacked_is_faster(28672, 4096, 8192, fast, Stacking("M", ffn))
-    assert choose_tile(16, 1024, 4096, True).split_k > 1
-    assert not stacked_is_faster(16, 6144, 4096, True, Stacking("N", (4096, 1024, 1024))), "its parts cut K"
+        assert choose_tile(16, 1024, 4096, fast).split_k > 1
+        assert not stacked_is_faster(16, 6144, 4096, fast, Stacking("N", (4096, 1024, 1024))), "its parts cut K"
     for along, size in {"N": (8192, 28672, 4096), "K": (8192, 4096, 28672), "M": (28672, 4096, 8192)}.items():
         assert stacked_is_specialized(*size, True, along) and stacked_is_specialized(*size, False, along)
         assert not stacked_is_specialized(64, 128, 256, True, along)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cost_rule
 BF16 = torch.bfloat16
 TRAINING = ("fprop", "dgrad", "wgrad")
 FP8 = "float8_current_scaling"
+FAST_SUMS = Float8CurrentScaling(fprop_fast_accum=True)
 
 
 def on_cuda(rows: int, learns: bool = True, dtype: torch.dtype = BF16, **options) -> Matched:
@@ -31,7 +32,7 @@ def on_cuda(rows: int, learns: bool = True, dtype: torch.dtype = BF16, **options
 
 @pytest.mark.parametrize(
     ("rows", "learns", "matched"),
-    [(1, False, False), (512, False, False), (1024, False, True), (256, True, False), (512, True, True)],
+    [(1, False, False), (512, False, False), (1536, False, True), (256, True, False), (512, True, True)],
 )
 def test_few_rows_do_not_repay_the_weight(rows: int, learns: bool, matched: bool) -> None:
     compiled = on_cuda(rows, learns)
@@ -39,9 +40,14 @@ def test_few_rows_do_not_repay_the_weight(rows: int, learns: bool, matched: bool
     assert ("te.linear" in compiled.text()) == matched
 
 
+def test_fast_sums_in_forward_repay_it_with_fewer_rows() -> None:
+    assert not on_cuda(960, learns=False).records[0].matched
+    assert on_cuda(960, learns=False, recipe=FAST_SUMS).records[0].matched
+
+
 def test_the_reason_has_both_times_and_what_to_do() -> None:
     assert on_cuda(64, learns=False).reasons() == [
-        "64 rows are too few: quantizing its weight takes 70 us, FP8 GEMMs save 5 us; te_dynamo.freeze keeps it quantized "
+        "64 rows are too few: quantizing its weight takes 70 us, FP8 GEMMs save 4 us; te_dynamo.freeze keeps it quantized "
         "(estimated for an H200); a rule that names it has it in FP8 all the same"
     ]
     assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
@@ -84,12 +90,14 @@ def test_a_frozen_weight_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)], ids=str
+    "recipe",
+    [Float8CurrentScaling(), FAST_SUMS, Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)],
+    ids=Recipe.describe,
 )
 @pytest.mark.parametrize("gemms", [TRAINING, ("fprop", "dgrad"), ("fprop",)], ids=len)
 def test_more_rows_repay_what_fewer_do(recipe: Recipe, gemms: tuple[str, ...]) -> None:
     """Between none and enough of them lies one border, the same for every N and K."""
     worth = [linear_cost_reason(m, 4096, 14336, gemms, recipe) == "" for m in range(1, 1200)]
-    assert worth == sorted(worth) and not worth[200] and worth[1000]
+    assert worth == sorted(worth) and not worth[200] and worth[1100]
     assert worth == [linear_cost_reason(m, 256, 64, gemms, recipe) == "" for m in range(1, 1200)]
     assert linear_cost_reason(1, 4096, 14336, gemms, NVFP4BlockScaling()) == ""

@@ -307,6 +307,12 @@ def test_a_rule_that_names_them_has_them_in_fp8(rule, matched: bool) -> None:
 
 def test_more_tokens_repay_what_fewer_do() -> None:
     """Cost grows with the experts, gain with the tokens: between none and enough of them lies one border."""
-    for training in (False, True):
-        worth = [experts_cost_reason(tokens_, 4096, 4096, 8, training) == "" for tokens_ in range(1024, 65536, 1024)]
+    borders = []
+    for fast, training in ((False, False), (True, False), (False, True)):
+        recipe = Float8CurrentScaling(fprop_fast_accum=fast)
+        worth = [
+            experts_cost_reason(tokens_, 4096, 4096, 8, recipe, training) == "" for tokens_ in range(1024, 65536, 1024)
+        ]
         assert worth == sorted(worth) and not worth[0] and worth[-1]
+        borders.append(sum(worth))
+    assert borders[0] < borders[1], "fast sums save more, and fewer tokens repay what quantizing takes"

@@ -102,10 +102,18 @@ def test_description_names_what_differs_from_the_defaults() -> None:
     assert both.describe() == "nvfp4(backward='high_precision', hadamard=False)"
 
 
+def test_sums_are_in_fp32_unless_asked_for_fast_ones() -> None:
+    """In forward too, unlike Transformer Engine's and torchao's."""
+    assert all(cls().fast_accum() == (False, False, False) for cls in ALL)
+    assert Float8CurrentScaling(fprop_fast_accum=True).fast_accum() == (True, False, False)
+    assert Float8CurrentScaling(dgrad_fast_accum=True).fast_accum() == (False, True, False)
+    assert Float8CurrentScaling(wgrad_fast_accum=True).fast_accum() == (False, False, True)
+
+
 def test_fast_accumulation_is_only_of_current_scaling() -> None:
-    recipe = Float8CurrentScaling(fprop_fast_accum=False, wgrad_fast_accum=True)
-    assert recipe.fast_accum() == (False, False, True)
-    assert all(cls().fast_accum() == (False, False, False) for cls in ALL[1:])
+    for cls in ALL[1:]:
+        with pytest.raises(TypeError, match="fprop_fast_accum"):
+            cls(fprop_fast_accum=True)
 
 
 # ---- bad values

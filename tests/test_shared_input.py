@@ -66,7 +66,7 @@ def test_after() -> None:
         """\
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_stacked: (f8e4m3[512, 64], f8e4m3[64, 512], f32[3]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[256, 128, 128])
+gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=False, along='N', segments=[256, 128, 128])
 slice: bf16[32, 256] = aten.slice(gemm_stacked, 1, 0, 256)
 slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 256, 384)
 slice_2: bf16[32, 128] = aten.slice(gemm_stacked, 1, 384, 512)
@@ -98,8 +98,8 @@ def test_a_result_that_backward_reads_does_not_keep_the_others_alive() -> None:
         text,
         """\
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
-gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)""",
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=False, along='N', segments=[128, 128])
+gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)""",
     )
 
 

@@ -313,17 +313,18 @@ return quantize_with_amax[0], quantize_with_amax[1]""",
     )
 
 
-def test_no_amax_of_many_rows() -> None:
-    b = Builder((128, 2048), (2048, 2048))
-    x, w = (b.read(b.call(te.quantize.default, value, ROWS), 0, 1) for value in b.inputs)
-    y = b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, torch.bfloat16, True)
-    assert fuse(b.returns(*b.read(b.call(te.quantize.default, y, ROWS), 0, 1)), "forward", ("fuse_gemm_amax",)) == []
+@pytest.mark.parametrize("fast", [True, False])
+def test_no_amax_of_many_rows(fast: bool) -> None:
+    for rows, fired in ((32, 1), (128, 0)):
+        b = Builder((rows, 2048), (2048, 2048))
+        q = b.read(b.call(te.quantize.default, product(b, fast=fast), ROWS), 0, 1)
+        assert fuse(b.returns(*q), "forward", ("fuse_gemm_amax",)) == [("fuse_gemm_amax", 1)] * fired
 
 
-def product(b: Builder, out_dtype: torch.dtype = torch.bfloat16, last: int = 1) -> fx.Node:
-    """te.gemm of the first input, [M, 64], by another, [64, 64], both quantized."""
+def product(b: Builder, out_dtype: torch.dtype = torch.bfloat16, last: int = 1, fast: bool = True) -> fx.Node:
+    """te.gemm of the first input, [M, K], by another, [N, K], both quantized."""
     x, w = (b.read(b.call(te.quantize.default, b.inputs[i], ROWS), 0, 1) for i in (0, last))
-    return b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, out_dtype, True)
+    return b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, out_dtype, fast)
 
 
 def test_gemm_add() -> None:
@@ -410,10 +411,10 @@ def test_the_sum_before_a_norm_is_the_norms() -> None:
     assert [name for name, _ in fuse(graph, "forward")] == ["fuse_norm_quantize", "fuse_norm_add_quantize"]
 
 
-def sums_that_stay(b: Builder, kind: str) -> list[fx.Node]:
+def sums_that_stay(b: Builder, kind: str, fast: bool = True) -> list[fx.Node]:
     """What a graph returns that holds a GEMM and an addition that are no te.gemm_add."""
     x, row = b.inputs[2:]
-    y = product(b, torch.float32 if kind == "another dtype" else torch.bfloat16)
+    y = product(b, torch.float32 if kind == "another dtype" else torch.bfloat16, fast=fast)
     if kind == "broadcast":
         return [b.call(aten.add.Tensor, y, row)]
     if kind == "read twice":
@@ -440,9 +441,10 @@ def test_sums_that_stay(kind: str) -> None:
     assert fuse(b.returns(*sums_that_stay(b, kind)), "forward", ("fuse_gemm_add",)) == []
 
 
-def test_a_large_product_adds_what_inductor_reads() -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_large_product_adds_what_inductor_reads(fast: bool) -> None:
     """Its tensor cores multiply meanwhile; what is added must be in memory all the same."""
     for kind, fired in (("a sum that Inductor need not write", 1), ("an addend that Inductor computes", 0)):
         b = Builder((8192, 4096), (4096, 4096), (8192, 4096), (4096,))
-        found = fuse(b.returns(*sums_that_stay(b, kind)), "forward", ("fuse_gemm_add",))
+        found = fuse(b.returns(*sums_that_stay(b, kind, fast)), "forward", ("fuse_gemm_add",))
         assert found == [("fuse_gemm_add", 1)] * fired

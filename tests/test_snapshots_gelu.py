@@ -51,12 +51,12 @@ tangents_1: bf16[19, 64] = input
 layer_norm: (bf16[19, 64], f32[19], f32[19]) = te.layer_norm(x, norm.weight, norm.bias, 1e-05)
 quantize: (f8e4m3[19, 64], f8e4m3[64, 32], f32[1]) = te.quantize(layer_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(fc1.weight, e4m3[row+column])
-gemm: f32[19, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, f32, fast_accum=True)
+gemm: f32[19, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, f32, fast_accum=False)
 add_bias: bf16[19, 128] = te.add_bias(gemm, fc1.bias, bf16)
 activation: bf16[19, 128] = te.activation(add_bias, 'gelu')
 quantize_2: (f8e4m3[19, 128], f8e4m3[128, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
 quantize_3: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(fc2.weight, e4m3[row+column])
-gemm_1: f32[19, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], None, f32, fast_accum=True)
+gemm_1: f32[19, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], None, f32, fast_accum=False)
 add_bias_1: bf16[19, 64] = te.add_bias(gemm_1, fc2.bias, bf16)
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 to: bf16[64] = bias_grad.to(bf16)
@@ -108,10 +108,10 @@ fc2.weight: bf16[64, 128] = input
 fc2.bias: bf16[64] = input
 layer_norm_quantize: (f32[19], f32[19], f8e4m3[19, 64], f8e4m3[64, 32], f32[1]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(fc1.weight, e4m3[row+column])
-gemm: bf16[19, 128] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[4], quantize[0], quantize[2], fc1.bias, bf16, fast_accum=True)
+gemm: bf16[19, 128] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[4], quantize[0], quantize[2], fc1.bias, bf16, fast_accum=False)
 activation_quantize: (f8e4m3[19, 128], f8e4m3[128, 32], f32[1]) = te.activation_quantize(gemm, 'gelu', e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(fc2.weight, e4m3[row+column])
-gemm_1: bf16[19, 64] = te.gemm(activation_quantize[0], activation_quantize[2], quantize_1[0], quantize_1[2], fc2.bias, bf16, fast_accum=True)
+gemm_1: bf16[19, 64] = te.gemm(activation_quantize[0], activation_quantize[2], quantize_1[0], quantize_1[2], fc2.bias, bf16, fast_accum=False)
 view: f32[19, 1] = aten.view(layer_norm_quantize[1], [19, 1])
 view_1: f32[19, 1] = aten.view(layer_norm_quantize[0], [19, 1])
 return gemm_1, norm.weight, x, layer_norm_quantize[3], layer_norm_quantize[4], quantize[1], quantize[2], gemm, activation_quantize[1], activation_quantize[2], quantize_1[1], quantize_1[2], view, view_1""",
@@ -182,10 +182,10 @@ fc2.weight: bf16[64, 128] = input
 fc2.bias: bf16[64] = input
 layer_norm_quantize: (f32[19], f32[19], f8e4m3[19, 64], f32[1]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3[row], keep_output=False)
 quantize: (f8e4m3[128, 64], f32[1]) = te.quantize(fc1.weight, e4m3[row])
-gemm: bf16[19, 128] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[3], quantize[0], quantize[1], fc1.bias, bf16, fast_accum=True)
+gemm: bf16[19, 128] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[3], quantize[0], quantize[1], fc1.bias, bf16, fast_accum=False)
 activation_quantize: (f8e4m3[19, 128], f32[1]) = te.activation_quantize(gemm, 'gelu', e4m3[row], keep_output=False)
 quantize_1: (f8e4m3[64, 128], f32[1]) = te.quantize(fc2.weight, e4m3[row])
-gemm_1: bf16[19, 64] = te.gemm(activation_quantize[0], activation_quantize[1], quantize_1[0], quantize_1[1], fc2.bias, bf16, fast_accum=True)
+gemm_1: bf16[19, 64] = te.gemm(activation_quantize[0], activation_quantize[1], quantize_1[0], quantize_1[1], fc2.bias, bf16, fast_accum=False)
 return gemm_1""",
     )
 

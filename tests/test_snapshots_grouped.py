@@ -82,12 +82,12 @@ down: bf16[4, 128, 64] = input
 tangents_1: bf16[48, 64] = input
 quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
-gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=True)
+gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
 split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
 swiglu: bf16[48, 128] = te.swiglu(split[0], split[1])
 quantize_2: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.quantize(swiglu, e4m3[row+column])
 quantize_3: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=True)
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
 quantize_4: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_grouped_2: bf16[48, 128] = te.gemm_grouped(quantize_4[0], quantize_4[2], quantize_3[0], quantize_3[2], ends, bf16, fast_accum=False)
 gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(quantize_2[1], quantize_2[2], quantize_4[1], quantize_4[2], ends, bf16, fast_accum=False)
@@ -111,11 +111,11 @@ ends: i32[4] = input
 down: bf16[4, 128, 64] = input
 quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
-gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=True)
+gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
 split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
 swiglu_quantize: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.swiglu_quantize(split[0], split[1], e4m3[row+column], keep_output=False)
 quantize_2: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_quantize[0], swiglu_quantize[2], quantize_2[1], quantize_2[2], ends, bf16, fast_accum=True)
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_quantize[0], swiglu_quantize[2], quantize_2[1], quantize_2[2], ends, bf16, fast_accum=False)
 return gemm_grouped_1, ends, quantize[1], quantize[2], quantize_1[1], quantize_1[2], split[0], split[1], swiglu_quantize[1], swiglu_quantize[2], quantize_2[0], quantize_2[2]""",
     )
 

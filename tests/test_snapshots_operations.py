@@ -50,7 +50,7 @@ def test_linear_bias_add() -> None:
 forward of BasicLinear, Bias, AddExtraInput:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 add: bf16[32, 64] = aten.add(gemm, 1.bias)
 add_1: bf16[32, 64] = aten.add(add, extra_inputs_0)
 return add_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
@@ -58,7 +58,7 @@ return add_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 forward of ForwardLinearBiasAdd:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm_add: bf16[32, 64] = te.gemm_add(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, extra_inputs_0, bf16, fast_accum=True)
+gemm_add: bf16[32, 64] = te.gemm_add(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, extra_inputs_0, bf16, fast_accum=False)
 return gemm_add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
 backward of BasicLinear, Bias, AddExtraInput:
@@ -78,7 +78,7 @@ def test_linear_scale_add() -> None:
 forward of BasicLinear, ConstantScale, AddExtraInput:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 mul: bf16[32, 64] = aten.mul(gemm, 0.5)
 add: bf16[32, 64] = aten.add(mul, extra_inputs_0)
 return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
@@ -86,7 +86,7 @@ return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 forward of ForwardLinearScaleAdd:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 add: bf16[32, 64] = aten.add(extra_inputs_0, gemm, alpha=0.5)
 return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
@@ -106,7 +106,7 @@ def test_linear_bias_activation() -> None:
 forward of BasicLinear, Bias, GELU:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 add: bf16[32, 96] = aten.add(gemm, 1.bias)
 activation: bf16[32, 96] = te.activation(add, 'gelu_tanh')
 return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], add
@@ -114,7 +114,7 @@ return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], add
 forward of ForwardLinearBiasActivation:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, bf16, fast_accum=False)
 activation: bf16[32, 96] = te.activation(gemm, 'gelu_tanh')
 return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], gemm
 
@@ -136,7 +136,7 @@ def test_activation_bias() -> None:
 forward of BasicLinear, Bias, GELU:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 add: bf16[32, 96] = aten.add(gemm, 1.bias)
 activation: bf16[32, 96] = te.activation(add, 'gelu')
 return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], add
@@ -166,7 +166,7 @@ def test_backward_linear_scale() -> None:
 forward of BasicLinear, ConstantScale:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 mul: bf16[32, 96] = aten.mul(gemm, 0.5)
 return mul, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
@@ -194,7 +194,7 @@ def test_backward_linear_add() -> None:
 forward of MakeExtraOutput, BasicLinear:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 clone: bf16[32, 64] = aten.clone(input)
 return gemm, clone, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
@@ -221,7 +221,7 @@ forward of MakeExtraOutput, RMSNorm, BasicLinear:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 1.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(2.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 clone: bf16[32, 64] = aten.clone(input)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 return gemm, clone, input, 1.weight, quantize[1], quantize[2], quantize_1[1], quantize_1[2], view
@@ -260,7 +260,7 @@ forward of RMSNorm, BasicLinear, Bias:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 add: bf16[32, 96] = aten.add(gemm, 2.bias)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 return add, input, 0.weight, quantize[1], quantize[2], quantize_1[1], quantize_1[2], view
@@ -268,7 +268,7 @@ return add, input, 0.weight, quantize[1], quantize[2], quantize_1[1], quantize_1
 forward of LayerNormLinear:
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], 2.bias, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], 2.bias, bf16, fast_accum=False)
 view: bf16[32, 96] = aten.view(gemm, [32, 96])
 view_1: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
 return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], view_1
@@ -327,21 +327,21 @@ forward of RMSNorm, BasicLinear, GELU, BasicLinear:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 activation: bf16[32, 96] = te.activation(gemm, 'gelu')
 quantize_2: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
 quantize_3: (f8e4m3[64, 96], f8e4m3[96, 64], f32[1]) = te.quantize(3.weight, e4m3[row+column])
-gemm_1: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], None, bf16, fast_accum=True)
+gemm_1: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], None, bf16, fast_accum=False)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 return gemm_1, input, 0.weight, quantize[1], quantize[2], quantize_1[1], quantize_1[2], gemm, quantize_2[1], quantize_2[2], quantize_3[1], quantize_3[2], view
 
 forward of LayerNormMLP:
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=True)
+gemm: bf16[32, 96] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=False)
 activation_quantize: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.activation_quantize(gemm, 'gelu', e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[64, 96], f8e4m3[96, 64], f32[1]) = te.quantize(3.weight, e4m3[row+column])
-gemm_1: bf16[32, 64] = te.gemm(activation_quantize[0], activation_quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=True)
+gemm_1: bf16[32, 64] = te.gemm(activation_quantize[0], activation_quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
 view: bf16[32, 64] = aten.view(gemm_1, [32, 64])
 view_1: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
 return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], gemm, activation_quantize[1], activation_quantize[2], quantize_1[1], quantize_1[2], view_1
@@ -404,11 +404,11 @@ def test_grouped_mlp() -> None:
 forward of GroupedLinear, GELU, GroupedLinear:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[2, 96, 64], f8e4m3[2, 64, 96], f32[2]) = te.quantize(0.weight, grouped e4m3[row+column])
-gemm_grouped: bf16[32, 96] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], extra_inputs_0, bf16, fast_accum=True)
+gemm_grouped: bf16[32, 96] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], extra_inputs_0, bf16, fast_accum=False)
 activation: bf16[32, 96] = te.activation(gemm_grouped, 'gelu')
 quantize_2: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
 quantize_3: (f8e4m3[2, 64, 96], f8e4m3[2, 96, 64], f32[2]) = te.quantize(2.weight, grouped e4m3[row+column])
-gemm_grouped_1: bf16[32, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], extra_inputs_1, bf16, fast_accum=True)
+gemm_grouped_1: bf16[32, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], extra_inputs_1, bf16, fast_accum=False)
 return gemm_grouped_1, extra_inputs_0, extra_inputs_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2], gemm_grouped, quantize_2[1], quantize_2[2], quantize_3[1], quantize_3[2]
 
 forward of GroupedMLP:

@@ -1,8 +1,8 @@
 """Bias in the GEMM's epilogue.
 
-    before    gemm: f32[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, None, f32, fast_accum=True)
+    before    gemm: f32[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, None, f32, fast_accum=False)
               y: bf16[M, N] = te.add_bias(gemm, bias, bf16)
-    after     y: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, bias, bf16, fast_accum=True)
+    after     y: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, bias, bf16, fast_accum=False)
 
 Both add in fp32 before the one rounding: bit-equal. The same for te.gemm_block, te.gemm_mxfp8 and te.gemm_nvfp4.
 """

@@ -1,9 +1,9 @@
 """The GEMM of gate and up that finds the amax of silu(gate) * up while it multiplies, which saves a pass over both.
 
-    before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, bf16, True, "N", [N, N])
+    before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, bf16, False, "N", [N, N])
               gate = y[:, :N];  up = y[:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
-    after     y: (bf16[M, 2N], f32[512]) = te.gemm_swiglu(x.data, x.scale_inv, w.data, w.scale_inv, True, gate=0)
+    after     y: (bf16[M, 2N], f32[512]) = te.gemm_swiglu(x.data, x.scale_inv, w.data, w.scale_inv, False, gate=0)
               gate = y[0][:, :N];  up = y[0][:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False, amax=y[1])
 

@@ -1,14 +1,14 @@
 """Linears that share an input, as one GEMM in forward, one dgrad and one wgrad: gate and up; q and k, or q, k and v.
 
     before    q_1 = te.quantize(gate.weight, e4m3[row+column]);  q_2 = te.quantize(up.weight, e4m3[row+column])
-              gate: bf16[M, N] = te.gemm(x.data, x.scale_inv, q_1.data, q_1.scale_inv, None, bf16, fast_accum=True)
-              up: bf16[M, N] = te.gemm(x.data, x.scale_inv, q_2.data, q_2.scale_inv, None, bf16, fast_accum=True)
+              gate: bf16[M, N] = te.gemm(x.data, x.scale_inv, q_1.data, q_1.scale_inv, None, bf16, fast_accum=False)
+              up: bf16[M, N] = te.gemm(x.data, x.scale_inv, q_2.data, q_2.scale_inv, None, bf16, fast_accum=False)
               ...
               p_1 = te.quantize(dgate, e5m2[row+column]);  p_2 = te.quantize(dup, e5m2[row+column])
               dx = te.gemm(p_1.data, .., q_1.transpose, ..) + te.gemm(p_2.data, .., q_2.transpose, ..)
               dw_1: bf16[N, K] = te.gemm(p_1.transpose, .., x.transpose, ..);  dw_2 = te.gemm(p_2.transpose, .., x.transpose, ..)
     after     q: (f8e4m3[2N, K], f8e4m3[K, 2N], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row+column], False)
-              y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, q.data, q.scale_inv, bf16, True, "N", [N, N])
+              y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, q.data, q.scale_inv, bf16, False, "N", [N, N])
               gate = y[:, :N];  up = y[:, N:]
               ...
               p: (f8e5m2[M, 2N], f8e5m2[2N, M], f32[2]) = te.quantize_stacked([dgate, dup], e5m2[row+column], True)

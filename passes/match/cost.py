@@ -28,8 +28,10 @@ from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8Bloc
 __all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_known", "linear_cost_reason"]
 
 _BF16_FLOPS_PER_US = 700e6
-_FP8_FLOPS_PER_US = {"fprop": 1300e6, "dgrad": 1170e6, "wgrad": 1170e6}
-_GROUPED_FLOPS_PER_US = {"forward": 1300e6, "training": 980e6}  # wgrad, whose groups begin at any token, is the slowest
+_FAST_FLOPS_PER_US, _SLOW_FLOPS_PER_US = 1300e6, 1170e6  # of current scaling, by how a GEMM adds up
+_BLOCK_FLOPS_PER_US = {"fprop": 1300e6, "dgrad": 1170e6, "wgrad": 1170e6}
+# In inference by how forward adds up; in training wgrad, whose groups begin at any token, is the slowest.
+_GROUPED_FLOPS_PER_US = {"fast": 1300e6, "slow": 1080e6, "training": 980e6}
 _BYTES_PER_US = 4.2e6
 _BY_RULE = "(estimated for an H200); a rule that names it has it in FP8 all the same"
 
@@ -51,11 +53,20 @@ def linear_cost_reason(m: int, n: int, k: int, gemms: Sequence[str], recipe: Rec
         return ""
     written = 2 if "dgrad" in gemms else 1
     cost_us = n * k * (read + written) / _BYTES_PER_US
-    gain_us = sum(2 * m * readers * n * k * (1 / _BF16_FLOPS_PER_US - 1 / _FP8_FLOPS_PER_US[gemm]) for gemm in gemms)
+    flops_per_us = _flops_per_us(recipe)
+    gain_us = sum(2 * m * readers * n * k * (1 / _BF16_FLOPS_PER_US - 1 / flops_per_us[gemm]) for gemm in gemms)
     if cost_us <= gain_us:
         return ""
     keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
     return f"{m} rows are too few: quantizing its weight takes {cost_us:.0f} us, FP8 GEMMs save {gain_us:.0f} us; {keep} {_BY_RULE}"
+
+
+def _flops_per_us(recipe: Recipe) -> dict[str, float]:
+    """Of each of the three GEMMs."""
+    if not isinstance(recipe, Float8CurrentScaling):
+        return _BLOCK_FLOPS_PER_US
+    speeds = [_FAST_FLOPS_PER_US if fast else _SLOW_FLOPS_PER_US for fast in recipe.fast_accum()]
+    return dict(zip(("fprop", "dgrad", "wgrad"), speeds, strict=True))
 
 
 def _bytes_read(recipe: Recipe) -> int:
@@ -69,14 +80,16 @@ def _bytes_read(recipe: Recipe) -> int:
     return 2 if native else 0
 
 
-def experts_cost_reason(m: int, n: int, k: int, groups: int, training: bool, kept: bool = False) -> str:
+def experts_cost_reason(m: int, n: int, k: int, groups: int, recipe: Recipe, training: bool, kept: bool = False) -> str:
     """Why G experts of [N, K] on M tokens in all stay in 16 bits, "" where FP8 is faster.
 
+    recipe:   what quantizes, current scaling.
     training: whether gradients are computed: then a copy for wgrad or dgrad is written beside each forward's, dy is quantized too.
     kept:     whether the quantized weights outlive the call.
     """
     gain = 2 * m * n * k * (3 if training else 1)
-    gain_us = gain / _BF16_FLOPS_PER_US - gain / _GROUPED_FLOPS_PER_US["training" if training else "forward"]
+    kind = "training" if training else "fast" if recipe.fast_accum()[0] else "slow"
+    gain_us = gain / _BF16_FLOPS_PER_US - gain / _GROUPED_FLOPS_PER_US[kind]
     elements = (0 if kept else groups * n * k) + m * k + (m * n if training else 0)
     cost_us = elements * (2 + 2 + (2 if training else 1)) / _BYTES_PER_US
     if cost_us <= gain_us:

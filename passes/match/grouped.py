@@ -62,7 +62,7 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
         if not record.reason and not named_by_rule(recipe_for, record.module):
-            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight)
+            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return [record]
@@ -167,14 +167,14 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
     return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe)
 
 
-def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node) -> str:
+def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
     m, n, k = map(hint, _sizes(x, weight))
     value = tensor_of(node)
     if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
         return ""
     groups = fixed(tensor_of(weight).shape[0]) or 1
-    return experts_cost_reason(m, n, k, groups, value.requires_grad, is_kept(weight))
+    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, is_kept(weight))
 
 
 def recipe_reason(recipe: Recipe) -> str:
