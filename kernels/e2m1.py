@@ -13,7 +13,7 @@ from __future__ import annotations
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.e2m1_assembly import HADAMARD_NEGATIVE as NEGATIVE
 from te_dynamo.kernels.e2m1_assembly import word_of_values
-from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_amax
+from te_dynamo.kernels.fp8 import FLOAT32_MAX, abs_bits
 
 __all__: list[str] = []
 
@@ -33,10 +33,30 @@ SECOND_STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 8))
 
 
 @triton.jit
-def load_tensor_scale(partials, amax, PARTIALS: tl.constexpr):
+def load_partials(first, second, TWO: tl.constexpr, PARTIALS: tl.constexpr):
+    """What `amaxes` reduces: the fp32 [PARTIALS] partial amaxes of one tensor, or of two."""
+    places = tl.arange(0, PARTIALS)
+    bits = abs_bits(tl.load(first + places))
+    if TWO:
+        bits = tl.join(bits, abs_bits(tl.load(second + places)))
+    return bits
+
+
+@triton.jit
+def amaxes(bits, TWO: tl.constexpr):
+    """(amax, amax) of one tensor, or of two, found together: a wait for other warps costs a program as much as blocks do."""
+    most = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    if TWO:
+        first, second = tl.split(most)
+    else:
+        first, second = most, most
+    return first, second
+
+
+@triton.jit
+def tensor_scale(value, amax):
     """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN, the limit of
-    its blocks: `limit_of`) of the tensor that `partials` describe; one program also stores its amax."""
-    value = load_amax(partials, PARTIALS)
+    its blocks: `limit_of`) of a tensor of that amax, which one program also stores."""
     value = tl.where(value == value, value, float("nan"))  # one NaN of all
     if tl.program_id(0) == 0:
         tl.store(amax, value)
@@ -70,7 +90,7 @@ def limit_of(inverse):
 
 @triton.jit
 def block_scale(block_amax, tensor):
-    """(the e4m3 scales, enc) of blocks with those amaxes, of the tensor that `load_tensor_scale` describes.
+    """(the e4m3 scales, enc) of blocks with those amaxes, of the tensor that `tensor_scale` describes.
 
     The reciprocal is a guess and one step of Newton's, which rounds correctly where neither it nor its argument is
     subnormal: `lift`, a power of two, sees to that. A division by 0 gives NaN, of which the minimum makes `most`.

@@ -190,16 +190,21 @@ def widen(word: str, low: str, high: str) -> str:
     return f"shl.b32 b, {word}, 16; mov.b32 {low}, b; and.b32 b, {word}, 0xFFFF0000; mov.b32 {high}, b;"
 
 
+def in_a_tree(values: list[str], instruction: str) -> list[str]:
+    """values[0] = all of them, two at a time; a power of two many registers, which are overwritten. A chain would wait longer."""
+    lines, count = [], len(values)
+    while count := count // 2:
+        lines += [f"{instruction} {values[i]}, {values[i]}, {values[i + count]};" for i in range(count)]
+    return lines
+
+
 def largest(words: list[str], target: str) -> list[str]:
-    """target = words' largest magnitude, half by half; NaN is dropped. words: two or a multiple of four."""
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    if len(pairs) == 1:
-        lines = [f"max.xorsign.abs.bf16x2 {target}, {words[0]}, {words[1]};"]
-        return [*lines, f"and.b32 {target}, {target}, 0x7FFF7FFF;"]
-    results = [f"{target}_{len(pairs)}_{index}" for index in range(len(pairs))]
-    lines = [declare("b32", *results)]
-    lines += [f"max.xorsign.abs.bf16x2 {r}, {a}, {b};" for r, (a, b) in zip(results, pairs, strict=True)]
-    return lines + largest(results, target)
+    """target = words' largest magnitude, half by half; NaN is dropped. words: four or more, a power of two."""
+    instruction, pairs = "max.xorsign.abs.bf16x2", list(zip(words[::2], words[1::2], strict=True))
+    pair_results = [target, *(f"{target}_{index}" for index in range(1, len(pairs)))]
+    lines = [declare("b32", *pair_results[1:])]
+    lines += [f"{instruction} {r}, {a}, {b};" for r, (a, b) in zip(pair_results, pairs, strict=True)]
+    return [*lines, *in_a_tree(pair_results, instruction), f"and.b32 {target}, {target}, 0x7FFF7FFF;"]
 
 
 def clamp_transformed(values: list[str], enc: str, below: str) -> list[str]:
@@ -235,7 +240,7 @@ def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str], lim
     """code = the e4m3 scales of one or two blocks, the first lowest; encs = what their values are multiplied by; below0 and below1
     = whether that leaves them below the limit, 7.
 
-    tensor: sixth, inverse, lift and most of e2m1.load_tensor_scale; `e2m1.block_scale` says how the reciprocal is rounded.
+    tensor: sixth, inverse, lift and most of e2m1.tensor_scale; `e2m1.block_scale` says how the reciprocal is rounded.
     """
     sixth, inverse, lift, most = tensor
     low, high = amaxes[0], amaxes[-1]
@@ -401,9 +406,7 @@ def butterflies(values: list[str], prefix: str, amax: str = "") -> tuple[list[st
             lines += [declare("f32", *sums)]
             for total, a, b in zip(sums, values[::2], values[1::2], strict=True):
                 lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 {total}, v, t;"]
-            for step in (4, 2, 1):
-                lines += [f"max.f32 {sums[i]}, {sums[i]}, {sums[i + step]};" for i in range(step)]
-            lines += [f"max.f32 {amax}, {sums[0]}, 0f00000000;"]
+            lines += [*in_a_tree(sums, "max.f32"), f"max.f32 {amax}, {sums[0]}, 0f00000000;"]
         for index in range(8):
             a, b = values[2 * index : 2 * index + 2]
             lines += [f"add.rn.f32 {results[index]}, {a}, {b}; sub.rn.f32 {results[8 + index]}, {a}, {b};"]

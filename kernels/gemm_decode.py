@@ -57,13 +57,13 @@ def decode_tile(
     while split < _MOST_PARTS and 2 * split * tiles <= multiprocessors and k > 2 * split * _SHORTEST_PART:
         split *= 2
     # The deepest ring of which a multiprocessor holds as many as there are for it: all programs run at once.
-    programs = triton.cdiv(split * tiles, multiprocessors) if block_m > 32 else 1
-    if programs > 2:
+    programs = triton.cdiv(split * tiles, multiprocessors)
+    if block_m > 32 and programs > 2:
         block_k, stages = 128, 3
     elif fast_accum:
-        stages = 3 if programs > 1 else 4
+        stages = 3 if block_m > 32 and programs > 1 else 4
     else:
-        stages = 6
+        stages = 6 if programs > 1 else 8  # alone, nothing else reads while a program adds
     return DecodeTile(block_m, block_n, block_k, 4, stages, fast_accum, split)
 
 

@@ -209,6 +209,13 @@ def along_rows(words, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def four_times(code, first, BLOCKS):
+    """Words of each code four times, of the blocks of 32 from `first` on: zero past the last of BLOCKS."""
+    missing = tl.maximum(first + 4 - BLOCKS, 0)
+    return code * (0x01010101 >> (missing * 8))
+
+
+@triton.jit
 def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, SCALE_BLOCK: tl.constexpr):
     """Writes the codes (int32 [R, B]) of the blocks from `column` on of these rows to rowwise scales, that of a block of 128
     four times, as a word: zero past K."""
@@ -217,8 +224,7 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
     if SCALE_BLOCK == 32:
         tl.store(places, code.to(tl.uint8))
     else:
-        missing = tl.maximum(blocks + 4 - tl.cdiv(K, 32), 0)
-        words = code * (0x01010101 >> (missing * 8))
+        words = four_times(code, blocks, tl.cdiv(K, 32))
         tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words)
 
 
@@ -330,8 +336,7 @@ def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl
     Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
     leaves alone costs the memory a whole sector, read and written."""
     places = scale_offsets(first_i + tl.arange(0, 128), first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
-    missing = tl.maximum(first_j + 4 - BLOCKS, 0)
-    words = code * (0x01010101 >> (missing * 8))
+    words = four_times(code, first_j, BLOCKS)
     tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
 
 

@@ -399,7 +399,7 @@ def quantize_nvfp4(
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps * wider,
-            STRIPS=in_strips and by_columns,
+            STRIPS=in_strips,
             **constants,
         )
     return (row if rowwise else []) + (column if columnwise else [])

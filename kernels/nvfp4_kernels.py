@@ -9,16 +9,18 @@ from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.block_words import larger_halves, magnitudes
 from te_dynamo.kernels.e2m1 import (
     TENSOR_MAX,
+    amaxes,
     block_scale,
     hadamard,
     interleave,
-    load_tensor_scale,
+    load_partials,
     magnitude,
     multiplier_of,
     pack_columns,
     pack_row,
     store_scales,
     store_words,
+    tensor_scale,
 )
 from te_dynamo.kernels.fp8 import (
     abs_bits,
@@ -163,16 +165,19 @@ def quantize_nvfp4_kernel(
     PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles; STRIPS: M is whole strips of four, of which
     a program has one.
     """
+    TWO: tl.constexpr = ROWWISE and COLUMNWISE and HADAMARD  # whose amaxes differ
+    bits = load_partials(partials if ROWWISE else columnwise_partials, columnwise_partials, TWO, PARTIALS)
     if STRIPS:
         # The last strips first, which the amax launch has left in the cache; the first tile while the scale is found.
         strip, across = tl.num_programs(0) - 1 - tl.program_id(0), K // BLOCK_K
         top, column = strip // across * (4 * BLOCK_M), strip % across * BLOCK_K
         w = load_column_blocks(x, (top, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
     by_rows, by_columns = (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
+    value, columnwise_value = amaxes(bits, TWO)
     if ROWWISE:
-        by_rows = load_tensor_scale(partials, amax, PARTIALS)
+        by_rows = tensor_scale(value, amax)
     if COLUMNWISE:
-        by_columns = load_tensor_scale(columnwise_partials, columnwise_amax, PARTIALS)
+        by_columns = tensor_scale(columnwise_value, columnwise_amax)
         if ROWWISE and not HADAMARD:
             by_columns = by_rows  # the same, which the compiler does not know
     first, second = 0, 0
@@ -264,7 +269,7 @@ def quantize_elements(
     BLOCK_K: tl.constexpr,
 ):
     """One tile of x of any dtype. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
-    `load_tensor_scale`; key: the two words of `random`."""
+    `tensor_scale`; key: the two words of `random`."""
     G: tl.constexpr = BLOCK_M // 16
     B: tl.constexpr = BLOCK_K // 16
     row, column, M, K, row_words, column_words = place

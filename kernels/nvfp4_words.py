@@ -45,7 +45,15 @@ AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
 
 
 @triton.jit
-def load_row_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+def load_row_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """The tile's words as eight tensors [BLOCK_M, BLOCK_K / 16], the i-th those i of every block of its rows."""
+    return load_half_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_half_blocks(
+        x, place, 1, BLOCK_M, BLOCK_K, WHOLE
+    )
+
+
+@triton.jit
+def load_half_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
     """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside.
     The last to be read: they leave the cache first."""
     B: tl.constexpr = BLOCK_K // 16
@@ -130,7 +138,7 @@ def amax_of_halves(words):
 
 @triton.jit
 def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
-    """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.load_tensor_scale`."""
+    """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.tensor_scale`."""
     ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
     REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r," + ("r" if STOCHASTIC else "f")
     arguments = w + tensor[:5]
@@ -211,16 +219,15 @@ def quantize_words(
     WHOLE: tl.constexpr,
 ):
     """Codes and scales of one tile, WHOLE or not. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
-    `e2m1.load_tensor_scale`; key: the two words of `random`."""
+    `e2m1.tensor_scale`; key: the two words of `random`."""
     square = (0, 0)
     if COLUMNWISE or TWO_D:
         w = load_column_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
     if TWO_D:
         square = square_scales(w, by_rows if ROWWISE else by_columns, STOCHASTIC, BLOCK_M, BLOCK_K)
     if COLUMNWISE:
-        scale = quantize_columns(
+        codes, scale = quantize_columns(
             w,
-            columnwise_data,
             place,
             by_columns,
             square,
@@ -230,11 +237,12 @@ def quantize_words(
             STOCHASTIC,
             BLOCK_M,
             BLOCK_K,
-            WHOLE,
         )
+        store_column_codes(columnwise_data, codes, place, BLOCK_M, BLOCK_K, WHOLE)
         store_column_scales(columnwise_scale_inv, scale, place, BLOCK_M, BLOCK_K, WHOLE)
     if ROWWISE:
-        quantize_rows(x, data, scale_inv, place, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, WHOLE)
+        words = load_row_blocks(x, place, BLOCK_M, BLOCK_K, WHOLE)
+        quantize_rows(words, data, scale_inv, place, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, WHOLE)
 
 
 @triton.jit
@@ -266,9 +274,8 @@ def quantize_strip(
         square = (0, 0)
         if TWO_D:
             square = square_scales(w, by_rows if ROWWISE else by_columns, STOCHASTIC, BLOCK_M, BLOCK_K)
-        scale = quantize_columns(
+        codes, scale = quantize_columns(
             w,
-            columnwise_data,
             tile,
             by_columns,
             square,
@@ -278,14 +285,21 @@ def quantize_strip(
             STOCHASTIC,
             BLOCK_M,
             BLOCK_K,
-            True,
         )
         older, newer = next_pairs(older, newer, scale)
-        # The next tile comes while this one's rows, which are in the cache, are quantized, into the registers of its columns.
+        # Loads are answered in order: this tile's rows, which are in the cache, before the next tile, which is not. Both are on
+        # their way while the codes are turned and the rows quantized, the next tile into the registers of this one's columns.
+        if ROWWISE:
+            words = load_row_blocks(x, tile, BLOCK_M, BLOCK_K, True)
         if i < 3:
             w = load_column_blocks(x, (top + (i + 1) * BLOCK_M, column, M, K), BLOCK_M, BLOCK_K, True)
-        if ROWWISE:
-            quantize_rows(x, data, scale_inv, tile, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, True)
+        store_column_codes(columnwise_data, codes, tile, BLOCK_M, BLOCK_K, True)
+        # Always: above a branch the compiler does nothing of the rows, which would hold back the next tile.
+        if M > 0:  # noqa: SIM102
+            if ROWWISE:
+                quantize_rows(
+                    words, data, scale_inv, tile, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, True
+                )
     store_strip_scales(columnwise_scale_inv, older, newer, top, column, M, BLOCK_M // 16, BLOCK_K // 2)
 
 
@@ -300,7 +314,7 @@ def square_scales(w, tensor, STOCHASTIC: tl.constexpr, BLOCK_M: tl.constexpr, BL
 
 @triton.jit
 def quantize_rows(
-    x,
+    words,
     data,
     scale_inv,
     place,
@@ -316,9 +330,6 @@ def quantize_rows(
     """Codes and scales of the tile's rows; square: `square_scales`, used if TWO_D."""
     B: tl.constexpr = BLOCK_K // 16
     row, column, M, K, row_words, _ = place
-    words = load_row_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_row_blocks(
-        x, place, 1, BLOCK_M, BLOCK_K, WHOLE
-    )
     rows, blocks = tl.arange(0, BLOCK_M)[:, None], one_a_thread(B)[None, :]
     row_blocks = row_words // 2
     number = (row + rows) * row_blocks + (column // 16 + blocks)
@@ -346,7 +357,6 @@ def of_sixteen_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def quantize_columns(
     w,
-    columnwise_data,
     place,
     tensor,
     square,
@@ -356,13 +366,12 @@ def quantize_columns(
     STOCHASTIC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
-    """Writes the codes of the columns of a tile, w of `load_column_blocks`, and returns their scales, two columns' in 16 bits.
+    """(codes for `store_column_codes`, scales, two columns' in 16 bits) of the columns of a tile, w of `load_column_blocks`.
     square: `square_scales`, used if TWO_D."""
     G: tl.constexpr = BLOCK_M // 16
     W: tl.constexpr = BLOCK_K // 2
-    row, column, _, K, _, column_words = place
+    row, column, column_words = place[0], place[1], place[5]
     step = column_words // 2  # blocks of a column
     number = (column + 2 * tl.arange(0, W)[None, :]) * step + (row // 16 + tl.arange(0, G)[:, None])
     if TWO_D:
@@ -372,15 +381,25 @@ def quantize_columns(
         scale = scale | (scale << 8)
     else:
         l0, l1, r0, r1, scale = column_codes(w, tensor, number, step, key, TRANSFORMED, STOCHASTIC)
+    return (l0, l1, r0, r1), scale
+
+
+@triton.jit
+def store_column_codes(
+    columnwise_data, codes, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Writes the codes that `quantize_columns` returns of one tile."""
+    G: tl.constexpr = BLOCK_M // 16
+    row, column, _, K, _, column_words = place
+    l0, l1, r0, r1 = codes
     words = tl.join(tl.join(l0, l1), tl.join(r0, r1))  # group, word of two columns, word of eight rows, column
     words = tl.reshape(tl.permute(words, (1, 3, 0, 2)), (BLOCK_K, 2 * G))
     store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, WHOLE)
-    return scale
 
 
 @triton.jit
 def store_column_scales(scale_inv, scale, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """Writes what `quantize_columns` returns of one tile."""
+    """Writes the scales that `quantize_columns` returns of one tile."""
     G: tl.constexpr = BLOCK_M // 16
     row, column, M, K = place[0], place[1], place[2], place[3]
     scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))

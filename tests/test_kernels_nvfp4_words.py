@@ -41,7 +41,7 @@ from te_dynamo.kernels import nvfp4
 
 
 def tensor_scale(amax: torch.Tensor, count: int) -> list[np.ndarray]:
-    """`e2m1.load_tensor_scale`, as arguments of `count` blocks."""
+    """`e2m1.tensor_scale`, as arguments of `count` blocks."""
     f, value = np.float32, amax.numpy()[0]
     with np.errstate(all="ignore"):
         s = f(1) if value == 0 or np.isinf(value) else np.minimum(f(2688) / value, np.finfo(f).max)
