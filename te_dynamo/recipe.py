@@ -96,7 +96,7 @@ class Float8CurrentScaling(Recipe):
 
     fprop_fast_accum, dgrad_fast_accum, wgrad_fast_accum: whether that GEMM may keep its sum in the tensor core's own
         reduced-precision accumulator (fast) or adds up in fp32 after every 128 products (slow). Hopper's keeps fewer bits than
-        fp32 and truncates: all three GEMMs are slow by default, for 1 to 2% of a step's speed. Transformer Engine and torchao
+        fp32 and truncates: all three GEMMs are slow by default, for 1 to 3% of a step's speed. Transformer Engine and torchao
         are fast in forward: fprop_fast_accum=True gives their numbers (docs/usage.md has losses of both).
     forward_format: "e4m3". backward_format: "e4m3" or "e5m2". FP8 tensor cores do not multiply e5m2 by e5m2, and an input
         and a weight have one format.
