@@ -17,17 +17,18 @@ from te_dynamo.kernels.fp8 import FLOAT32_MAX, abs_bits
 
 __all__: list[str] = []
 
-HALF_STEP: tl.constexpr = tl.constexpr(2.0**-17)  # of fp32 at 5/4, where that is 160
+UNLUCKY: tl.constexpr = tl.constexpr((12, 19, 40, 52, 70, 82, 124))
+"""Mantissas of the amaxes of bf16 in whose tensors the fewest instructions may round a value otherwise (`limit_of`)."""
+
 TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**64)
 SIXTH: tl.constexpr = tl.constexpr(1 / 6)
-TWENTY_FOURTH: tl.constexpr = tl.constexpr(1 / 24)
 HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(NEGATIVE)
 SIGN_BITS: tl.constexpr = tl.constexpr(0x88888888 - 2**32)
 NEAREST_WORD: tl.constexpr = tl.constexpr(word_of_values(False, 0))
 STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 0))
-SECOND_STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 8))
+SECOND_STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 1))
 
 # --- scales -------------------------------------------------------------------------------------------------
 
@@ -55,8 +56,9 @@ def amaxes(bits, TWO: tl.constexpr):
 
 @triton.jit
 def tensor_scale(value, amax):
-    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN, the limit of
-    its blocks: `limit_of`) of a tensor of that amax, which one program also stores."""
+    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN, 7 or where lift
+    is to be done or that cannot be said 0, the limit of blocks of bf16: `limit_of`) of a tensor of that amax, which one program
+    also stores."""
     value = tl.where(value == value, value, float("nan"))  # one NaN of all
     if tl.program_id(0) == 0:
         tl.store(amax, value)
@@ -67,25 +69,24 @@ def tensor_scale(value, amax):
     lift = tl.where(inverse < SMALL, LIFT, 1.0)
     most = tl.where(value == value, FLOAT32_MAX, 0.0)
     signs = tl.where(value == value, tl.full((), SIGN_BITS, tl.int32), 0)
-    return scale * SIXTH, inverse, lift, most, signs, limit_of(inverse)
+    usual = tl.where((inverse > SMALL) & (inverse < 1 / SMALL), 7.0, 0.0)
+    return scale * SIXTH, inverse, lift, most, signs, usual, limit_of(value, usual)
 
 
 @triton.jit
-def limit_of(inverse):
-    """7, below which blocks of bf16 are rounded by the fewest instructions, or 0 in a tensor, of that 1 / S, whose values these may
-    round otherwise: kernels/e2m1_assembly.py.
+def limit_of(amax, usual):
+    """`usual`, below which blocks of bf16 are rounded by the fewest instructions, or 0 in a tensor, of that amax, whose values these
+    may round otherwise: kernels/e2m1_assembly.py.
 
-    That is where x * enc / 4 is above 5/4 by more than half a step of fp32, but no more than a step. All scales of a tensor make eight significands of
-    enc, as long as nothing is subnormal, and only the x whose product is the nearest to 5/4 matters.
+    That is where x * enc / 4 is above 5/4 by more than half a step of fp32, but no more than a step. All scales of a tensor make eight
+    significands of enc, as long as nothing is subnormal, and these depend on that of amax alone, one of 128; an infinite one has the
+    S of 2688, which is unlucky.
     """
-    enc = tl.div_rn(tl.full((8,), 1.0, tl.float32), (tl.arange(0, 8) * 0.125 + 1.0) * inverse)
-    enc = ((enc.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    five_quarters = tl.where(enc <= 1.25, 160.0, 320.0)
-    half_step = tl.where(enc <= 1.25, HALF_STEP, 2 * HALF_STEP)
-    x = tl.div_rn(five_quarters, enc) + 8388608.0 - 8388608.0  # to the nearest whole number, from 128 to 256
-    above = tl.fma(x, enc, -five_quarters)
-    close = tl.max(((above > half_step) & (above <= half_step * 2.0)).to(tl.int32), axis=0)
-    return tl.where((close == 0) & (inverse > SMALL) & (inverse < 1 / SMALL), 7.0, 0.0)
+    mantissa = (amax.to(tl.int32, bitcast=True) >> 16) & 0x7F
+    unlucky = amax > FLOAT32_MAX
+    for i in tl.static_range(7):
+        unlucky |= mantissa == UNLUCKY[i]
+    return tl.where(unlucky, 0.0, usual)
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def block_scale(block_amax, tensor):
     The reciprocal is a guess and one step of Newton's, which rounds correctly where neither it nor its argument is
     subnormal: `lift`, a power of two, sees to that. A division by 0 gives NaN, of which the minimum makes `most`.
     """
-    sixth, inverse, lift, most, _, _ = tensor
+    sixth, inverse, lift, most, _, _, _ = tensor
     scale = (block_amax * sixth).to(tl.float8e4nv)  # the conversion saturates
     divisor = scale.to(tl.float32) * inverse * lift
     guess = tl.inline_asm_elementwise(
@@ -110,17 +111,12 @@ def block_scale(block_amax, tensor):
 
 @triton.jit
 def block_hash(number, first, second):
-    """The random word of the block with that number, of the key (first, second): `random_bits` of kernels/nvfp4.py."""
+    """The two random words of the block with that number, of the key (first, second): `block_hashes` of kernels/nvfp4.py."""
     h = number.to(tl.uint32) * 0x9E3779B1 + first.to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15) ^ second.to(tl.uint32, bitcast=True)) * 0x846CA68B
-    return h.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def multiplier_of(enc, STOCHASTIC: tl.constexpr):
-    """What `pack_word` multiplies by: enc, or a sixth of it."""
-    return (enc * TWENTY_FOURTH) * 4.0 if STOCHASTIC else enc
+    h = h ^ (h >> 15) ^ second.to(tl.uint32, bitcast=True)
+    factor = tl.full((), 0x846CA68B, tl.uint32)
+    return (h * factor).to(tl.int32, bitcast=True), tl.umulhi(h, factor).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -130,18 +126,17 @@ def marked(enc, block_amax, limit):
 
 
 @triton.jit
-def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs, seed, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs, seed, HALF: tl.constexpr, STOCHASTIC: tl.constexpr):
     """int32 words of the codes of eight tensors times multiplier, the first in the low four bits.
 
-    signs: the sign bits that are kept; seed: `block_hash` of the block whose elements from FIRST (0 or 8) on they are, if
-    STOCHASTIC.
+    signs: the sign bits that are kept; seed: `block_hash` of the block whose first or second HALF they are, if STOCHASTIC.
     """
-    RANDOMLY: tl.constexpr = SECOND_STOCHASTIC_WORD if FIRST else STOCHASTIC_WORD
+    RANDOMLY: tl.constexpr = SECOND_STOCHASTIC_WORD if HALF else STOCHASTIC_WORD
     ASM: tl.constexpr = RANDOMLY if STOCHASTIC else NEAREST_WORD
-    REGISTERS: tl.constexpr = "=r,f,f,f,f,f,f,f,f,f,r" + (",r" if STOCHASTIC else "")
+    REGISTERS: tl.constexpr = "=r,f,f,f,f,f,f,f,f,f,r" + (",r,r" if STOCHASTIC else "")
     arguments = (v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs)
     if STOCHASTIC:
-        arguments = arguments + (seed,)
+        arguments = arguments + seed
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -161,7 +156,7 @@ def eighths(value, A: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def pack_row(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr, G: tl.constexpr, B: tl.constexpr):
     """The words [G, 2 B] of x [G, 16 B] times multiplier [G, B]; number [G, B]: of its blocks."""
-    seed = number
+    seed = (number, number)
     if STOCHASTIC:
         seed = block_hash(number, first, second)
     low, high = tl.split(tl.permute(tl.reshape(x, (G, B, 2, 8)), (0, 1, 3, 2)))
@@ -169,7 +164,7 @@ def pack_row(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constex
     return tl.reshape(
         tl.join(
             pack_word(*low, multiplier, signs, seed, 0, STOCHASTIC),
-            pack_word(*high, multiplier, signs, seed, 8, STOCHASTIC),
+            pack_word(*high, multiplier, signs, seed, 1, STOCHASTIC),
         ),
         (G, 2 * B),
     )
@@ -178,12 +173,12 @@ def pack_row(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constex
 @triton.jit
 def pack_columns(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr):
     """(words of the first eight of sixteen tensors times multiplier, words of the others); number: of their blocks."""
-    seed = number
+    seed = (number, number)
     if STOCHASTIC:
         seed = block_hash(number, first, second)
     return (
         pack_word(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], multiplier, signs, seed, 0, STOCHASTIC),
-        pack_word(x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15], multiplier, signs, seed, 8, STOCHASTIC),
+        pack_word(x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15], multiplier, signs, seed, 1, STOCHASTIC),
     )
 
 
@@ -270,19 +265,17 @@ def store_scales(
     K,
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Writes scale [BLOCK_M, BLOCK_B] at that row and block of scale_inv [M^128, ceil(K/16)^4], zero past M and K.
 
-    IN_PLACE: each by its own thread, rather than collected to wider stores; WHOLE: all lie inside.
+    WHOLE: all lie inside.
     """
     blocks = tl.cdiv(K, 16)
     padded_blocks, padded_rows = (blocks + 3) // 4 * 4, (M + 127) // 128 * 128
     rows, columns = row + tl.arange(0, BLOCK_M), block + tl.arange(0, BLOCK_B)
     corner = row.to(tl.int64) * padded_blocks + block
-    neighbours = one_a_thread(BLOCK_B) if IN_PLACE else tl.arange(0, BLOCK_B)
-    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + neighbours[None, :])
+    offsets = corner + (tl.arange(0, BLOCK_M)[:, None] * padded_blocks + tl.arange(0, BLOCK_B)[None, :])
     if WHOLE:
         tl.store(scale_inv + offsets, scale)
     else:

@@ -22,8 +22,8 @@ from the exact product. Up to 4 that is twice the rounded product, which the exa
 x of bf16 lies between with few enc only: `e2m1.limit_of` finds the tensors that have one of these (of the amaxes of bf16 one in
 18), and they take the branch for every block. There values become v, 6 where v is above 5, and q 1/4.
 
-Stochastically, with u = sat(|x| * multiplier), v / 6: u * 6 * 2^-126 has e2m1's exponents, its subnormals too, so that
-the code is in its bits from 22 on and below them the distance from there, to which 22 random bits are added.
+Stochastically, fp16 holds v 2^-14 with the exponents of e2m1, its subnormals too, and with nine bits below each code. To these nine
+random bits are added, of two values at once, and what is carried into the code is the rounding.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = [
-    "RANDOM_STEP",
+    "HIGH_ROTATIONS",
+    "LOW_ROTATIONS",
     "amax_of_column_words",
     "block_of_a_row",
     "blocks_of_two_columns",
     "word_of_values",
 ]
 
-RANDOM_STEP = 0xFAF7922D
-"""Odd; element i of a block takes its bits from hash * RANDOM_STEP^i. Of 60000 candidates, the one whose pairs of elements
-are most evenly distributed (the shortest vector of the lattice of every two of a block's elements is the longest)."""
+LOW_ROTATIONS, HIGH_ROTATIONS = (0, 4, 13, 23), (0, 7)
+"""By how much the two words of a block's hash are rotated to the left: the xor of one of each holds nine random bits in either half.
+Of 64 independent bits, these are sixteen numbers of which any three are independent."""
 
 HADAMARD_NEGATIVE = 0xD7E8  # bit i: the i-th of HADAMARD_SIGNS is -1
 
-_SIXTH_STEPS = "0f01C00000"  # 6 * 2^-126
+_FP16_STEPS = "0f38800000"  # 2^-14
 _SEVEN = "0f40E00000"
 _NEAREST_ZERO = 0x4AFFFFFC  # the bits of 2^23 - 2
 
@@ -96,15 +97,6 @@ def halves_to_code(nibble: int, word: str) -> list[str]:
     ]
 
 
-def stochastic(value: str, target: str, multiplier: str, seed: str, element: int) -> list[str]:
-    """target = the code of 6 sat(|value| * multiplier), rounded by the random bits of that element of the block, from bit 22
-    on: there are others below."""
-    return [
-        f"abs.f32 v, {value}; mul.rn.sat.f32 v, v, {multiplier}; mul.rn.f32 v, v, {_SIXTH_STEPS}; mov.b32 {target}, v;",
-        f"mul.lo.u32 r, {seed}, {pow(RANDOM_STEP, element, 2**32)}; shr.u32 r, r, 10; add.u32 {target}, {target}, r;",
-    ]
-
-
 def nearest_word(
     values: list[str],
     word: str,
@@ -112,7 +104,7 @@ def nearest_word(
     scale: str,
     code: Callable[[str, int, str, str], list[str]] = nearest,
 ) -> list[str]:
-    """word = the codes of eight values under the sign bits in `signs`; code: one of the three functions above."""
+    """word = the codes of eight values under the sign bits in `signs`; code: one of the functions above."""
     surplus = sum(_NEAREST_ZERO << 4 * nibble for nibble in range(8)) % 2**32
     lines = [f"sub.u32 {word}, {signs}, {surplus};"]
     for nibble, value in enumerate(values):
@@ -120,46 +112,45 @@ def nearest_word(
     return lines
 
 
-def stochastic_word(values: list[str], word: str, signs: str, multiplier: str, seed: str, first: int) -> list[str]:
-    """The same, rounded stochastically as the elements from `first` on of a block."""
-    lines = [f"mov.b32 {word}, {signs};"]
-    for nibble, value in enumerate(values):
-        lines += stochastic(value, "b", multiplier, seed, first + nibble)
-        lines += [f"shr.u32 b, b, 22; mad.lo.u32 {word}, b, {16**nibble}, {word};"]
-    return lines
+def rotations(low: str, high: str, prefix: str) -> tuple[list[str], list[str], list[str]]:
+    """(registers of the low word of a hash by LOW_ROTATIONS, of the high one by HIGH_ROTATIONS, the lines that fill them)."""
+    lines, results = [], []
+    for word, half, by in ((low, "l", LOW_ROTATIONS), (high, "h", HIGH_ROTATIONS)):
+        names = [f"{prefix}{half}{index}" for index in range(len(by))]
+        lines += [declare("b32", *names)]
+        lines += [f"shf.l.wrap.b32 {name}, {word}, {word}, {n};" for name, n in zip(names, by, strict=True)]
+        results += [names]
+    return results[0], results[1], lines
 
 
-class Eight(NamedTuple):
-    """What becomes a word: registers of eight values, of their signs, of what they are multiplied by and of their block's
-    hash, and which of its elements comes first."""
+def stochastic_word(
+    values: list[str], word: str, signs: str, multiplier: str, low: list[str], high: str, steps: str = ""
+) -> list[str]:
+    """word = the codes of eight values times multiplier (and steps), rounded stochastically, under the sign bits in `signs`.
 
-    values: list[str]
-    word: str
-    signs: str
-    multiplier: str
-    seed: str
-    first: int
-
-
-def stochastic_words(low: Eight, high: Eight) -> list[str]:
-    """Two words at once: codes are moved to their places in pairs, in the halves of a register."""
-    lines = []
-    for nibble in range(8):
-        for eight, target in ((low, "b"), (high, "n")):
-            lines += stochastic(eight.values[nibble], target, eight.multiplier, eight.seed, eight.first + nibble)
-        lines += [f"prmt.b32 q{nibble % 4}, b, n, 0x7632;"]  # codes from bits 6 and 22 on
-        if nibble % 2:  # two codes from there, then four from bits 0 and 16 on
-            even, odd = f"q{nibble % 4 - 1}", f"q{nibble % 4}"
-            lines += [f"shl.b32 {odd}, {odd}, 4; lop3.b32 {even}, {odd}, {even}, 0x3C003C00, 0xE4;"]
-        if nibble % 4 == 3:
-            target = f"four{nibble // 4}"
-            lines += [f"shr.u32 q0, q0, 6; shl.b32 q2, q2, 2; lop3.b32 {target}, q0, q2, 0x00FF00FF, 0xE4;"]
-    for eight, selector in ((low, "0x5410"), (high, "0x7632")):
-        lines += [f"prmt.b32 {eight.word}, four0, four1, {selector}; or.b32 {eight.word}, {eight.word}, {eight.signs};"]
-    return lines
+    That product is v 2^-14. low, high: `rotations` of the block's hash, all of the low word, one of the high word.
+    """
+    lines = ["mov.b32 largest_code, 0x0FFF0FFF;"]
+    for index in range(4):
+        pair = f"q{index}"
+        for value, target in ((values[index], "v"), (values[index + 4], "t")):
+            lines += [f"abs.f32 {target}, {value}; mul.rn.f32 {target}, {target}, {multiplier};"]
+            lines += [f"mul.rn.f32 {target}, {target}, {steps};"] if steps else []
+        lines += [
+            f"cvt.rn.f16x2.f32 {pair}, t, v; lop3.b32 r, {low[index]}, {high}, 0x01FF01FF, 0x28;"
+        ]  # (low ^ high) & mask
+        lines += [
+            f"add.u16x2 {pair}, {pair}, r; min.u16x2 {pair}, {pair}, largest_code;"
+        ]  # codes from bits 9 and 25 on
+    for low_pair, high_pair in (("q0", "q1"), ("q2", "q3")):  # of two, in the upper bytes of the halves, a bit too high
+        lines += [
+            f"shl.b32 {high_pair}, {high_pair}, 4; lop3.b32 {low_pair}, {low_pair}, {high_pair}, 0x0FFF0FFF, 0xE4;"
+        ]
+    lines += [f"prmt.b32 {word}, q0, q2, 0x7351; shr.u32 {word}, {word}, 1;"]
+    return [*lines, f"lop3.b32 {word}, {word}, {signs}, 0x77777777, 0xEC;"]  # (codes & mask) | signs
 
 
-CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "n", "r", "q0", "q1", "q2", "q3", "four0", "four1")
+CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "r", "q0", "q1", "q2", "q3", "largest_code")
 
 
 def signs_of_values(values: list[str], signs: str, kept: str) -> list[str]:
@@ -170,13 +161,15 @@ def signs_of_values(values: list[str], signs: str, kept: str) -> list[str]:
     return [*lines, f"and.b32 {signs}, {signs}, {kept};"]
 
 
-def word_of_values(stochastically: bool, first: int) -> str:
-    """$0 = the codes of the fp32 values $1 to $8, those from `first` on of a block. $9: what they are multiplied by;
-    $10: the sign bits that are kept; stochastically, $11: the block's hash."""
+def word_of_values(stochastically: bool, half: int) -> str:
+    """$0 = the codes of the fp32 values $1 to $8, the first or the second half of a block. $9: what they are multiplied by;
+    $10: the sign bits that are kept, none where all codes become 0; stochastically, $11, $12: the block's hash."""
     values = [f"${1 + index}" for index in range(8)]
     lines = [CODE_REGISTERS, declare("b32", "word", "signs"), *signs_of_values(values, "signs", "$10")]
     if stochastically:
-        lines += stochastic_word(values, "word", "signs", "$9", "$11", first)
+        low, high, more = rotations("$11", "$12", "r")
+        lines += [*more, *stochastic_word(values, "word", "signs", "$9", low, high[half], _FP16_STEPS)]
+        lines += [declare("pred", "none"), "setp.eq.s32 none, $10, 0; selp.b32 word, 0, word, none;"]
     else:
         lines += nearest_word(values, "word", "signs", "$9")
     return one_line([*lines, "mov.b32 $0, word;"])
@@ -224,72 +217,107 @@ def multiply(values: list[str], enc: str, below: str) -> list[str]:
     return [*lines, f"@!{below} mov.f32 {enc}, 0f3F800000;"]
 
 
-def rarely(sides: list[tuple[list[str], str, str]], work: Callable[[list[str], str, str], list[str]]) -> list[str]:
-    """`work` for each of one or two (values, enc, below), skipped where all are below: nearly everywhere."""
-    lines = [line for values, enc, below in sides for line in work(values, enc, below)]
-    return [f"and.pred below, {sides[0][2]}, {sides[-1][2]};", "@below bra COMMON;", *lines, "COMMON:"]
+def lift_small(values: list[str], enc: str, below: str) -> list[str]:
+    """Unless `below`, values become finite, 0 of NaN, and where enc * 2^-14 may be subnormal 2^-64 of them, and enc as much more."""
+    lines = [f"setp.lt.f32 above, {enc}, 0f0D800000; selp.f32 v, 0f1F800000, 0f3F800000, above;"]  # 2^-100, 2^-64
+    for value in values:
+        lines += [f"abs.f32 t, {value}; max.f32 t, t, 0f00000000; min.f32 t, t, 0f7F7FFFFF; mul.rn.f32 t, t, v;"]
+        lines += [f"@!{below} mov.f32 {value}, t;"]
+    return [*lines, f"selp.f32 v, 0f5F800000, 0f3F800000, above; mul.rn.f32 v, {enc}, v; @!{below} mov.f32 {enc}, v;"]
 
 
-def signed_multiplier(multiplier: str, encs: list[str]) -> list[str]:
-    """encs = |multiplier|, which is negative where values times it may be 7 or more (`e2m1.marked`)."""
-    lines = [f"mov.b32 b, {multiplier}; setp.ge.s32 below0, b, 0; setp.ge.s32 below1, b, 0;"]
-    return [*lines, *(f"abs.f32 {enc}, {multiplier};" for enc in encs)]
+class Side(NamedTuple):
+    """A block: registers of its values, of what they are multiplied by, of whether that is all there is to do, and of what
+    `scales` divides 1 by."""
+
+    values: list[str]
+    enc: str
+    below: str
+    divisor: str = ""
 
 
-def scales(amaxes: list[str], tensor: list[str], code: str, encs: list[str], limit: str = _SEVEN) -> list[str]:
-    """code = the e4m3 scales of one or two blocks, the first lowest; encs = what their values are multiplied by; below0 and below1
-    = whether that leaves them below the limit, 7.
+def rarely(sides: list[Side], tensor: list[str], work: Callable[[list[str], str, str], list[str]]) -> list[str]:
+    """`work` for each of one or two blocks, skipped where all are below: nearly everywhere. Before it, unless it was given, enc is
+    found again, where the divisor may be 0 or subnormal. tensor: as `scales` takes it."""
+    lines = []
+    for values, enc, below, divisor in sides:
+        if divisor:
+            lift, most = tensor[2:4]
+            lines += [f"mul.rn.f32 v, {divisor}, {lift};", *reciprocal("v", "t")]
+            lines += [f"mul.rn.f32 t, t, {lift}; min.f32 t, t, {most}; @!{below} mov.f32 {enc}, t;"]
+        lines += work(values, enc, below)
+    return [f"and.pred below, {sides[0].below}, {sides[-1].below};", "@below bra COMMON;", *lines, "COMMON:"]
 
-    tensor: sixth, inverse, lift and most of e2m1.tensor_scale; `e2m1.block_scale` says how the reciprocal is rounded.
+
+def given_multiplier(multiplier: str, sides: list[Side], stochastically: bool) -> list[str]:
+    """The sides' enc = |multiplier|, and below = whether no more is to be done: unless it is negative (`e2m1.marked`)."""
+    if stochastically:  # what `lift_small` is not for
+        lines = [f"setp.ge.f32 {side.below}, {multiplier}, 0f0D800000;" for side in sides]
+    else:
+        lines = [f"mov.b32 b, {multiplier};", *(f"setp.ge.s32 {side.below}, b, 0;" for side in sides)]
+    return [*lines, *(f"abs.f32 {side.enc}, {multiplier};" for side in sides)]
+
+
+def reciprocal(divisor: str, target: str) -> list[str]:
+    """target = 1 / divisor, rounded correctly where neither is subnormal: `e2m1.block_scale` says why."""
+    return [
+        f"neg.f32 negative, {divisor}; rcp.approx.ftz.f32 guess, {divisor};",
+        f"fma.rn.f32 negative, negative, guess, 0f3F800000; fma.rn.f32 {target}, negative, guess, guess;",
+    ]
+
+
+def scales(amaxes: list[str], tensor: list[str], code: str, sides: list[Side]) -> list[str]:
+    """code = the e4m3 scales of one or two blocks, the first lowest; the sides' enc = what their values are multiplied by, and below =
+    whether that is so, and leaves them below the tensor's limit: otherwise `rarely` goes on.
+
+    tensor: sixth, inverse, lift, most and the limit, 7 or 0, of e2m1.tensor_scale. In a tensor that has lift to do it is 0.
     """
-    sixth, inverse, lift, most = tensor
+    sixth, inverse, limit = tensor[0], tensor[1], tensor[4]
     low, high = amaxes[0], amaxes[-1]
     lines = [f"mul.rn.f32 v, {low}, {sixth}; mul.rn.f32 t, {high}, {sixth};"]
     lines += [
         f"cvt.rn.satfinite.e4m3x2.f32 c8, t, v; cvt.rn.f16x2.e4m3x2 b, c8; mov.b32 {{h0, h1}}, b; cvt.u32.u16 {code}, c8;"
     ]
-    for half, enc, amax, below in zip(("h0", "h1"), encs, amaxes, ("below0", "below1"), strict=False):
+    for half, side, amax in zip(("h0", "h1"), sides, amaxes, strict=False):
         lines += [
-            f"cvt.f32.f16 v, {half}; mul.rn.f32 v, v, {inverse}; mul.rn.f32 v, v, {lift}; neg.f32 negative, v;",
-            "rcp.approx.ftz.f32 t, v; fma.rn.f32 v, negative, t, 0f3F800000; fma.rn.f32 t, v, t, t;",
-            f"mul.rn.f32 t, t, {lift}; min.f32 {enc}, t, {most}; mul.rn.f32 v, {amax}, t; setp.lt.f32 {below}, v, {limit};",
+            f"cvt.f32.f16 v, {half}; mul.rn.f32 {side.divisor}, v, {inverse};",
+            *reciprocal(side.divisor, side.enc),
         ]
+        lines += [f"mul.rn.f32 v, {amax}, {side.enc}; setp.lt.f32 {side.below}, v, {limit};"]
     return lines
 
 
 SCALE_REGISTERS = (
     declare("b16", "c8", "h0", "h1")
-    + declare("f32", "negative")
+    + declare("f32", "negative", "guess")
     + declare("pred", "below", "below0", "below1", "zero", "above")
 )
-
-
-def multiplier_of(enc: str, quadruple: bool) -> list[str]:
-    """enc / 6, the multiplier of stochastic rounding, or a quarter of it for values that are four times too large."""
-    return [f"mul.rn.f32 {enc}, {enc}, 0f3D2AAAAB;"] + ([] if quadruple else [f"mul.rn.f32 {enc}, {enc}, 0f40800000;"])
 
 
 def block_of_a_row(stochastically: bool, scaled: bool) -> str:
     """$0 (64 bits) = the codes of a row's block of 16 bf16 values, and unless `scaled` $1 = its scale, in the lowest byte.
 
-    Inputs, in this order: the block's eight words; `scaled`: what values are multiplied by, or else sixth, inverse, lift
-    and most; the sign bits that are kept; stochastically the block's hash.
+    Inputs, in this order: the block's eight words; `scaled`: what values are multiplied by, or else sixth, inverse, lift, most and
+    the limit; the sign bits that are kept; stochastically the two words of the block's hash.
     """
     inputs = iter(f"${index}" for index in range(1 if scaled else 2, 32))
     words = [next(inputs) for _ in range(8)]
-    tensor = [next(inputs) for _ in range(1 if scaled else 4)]
-    kept, seed = next(inputs), next(inputs) if stochastically else ""
-    limit = _SEVEN if stochastically or scaled else next(inputs)
+    tensor = [next(inputs) for _ in range(1 if scaled else 5)]
+    kept = next(inputs)
     values = [f"x{index}" for index in range(16)]
-    lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *values, "enc"), declare("b32", "most", "scale")]
+    side = Side(values, "enc", "below0", "" if scaled else "divisor")
+    lines = [
+        CODE_REGISTERS,
+        SCALE_REGISTERS,
+        declare("f32", *values, "enc", "divisor"),
+        declare("b32", "most", "scale"),
+    ]
     lines += [declare("b32", "e", "o", "s0", "s1", "word0", "word1")]
     if scaled:
-        lines += signed_multiplier(tensor[0], ["enc"]) if not stochastically else [f"mov.f32 enc, {tensor[0]};"]
+        lines += given_multiplier(tensor[0], [side], stochastically)
     else:
         lines += [*largest(words, "most"), widen("most", "x0", "x1"), "max.f32 x0, x0, x1;"]
-        lines += scales(["x0"], tensor, "scale", ["enc"], limit)
-        if stochastically:
-            lines += multiplier_of("enc", False)
+        lines += scales(["x0"], tensor, "scale", [side])
     lines += [widen(word, values[2 * i], values[2 * i + 1]) for i, word in enumerate(words)]
     for half in range(2):
         a, b, c, d = words[4 * half : 4 * half + 4]
@@ -299,11 +327,14 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
             f"prmt.b32 s{half}, e, o, 0x5410; prmt.b32 o, e, o, 0x7632; shr.u32 s{half}, s{half}, 4;",
             f"lop3.b32 s{half}, o, s{half}, 0x80808080, 0xE4; and.b32 s{half}, s{half}, {kept};",
         ]
-    if seed:
-        halves = [Eight(values[8 * i : 8 * i + 8], f"word{i}", f"s{i}", "enc", seed, 8 * i) for i in range(2)]
-        lines += stochastic_words(*halves)
+    lines += rarely([side], tensor, lift_small if stochastically else multiply)
+    if stochastically:
+        low, high, more = rotations(next(inputs), next(inputs), "r")
+        lines += [*more, f"mul.rn.f32 enc, enc, {_FP16_STEPS};"]
+        for half in range(2):
+            lines += stochastic_word(values[8 * half : 8 * half + 8], f"word{half}", f"s{half}", "enc", low, high[half])
     else:
-        lines += [*rarely([(values, "enc", "below0")], multiply), "mul.rn.f32 enc, enc, 0f3E800000;"]
+        lines += ["mul.rn.f32 enc, enc, 0f3E800000;"]
         for half in range(2):
             lines += nearest_word(values[8 * half : 8 * half + 8], f"word{half}", f"s{half}", "enc", nearest_of_bf16)
     return one_line([*lines, "mov.b64 $0, {word0, word1};", *([] if scaled else ["mov.b32 $1, scale;"])])
@@ -313,36 +344,31 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     """$0, $1 = the codes of the left column's block of 16 bf16 values, $2, $3 = the right one's, unless `scaled` $4 = their scales,
     the left one's lowest.
 
-    Inputs, in this order: the sixteen rows' words; `scaled`: what values are multiplied by, or else sixth, inverse, lift and
-    most; the sign bits that are kept; stochastically the hashes of the left and the right block.
+    Inputs, in this order: the sixteen rows' words; `scaled`: what values are multiplied by, or else sixth, inverse, lift, most and
+    the limit; the sign bits that are kept; stochastically the hashes of the left and the right block, two words each.
     """
     inputs = iter(f"${index}" for index in range(4 if scaled else 5, 40))
     words = [next(inputs) for _ in range(16)]
-    tensor = [next(inputs) for _ in range(1 if scaled else 4)]
+    tensor = [next(inputs) for _ in range(1 if scaled else 5)]
     kept = next(inputs)
-    seeds = [next(inputs) if stochastically else "" for _ in range(2)]
-    limit = _SEVEN if hadamard or stochastically or scaled else next(inputs)
     left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
-    lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *left, *right, "enc0", "enc1")]
+    lines = [CODE_REGISTERS, SCALE_REGISTERS, declare("f32", *left, *right, "enc0", "enc1", "divisor0", "divisor1")]
     lines += [declare("b32", "most", "scale", "e", "o", "s0", "s1", *(f"word{index}" for index in range(4)))]
+    lines += [declare("f32", "amax0", "amax1")]
     lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
     if hadamard:
-        lines += [declare("f32", "amax0", "amax1")]
         left, more = butterflies(left, "p", "amax0")
         right, still_more = butterflies(right, "q", "amax1")
         lines += [*more, *still_more]
         lines += ["mul.rn.f32 amax0, amax0, 0f3E800000; mul.rn.f32 amax1, amax1, 0f3E800000;"]
-        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"])
     elif not scaled:
-        lines += [*largest(words, "most"), declare("f32", "amax0", "amax1"), widen("most", "amax0", "amax1")]
-        lines += scales(["amax0", "amax1"], tensor, "scale", ["enc0", "enc1"], limit)
+        lines += [*largest(words, "most"), widen("most", "amax0", "amax1")]
+    divisors = ("", "") if scaled else ("divisor0", "divisor1")
+    sides = [Side(left, "enc0", "below0", divisors[0]), Side(right, "enc1", "below1", divisors[1])]
+    if scaled:
+        lines += given_multiplier(tensor[0], sides, stochastically)
     else:
-        encs = ["enc0", "enc1"]
-        lines += (
-            [f"mov.f32 {enc}, {tensor[0]};" for enc in encs] if stochastically else signed_multiplier(tensor[0], encs)
-        )
-    if stochastically and not scaled:
-        lines += [*multiplier_of("enc0", hadamard), *multiplier_of("enc1", hadamard)]
+        lines += scales(["amax0", "amax1"], tensor, "scale", sides)
     lines += [declare("b32", *(f"s{side}_{half}" for side in range(2) for half in range(2)))]
     for half in range(2):
         names = [f"s{side}_{half}" for side in range(2)]
@@ -351,28 +377,21 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
             lines += signs_of_values(right[8 * half : 8 * half + 8], names[1], kept)
         else:
             lines += signs_of_two_columns(words[8 * half : 8 * half + 8], kept, names)
-    if not stochastically:
-        sides = [(left, "enc0", "below0"), (right, "enc1", "below1")]
-        lines += rarely(sides, clamp_transformed if hadamard else multiply)
-        if not hadamard:
-            lines += ["mul.rn.f32 enc0, enc0, 0f3E800000; mul.rn.f32 enc1, enc1, 0f3E800000;"]
-    for half in range(2):
-        eights = [
-            Eight(
-                values[8 * half : 8 * half + 8],
-                f"word{2 * side + half}",
-                f"s{side}_{half}",
-                f"enc{side}",
-                seed,
-                8 * half,
-            )
-            for side, (values, seed) in enumerate(zip((left, right), seeds, strict=True))
-        ]
+    lines += rarely(sides, tensor, lift_small if stochastically else clamp_transformed if hadamard else multiply)
+    # Transformed values are four times too large, which clamp_transformed and nearest_below_seven know.
+    factor = ("0f37800000" if hadamard else _FP16_STEPS) if stochastically else "" if hadamard else "0f3E800000"
+    for index, side in enumerate(sides):
+        if factor:
+            lines += [f"mul.rn.f32 {side.enc}, {side.enc}, {factor};"]
         if stochastically:
-            lines += stochastic_words(*eights)
-        else:
-            for eight in eights:
-                lines += nearest_word(*eight[:4], nearest_below_seven if hadamard else nearest_of_bf16)
+            low, high, more = rotations(next(inputs), next(inputs), f"r{index}")
+            lines += more
+        for half in range(2):
+            eight = side.values[8 * half : 8 * half + 8], f"word{2 * index + half}", f"s{index}_{half}", side.enc
+            if stochastically:
+                lines += stochastic_word(*eight, low, high[half])
+            else:
+                lines += nearest_word(*eight, nearest_below_seven if hadamard else nearest_of_bf16)
     lines += [f"mov.b32 ${index}, word{index};" for index in range(4)]
     return one_line([*lines, *([] if scaled else ["mov.b32 $4, scale;"])])
 

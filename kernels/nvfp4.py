@@ -25,13 +25,13 @@ Sylvester's matrix. That matrix is orthogonal, so the product of two tensors tha
 contracted dimension needs no inverse. columnwise_amax is then that of the transformed tensor, and where M is no
 multiple of 16 the last block, zero past M before the transform, keeps all of its 16 outputs.
 
-`stochastic_rounding`: q is one of v's two neighbours, the upper in magnitude with probability round(2^22 t) / 2^22, t the
-distance from the lower in steps, where
+`stochastic_rounding`: q is one of v's two neighbours, the upper in magnitude with probability t rounded to a multiple of 2^-9, t the
+distance from the lower in steps and v = |x| * enc: v 2^-14 is rounded to fp16, whose exponents are then those of e2m1 with
+nine bits below each code, and nine random bits are added, 6 being the most that comes of it. (Blackwell's instruction takes 32 bits
+for four elements.)
 
-    v = 6 min(|x| * (enc / 6), 1)                    enc / 6 as 4 (enc * (1/24)); below 1 in multiples of 2^-23
-
-`random`, int32 [2] (`random_key`), is the key of a hash of each block's number in the data, from which its elements take 22
-bits each (`random_bits`); columns take the key with its words exchanged. Nothing else is read, and the same key gives the
+`random`, int32 [2] (`random_key`), is the key of a hash of each block's number in the data, from which its elements take their
+bits (`random_bits`); columns take the key with its words exchanged. Nothing else is read, and the same key gives the
 same bits on every device.
 """
 
@@ -41,7 +41,7 @@ import torch
 
 from te_dynamo.kernels._triton import triton
 from te_dynamo.kernels.block_words import packs
-from te_dynamo.kernels.e2m1_assembly import RANDOM_STEP
+from te_dynamo.kernels.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
 from te_dynamo.kernels.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
 from te_dynamo.kernels.launch import launch, multiprocessor_count
 from te_dynamo.kernels.nvfp4_kernels import (
@@ -162,8 +162,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
         code = nearest_codes(blocks * enc)
     else:
         bits = random_bits(key, len(blocks) * height, blocks_wide)
-        sixth = blocks * ((enc * torch.full_like(enc, 1 / 24)) * 4)
-        code = stochastic_codes(sixth, bits.reshape(blocks.shape))
+        code = stochastic_codes(blocks * enc, bits.reshape(blocks.shape))
     code = code | (blocks.signbit().to(torch.uint8) << 3)
     code = code.flatten(2).flatten(0, 1)[:rows]
     data = (code[:, 0::2] | (code[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
@@ -183,29 +182,47 @@ def nearest_codes(value: torch.Tensor) -> torch.Tensor:
     return (steps.round() + offset).to(torch.uint8)  # half to even, and the offsets are even
 
 
-def stochastic_codes(sixth: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """The codes, uint8 and without their signs, of six times fp32 values, rounded by 22 bits (int32) each.
+def stochastic_codes(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """The codes, uint8 and without their signs, of fp32 values rounded by nine bits (int32) each.
 
-    Times 2^-126 fp32 has the exponents of e2m1, with 22 bits below each code.
+    Times 2^-14 fp16 has the exponents of e2m1, with nine bits below each code.
     """
-    value = sixth.abs().clamp(max=1.0) * (6 * 2.0**-126)
-    return ((value.view(torch.int32) + bits) >> 22).to(torch.uint8)
+    steps = (value.abs() * 2.0**-14).to(torch.float16).view(torch.int16).to(torch.int32)
+    return ((steps + bits).clamp(max=0xFFF) >> 9).to(torch.uint8)
 
 
 def random_bits(key: torch.Tensor, rows: int, blocks_wide: int) -> torch.Tensor:
-    """22 random bits, int32 [rows, 16 blocks_wide], for each element of data [rows, 8 blocks_wide].
+    """Nine random bits, int32 [rows, 16 blocks_wide], for each element of data [rows, 8 blocks_wide].
 
-    A block's number in its buffer is hashed to 32 bits by a multiply-xorshift of good avalanche, the key's first word added before
-    it, the second mixed in halfway; element i of the block takes the upper 22 of the hash times RANDOM_STEP^i.
+    Those of a block are bits of the xor of its hash's two words (`block_hashes`), rotated to the left: elements 8 h + p and
+    8 h + p + 4 have the low nine bits of the lower and of the upper half of low <<< LOW_ROTATIONS[p] ^ high <<< HIGH_ROTATIONS[h].
+    """
+    low, high = block_hashes(key, rows * blocks_wide)
+    elements = []
+    for second in HIGH_ROTATIONS:
+        pairs = [rotated(low, first) ^ rotated(high, second) for first in LOW_ROTATIONS]
+        elements += [pair & 0x1FF for pair in pairs] + [pair >> 16 & 0x1FF for pair in pairs]
+    return torch.stack(elements, dim=-1).to(torch.int32).reshape(rows, blocks_wide * BLOCK)
+
+
+def block_hashes(key: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 bits of each block, as the low and the high 32 in int64 [blocks].
+
+    The block's number is hashed by a multiply-xorshift of good avalanche, the key's first word added before it, the second mixed in
+    halfway; of the last product both halves are taken.
     """
     mask = 0xFFFFFFFF
     first, second = key.to(torch.int64) & mask
-    h = torch.arange(rows * blocks_wide, device=key.device).reshape(rows, blocks_wide)
+    h = torch.arange(blocks, device=key.device)
     h = (h * 0x9E3779B1 + first) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
-    h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & mask
-    steps = torch.tensor([pow(RANDOM_STEP, i, 2**32) for i in range(BLOCK)], device=h.device)
-    return (((h[:, :, None] * steps) & mask) >> 10).to(torch.int32).flatten(1)
+    h = (h ^ (h >> 15) ^ second) * 0x846CA68B  # 64 bits, whose highest is int64's sign
+    return h & mask, h >> 32 & mask
+
+
+def rotated(word: torch.Tensor, by: int) -> torch.Tensor:
+    """32 bits in int64, rotated to the left."""
+    return (word << by | word >> (32 - by)) & 0xFFFFFFFF
 
 
 def hadamard_reference(matrix: torch.Tensor, inverse: bool = False) -> torch.Tensor:

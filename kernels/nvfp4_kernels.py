@@ -15,7 +15,6 @@ from te_dynamo.kernels.e2m1 import (
     interleave,
     load_partials,
     magnitude,
-    multiplier_of,
     pack_columns,
     pack_row,
     store_scales,
@@ -172,7 +171,7 @@ def quantize_nvfp4_kernel(
         strip, across = tl.num_programs(0) - 1 - tl.program_id(0), K // BLOCK_K
         top, column = strip // across * (4 * BLOCK_M), strip % across * BLOCK_K
         w = load_column_blocks(x, (top, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
-    by_rows, by_columns = (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
+    by_rows, by_columns = (0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0)
     value, columnwise_value = amaxes(bits, TWO)
     if ROWWISE:
         by_rows = tensor_scale(value, amax)
@@ -283,14 +282,10 @@ def quantize_elements(
             scale, enc = block_scale(block_amax, by_rows)
             rows = row + i + 16 * tl.arange(0, G)[:, None]
             number = rows * (row_words // 2) + (column // 16 + tl.arange(0, B)[None, :])
-            words += (
-                pack_row(
-                    values[i], multiplier_of(enc, STOCHASTIC), by_rows[4], number, key[0], key[1], STOCHASTIC, G, B
-                ),
-            )
+            words += (pack_row(values[i], enc, by_rows[4], number, key[0], key[1], STOCHASTIC, G, B),)
             scales += (scale.to(tl.uint8, bitcast=True),)
         store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
-        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, False, False)
+        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, False)
     if COLUMNWISE:
         turned = hadamard(values) if HADAMARD else values
         if TWO_D:
@@ -300,12 +295,11 @@ def quantize_elements(
         scale, enc = block_scale(block_amax, by_columns)
         columns = column + tl.arange(0, BLOCK_K)[None, :]
         number = columns * (column_words // 2) + (row // 16 + tl.arange(0, G)[:, None])
-        multiplier = multiplier_of(enc, STOCHASTIC)
-        low, high = pack_columns(turned, multiplier, by_columns[4], number, key[1], key[0], STOCHASTIC)
+        low, high = pack_columns(turned, enc, by_columns[4], number, key[1], key[0], STOCHASTIC)
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
         store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
         scale = tl.trans(scale.to(tl.uint8, bitcast=True))
-        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, False, False)
+        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, False)
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------

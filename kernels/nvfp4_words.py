@@ -18,7 +18,6 @@ from te_dynamo.kernels.e2m1 import (
     block_hash,
     block_scale,
     marked,
-    multiplier_of,
     one_a_thread,
     store_scales,
     store_words,
@@ -46,30 +45,49 @@ AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
 
 @triton.jit
 def load_row_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """The tile's words as eight tensors [BLOCK_M, BLOCK_K / 16], the i-th those i of every block of its rows."""
-    return load_half_blocks(x, place, 0, BLOCK_M, BLOCK_K, WHOLE) + load_half_blocks(
-        x, place, 1, BLOCK_M, BLOCK_K, WHOLE
-    )
+    """The tile's words, four times eight tensors [BLOCK_M / 4, BLOCK_K / 16]: [4 g + r, b] of the i-th of the q-th eight is word i of
+    block b of row 16 g + 4 q + r; zero outside. They are in the threads that have the group in `load_column_blocks`."""
+    tile = ()
+    for q in tl.static_range(4):
+        low = load_half_blocks(x, place, q, 0, BLOCK_M, BLOCK_K, WHOLE)
+        high = load_half_blocks(x, place, q, 4, BLOCK_M, BLOCK_K, WHOLE)
+        tile += (low + high,)
+    return tile
 
 
 @triton.jit
-def load_half_blocks(x, place, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """Words 4 HALF to 4 HALF + 3 of every block of the tile's rows, four tensors [BLOCK_M, BLOCK_K / 16]; zero outside.
-    The last to be read: they leave the cache first."""
+def first_rows(BLOCK_M: tl.constexpr):
+    """The rows, [BLOCK_M / 4, 1], of the first eight tensors of `load_row_blocks`."""
+    index = tl.arange(0, BLOCK_M // 4)[:, None]
+    return index // 4 * 16 + index % 4
+
+
+@triton.jit
+def load_half_blocks(
+    x,
+    place,
+    Q: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Words WORD to WORD + 3 of the Q-th eight of `load_row_blocks`. The last to be read: they leave the cache first."""
     B: tl.constexpr = BLOCK_K // 16
-    row, column, M, K, _, _ = place
+    row, column, M, K = place[0], place[1], place[2], place[3]
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
     index = tl.arange(0, 4 * B)
     # Four neighbours each, which the compiler does not see, and threads beside each other in a row.
-    words = tl.multiple_of(tl.max_contiguous(index // 4 * 8 + 4 * HALF + index % 4, 4), 4)
-    rows, words = tl.arange(0, BLOCK_M)[:, None], words[None, :]
+    words = tl.multiple_of(tl.max_contiguous(index // 4 * 8 + index % 4, 4), 4)[None, :]
+    rows = first_rows(BLOCK_M)
     corner = x.to(tl.pointer_type(tl.int32)) + (tl.cast(row, tl.int64) * stride + column // 2)
+    places = (corner + (rows * stride + words)) + (4 * Q * stride + WORD)  # the last an offset in the instruction
     if WHOLE:
-        four = tl.load(corner + (rows * stride + words), eviction_policy="evict_first")
+        four = tl.load(places, eviction_policy="evict_first")
     else:
-        mask = (row + rows < M) & (column // 2 + words < stride)
-        four = tl.load(corner + (rows * stride + words), mask=mask, other=0, eviction_policy="evict_first")
-    even, odd = tl.split(tl.reshape(four, (BLOCK_M, B, 2, 2)))
+        mask = (row + rows + 4 * Q < M) & (column // 2 + words + WORD < stride)
+        four = tl.load(places, mask=mask, other=0, eviction_policy="evict_first")
+    even, odd = tl.split(tl.reshape(four, (BLOCK_M // 4, B, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return (w0, w1, w2, w3)
@@ -137,12 +155,19 @@ def amax_of_halves(words):
 
 
 @triton.jit
+def limit(tensor, ANY: tl.constexpr):
+    """Of `tensor_scale`, that of ANY block, or of one whose bf16 is rounded to the nearest."""
+    return tensor[5] if ANY else tensor[6]
+
+
+@triton.jit
 def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
     """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.tensor_scale`."""
     ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
-    REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,r," + ("r" if STOCHASTIC else "f")
-    arguments = w + tensor[:5]
-    arguments = arguments + ((block_hash(number, key[0], key[1]),) if STOCHASTIC else (tensor[5],))
+    REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,f,r" + (",r,r" if STOCHASTIC else "")
+    arguments = w + tensor[:4] + (limit(tensor, STOCHASTIC), tensor[4])
+    if STOCHASTIC:
+        arguments = arguments + block_hash(number, key[0], key[1])
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=(tl.int64, tl.int32), is_pure=True, pack=1)
 
 
@@ -150,10 +175,10 @@ def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
 def scaled_row_codes(w, multiplier, signs, number, key, STOCHASTIC: tl.constexpr):
     """`row_codes` of blocks whose values are multiplied by `multiplier`."""
     ASM: tl.constexpr = ROW_STOCHASTIC_SCALED if STOCHASTIC else ROW_SCALED
-    REGISTERS: tl.constexpr = "=l,r,r,r,r,r,r,r,r,f,r" + (",r" if STOCHASTIC else "")
+    REGISTERS: tl.constexpr = "=l,r,r,r,r,r,r,r,r,f,r" + (",r,r" if STOCHASTIC else "")
     arguments = w + (multiplier, signs)
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, key[0], key[1]),)
+        arguments = arguments + block_hash(number, key[0], key[1])
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int64, is_pure=True, pack=1)
 
 
@@ -164,14 +189,12 @@ def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHA
     TO_NEAREST: tl.constexpr = HADAMARD if TRANSFORMED else COLUMN
     RANDOMLY: tl.constexpr = HADAMARD_STOCHASTIC if TRANSFORMED else COLUMN_STOCHASTIC
     ASM: tl.constexpr = RANDOMLY if STOCHASTIC else TO_NEAREST
-    REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,r" + (
-        ",r,r" if STOCHASTIC else "" if TRANSFORMED else ",f"
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,f,r" + (
+        ",r,r,r,r" if STOCHASTIC else ""
     )
-    arguments = w + tensor[:5]
-    if not (TRANSFORMED or STOCHASTIC):
-        arguments = arguments + (tensor[5],)
+    arguments = w + tensor[:4] + (limit(tensor, TRANSFORMED or STOCHASTIC), tensor[4])
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
+        arguments = arguments + block_hash(number, key[0], key[1]) + block_hash(number + step, key[0], key[1])
     return tl.inline_asm_elementwise(
         ASM,
         REGISTERS,
@@ -186,10 +209,10 @@ def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHA
 def scaled_column_codes(w, multiplier, signs, number, step, key, STOCHASTIC: tl.constexpr):
     """`column_codes`, without the scales, of blocks whose values are multiplied by `multiplier`."""
     ASM: tl.constexpr = COLUMN_STOCHASTIC_SCALED if STOCHASTIC else COLUMN_SCALED
-    REGISTERS: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r" + (",r,r" if STOCHASTIC else "")
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,r" + (",r,r,r,r" if STOCHASTIC else "")
     arguments = w + (multiplier, signs)
     if STOCHASTIC:
-        arguments = arguments + (block_hash(number, key[0], key[1]), block_hash(number + step, key[0], key[1]))
+        arguments = arguments + block_hash(number, key[0], key[1]) + block_hash(number + step, key[0], key[1])
     return tl.inline_asm_elementwise(
         ASM, REGISTERS, arguments, dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
@@ -294,12 +317,8 @@ def quantize_strip(
         if i < 3:
             w = load_column_blocks(x, (top + (i + 1) * BLOCK_M, column, M, K), BLOCK_M, BLOCK_K, True)
         store_column_codes(columnwise_data, codes, tile, BLOCK_M, BLOCK_K, True)
-        # Always: above a branch the compiler does nothing of the rows, which would hold back the next tile.
-        if M > 0:  # noqa: SIM102
-            if ROWWISE:
-                quantize_rows(
-                    words, data, scale_inv, tile, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, True
-                )
+        if ROWWISE:
+            quantize_rows(words, data, scale_inv, tile, by_rows, square, key, TWO_D, STOCHASTIC, BLOCK_M, BLOCK_K, True)
     store_strip_scales(columnwise_scale_inv, older, newer, top, column, M, BLOCK_M // 16, BLOCK_K // 2)
 
 
@@ -308,7 +327,7 @@ def square_scales(w, tensor, STOCHASTIC: tl.constexpr, BLOCK_M: tl.constexpr, BL
     """(scales, multipliers) [BLOCK_M / 16, BLOCK_K / 16] of a tile's blocks of 16x16."""
     amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
     scale, enc = block_scale(amax, tensor)
-    multiplier = multiplier_of(enc, True) if STOCHASTIC else marked(enc, amax, tensor[5])
+    multiplier = enc if STOCHASTIC else marked(enc, amax, tensor[6])
     return scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier
 
 
@@ -330,28 +349,39 @@ def quantize_rows(
     """Codes and scales of the tile's rows; square: `square_scales`, used if TWO_D."""
     B: tl.constexpr = BLOCK_K // 16
     row, column, M, K, row_words, _ = place
-    rows, blocks = tl.arange(0, BLOCK_M)[:, None], one_a_thread(B)[None, :]
+    rows, blocks = first_rows(BLOCK_M), one_a_thread(B)[None, :]
     row_blocks = row_words // 2
-    number = (row + rows) * row_blocks + (column // 16 + blocks)
-    if TWO_D:
-        scale, multiplier = of_sixteen_rows(square[0], BLOCK_M, B), of_sixteen_rows(square[1], BLOCK_M, B)
-        codes = scaled_row_codes(words, multiplier, tensor[4], number, key, STOCHASTIC)
-    else:
-        codes, scale = row_codes(words, tensor, number, key, STOCHASTIC)
+    scale_blocks = (tl.cdiv(K, 16) + 3) // 4 * 4
     corner = data.to(tl.pointer_type(tl.int64)) + (tl.cast(row, tl.int64) * row_blocks + column // 16)
-    places = corner + (rows * row_blocks + blocks)
-    if WHOLE:
-        tl.store(places, codes)
-    else:
-        tl.store(places, codes, mask=(row + rows < M) & (column // 16 + blocks < row_blocks))
-    # A byte from each thread: collecting them would take two barriers.
-    store_scales(scale_inv, scale.to(tl.uint8), row, column // 16, M, K, BLOCK_M, B, True, WHOLE)
+    corner += rows * row_blocks + blocks
+    scale_corner = scale_inv + (tl.cast(row, tl.int64) * scale_blocks + column // 16) + (rows * scale_blocks + blocks)
+    for q in tl.static_range(4):
+        number = (row + rows + 4 * q) * row_blocks + (column // 16 + blocks)
+        if TWO_D:
+            scale, multiplier = of_four_rows(square[0], BLOCK_M, B), of_four_rows(square[1], BLOCK_M, B)
+            codes = scaled_row_codes(words[q], multiplier, tensor[4], number, key, STOCHASTIC)
+        else:
+            codes, scale = row_codes(words[q], tensor, number, key, STOCHASTIC)
+        places, scale_places, scale = (
+            corner + 4 * q * row_blocks,
+            scale_corner + 4 * q * scale_blocks,
+            scale.to(tl.uint8),
+        )
+        # A byte from each thread: collecting them would take two barriers.
+        if WHOLE:
+            tl.store(places, codes)
+            tl.store(scale_places, scale)
+        else:
+            inside = (row + rows + 4 * q < M) & (column // 16 + blocks < tl.cdiv(K, 16))
+            tl.store(places, codes, mask=(row + rows + 4 * q < M) & (column // 16 + blocks < row_blocks))
+            padded = (row + rows + 4 * q < (M + 127) // 128 * 128) & (column // 16 + blocks < scale_blocks)
+            tl.store(scale_places, tl.where(inside, scale, 0), mask=padded)
 
 
 @triton.jit
-def of_sixteen_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
-    """[BLOCK_M, B] with every row of value [BLOCK_M / 16, B] sixteen times."""
-    return tl.reshape(tl.broadcast_to(value[:, None, :], (BLOCK_M // 16, 16, B)), (BLOCK_M, B))
+def of_four_rows(value, BLOCK_M: tl.constexpr, B: tl.constexpr):
+    """[BLOCK_M / 4, B] with every row of value [BLOCK_M / 16, B] four times."""
+    return tl.reshape(tl.broadcast_to(value[:, None, :], (BLOCK_M // 16, 4, B)), (BLOCK_M // 4, B))
 
 
 @triton.jit
@@ -403,7 +433,7 @@ def store_column_scales(scale_inv, scale, place, BLOCK_M: tl.constexpr, BLOCK_K:
     G: tl.constexpr = BLOCK_M // 16
     row, column, M, K = place[0], place[1], place[2], place[3]
     scales = tl.permute(tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8)), (1, 2, 0))
-    store_scales(scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, False, WHOLE)
+    store_scales(scale_inv, tl.reshape(scales, (BLOCK_K, G)), column, row // 16, K, M, BLOCK_K, G, WHOLE)
 
 
 @triton.jit

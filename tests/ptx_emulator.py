@@ -77,7 +77,8 @@ class PtxEmulator:
         if name.endswith("f32"):
             return floating(name, *(value.view(np.float32) for value in values)).view(np.uint32)
         if name.endswith("u16x2"):
-            return np.maximum(*(value.view(np.uint16) for value in values)).view(np.uint32)
+            of_halves = {"max": np.maximum, "min": np.minimum, "add": np.add}[operation]
+            return of_halves(*(value.view(np.uint16) for value in values)).view(np.uint32)
         if operation == "prmt":
             return permuted(*values)
         wide = [value.astype(np.uint64) for value in values]
@@ -91,10 +92,16 @@ class PtxEmulator:
             "shl": lambda a, b: a << b,
             "shr": lambda a, b: a >> b,
             "shf": lambda low, high, n: (high << n) | (low >> (np.uint64(32) - n)),
-            "lop3": lambda a, b, c, table: (a & c) | (b & ~c),  # of 0xE4
+            "lop3": lambda a, b, c, table: LOGIC[int(table[0])](a, b, c),
         }[operation](*wide)
-        assert operation != "lop3" or (values[3] == 0xE4).all()
         return (result & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+
+LOGIC = {
+    0xE4: lambda a, b, c: (a & c) | (b & ~c),
+    0xEC: lambda a, b, c: (a & c) | b,
+    0x28: lambda a, b, c: (a ^ b) & c,
+}
 
 
 def floating(name: str, *values: np.ndarray) -> np.ndarray:
@@ -174,6 +181,9 @@ def conversion(name: str, values: list[np.ndarray]) -> np.ndarray:
     if name == "cvt.rn.f16x2.e4m3x2":
         codes = torch.from_numpy(np.stack([values[0] & 0xFF, values[0] >> 8], axis=-1).astype(np.uint8))
         return codes.view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint32)[:, 0]
+    if name == "cvt.rn.f16x2.f32":
+        high, low = (value.view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint32) for value in values)
+        return high << np.uint32(16) | low
     assert name == "cvt.f32.f16"
     return values[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
 

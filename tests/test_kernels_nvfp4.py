@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from ptx_emulator import PtxEmulator
 
-from te_dynamo.kernels.e2m1_assembly import RANDOM_STEP, word_of_values
+from te_dynamo.kernels.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS, word_of_values
 from te_dynamo.kernels.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
@@ -82,32 +82,37 @@ def nearest_code(values: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
     return np.where(up, upper, upper - 1)
 
 
-def stochastic_code(sixth: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Index in E2M1 of the neighbour of 6 min(sixth, 1) that 22 random bits choose, in float64."""
-    magnitude = np.minimum(sixth.astype(np.float64), 1.0) * 6
-    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(magnitude, 1e-300))), 0) - 23)
-    magnitude = np.rint(magnitude / step) * step  # one fp32 rounding, as of a number that is subnormal below 1
+def stochastic_code(magnitude: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Index in E2M1 of the neighbour of each fp32 magnitude that nine random bits choose, in float64."""
+    magnitude = magnitude.astype(np.float64)
+    unit = np.exp2(np.maximum(np.floor(np.log2(np.clip(magnitude, 1e-300, 8))), 0) - 10)  # 2^-9 of a step
+    magnitude = np.minimum(
+        np.rint(magnitude / unit) * unit, 6.0
+    )  # one fp16 rounding, as of a number that is subnormal below 1
     lower = np.clip(np.searchsorted(E2M1, magnitude, side="right") - 1, 0, 6)
     distance = (magnitude - E2M1[lower]) / (E2M1[lower + 1] - E2M1[lower])
-    return lower + (distance + bits / 2.0**22 >= 1)
+    return lower + (distance + bits / 2.0**9 >= 1)
 
 
-def hashed_words(key: torch.Tensor, blocks: int) -> np.ndarray:
-    """The 32 bits of each block, in numpy's wrapping uint32."""
+def hashed_words(key: torch.Tensor, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The 64 bits of each block, the low and the high 32, in numpy's wrapping integers."""
     first, second = key.numpy().view(np.uint32)
     h = np.arange(blocks, dtype=np.uint32) * np.uint32(0x9E3779B1) + first
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    return (h ^ (h >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B)
+    product = (h ^ (h >> np.uint32(15)) ^ second).astype(np.uint64) * np.uint64(0x846CA68B)
+    return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
 
 
 def hashed(key: torch.Tensor, blocks: int) -> np.ndarray:
-    """The 22 bits of each of 16 * blocks elements."""
-    h = hashed_words(key, blocks)
+    """The nine bits of each of 16 * blocks elements, found bit by bit."""
+    low, high = hashed_words(key, blocks)
     elements = []
-    for _ in range(16):
-        elements.append(h >> np.uint32(10))
-        h = h * np.uint32(RANDOM_STEP)
-    return np.stack(elements, axis=-1).astype(np.int64)
+    for second, half, first in itertools.product(HIGH_ROTATIONS, (0, 16), LOW_ROTATIONS):
+        places = np.arange(half, half + 9)
+        of_low = low[:, None] >> ((places - first) % 32).astype(np.uint32)
+        of_high = high[:, None] >> ((places - second) % 32).astype(np.uint32)
+        elements.append((((of_low ^ of_high) & 1).astype(np.int64) << np.arange(9)).sum(-1))
+    return np.stack(elements, axis=-1)
 
 
 def sylvester() -> np.ndarray:
@@ -147,8 +152,7 @@ def expected_usage(matrix: np.ndarray, two_d: bool, key: torch.Tensor | None) ->
         else:
             quantized = np.zeros_like(block, np.int64)
             inside = bits[i : i + step, j * 16 : j * 16 + 16]
-            scaled = np.abs(block[: len(inside)]) * (enc * f(1 / 24) * f(4))
-            quantized[: len(inside)] = stochastic_code(scaled, inside)
+            quantized[: len(inside)] = stochastic_code(np.abs(block[: len(inside)]) * enc, inside)
         codes[i : i + step, j * 16 : j * 16 + 16] = quantized | np.where(np.signbit(block), 8, 0)
         scales[i : min(i + step, rows), j] = code
     data = codes[:rows, 0::2] | codes[:rows, 1::2] << 4
@@ -318,7 +322,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     values = dequantize_nvfp4_reference(data, scale_inv, amax, 32, torch.float64)
     x = x.double()
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
-    assert ((values.mean(dim=0) - x).abs() <= step * (5 * 0.5 / draws**0.5 + 1 / 2**22)).all()
+    assert ((values.mean(dim=0) - x).abs() <= step * (5 * 0.5 / draws**0.5 + 1 / 2**10)).all()
     assert ((values - x).abs() < step).all()
     assert ((values.std(dim=0) > 0) == ~torch.isin(x.abs(), torch.from_numpy(E2M1))).all()
 
@@ -419,7 +423,7 @@ def test_words_of_values_equal_the_codes_of_the_reference(stochastic) -> None:
     value.view(-1)[: 64 * len(edges)] = edges.repeat(64)
     key = torch.tensor([77, -5], dtype=torch.int32)
     bits = random_bits(key, words, 1).reshape(words, 2, 8)
-    seeds = torch.from_numpy(hashed_words(key, words))
+    seeds = list(hashed_words(key, words))
     for half, multiplier in itertools.product((0, 1), (1.0, 0.3, 7.7)):
         scaled = value * multiplier
         codes = stochastic_codes(scaled, bits[:, half]) if stochastic else nearest_codes(scaled)
@@ -427,8 +431,8 @@ def test_words_of_values_equal_the_codes_of_the_reference(stochastic) -> None:
         expected = sum(codes[:, index] << 4 * index for index in range(8)).numpy().astype(np.uint32)
         arguments = [np.ascontiguousarray(column) for column in value.numpy().T]
         arguments += [np.full(words, multiplier, np.float32), np.full(words, 0x88888888, np.uint32)]
-        arguments += [seeds.numpy()] if stochastic else []
-        (word,) = PtxEmulator(arguments).run(word_of_values(stochastic, 8 * half))
+        arguments += seeds if stochastic else []
+        (word,) = PtxEmulator(arguments).run(word_of_values(stochastic, half))
         assert np.array_equal(word, expected)
 
 

@@ -34,21 +34,27 @@ from test_kernels_nvfp4 import (
     reference,
 )
 
+from te_dynamo.kernels import e2m1, nvfp4
 from te_dynamo.kernels import e2m1_assembly as assembly
-from te_dynamo.kernels import nvfp4
 
 # -- blocks on the emulator ------------------------------------------------------------------------
 
 
-def tensor_scale(amax: torch.Tensor, count: int) -> list[np.ndarray]:
-    """`e2m1.tensor_scale`, as arguments of `count` blocks."""
+def tensor_scale(amax: torch.Tensor, count: int, bf16_to_nearest: bool = False) -> list[np.ndarray]:
+    """`e2m1.tensor_scale`, as arguments of `count` blocks, which may be of bf16 that is rounded to the nearest."""
     f, value = np.float32, amax.numpy()[0]
     with np.errstate(all="ignore"):
         s = f(1) if value == 0 or np.isinf(value) else np.minimum(f(2688) / value, np.finfo(f).max)
         inverse = f(1) / s
     lift, most = f(2.0**64 if inverse < 2.0**-60 else 1), f(0 if np.isnan(value) else np.finfo(f).max)
+    limit = f(7 if 2.0**-60 < inverse < 2.0**60 and not (bf16_to_nearest and unlucky(value)) else 0)
     kept = np.uint32(0 if np.isnan(value) else 0x88888888)
-    return [np.full(count, word) for word in (s * f(1 / 6), inverse, lift, most, kept)]
+    return [np.full(count, word) for word in (s * f(1 / 6), inverse, lift, most, limit, kept)]
+
+
+def unlucky(amax: np.float32) -> bool:
+    """`e2m1.limit_of`."""
+    return bool(np.isinf(amax)) or int(amax.view(np.int32) >> 16 & 0x7F) in e2m1.UNLUCKY.value
 
 
 def significands(amax: np.ndarray) -> np.ndarray:
@@ -66,25 +72,14 @@ def may_round_otherwise(enc: np.ndarray) -> np.ndarray:
     return (above > 0.8 * product * 2.0**-24) & (above <= 0.8 * product * 2.0**-23)
 
 
-def limit(amax: torch.Tensor, count: int) -> np.ndarray:
-    """`e2m1.limit_of`, as an argument of `count` blocks."""
-    value = amax.numpy()
-    usual = 2688 * 2.0**-60 < value[0] < 2688 * 2.0**60
-    return np.full(count, 7 if usual and not may_round_otherwise(significands(value)).any() else 0, np.float32)
-
-
-def seeds(key: torch.Tensor, count: int) -> np.ndarray:
-    return hashed_words(key, count).astype(np.uint32)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [PLAIN, STOCHASTIC], ids=["nearest", "stochastic"])
 def test_blocks_of_rows_equal_the_reference(options, kind) -> None:
     x = make(kind, (512, 16), torch.bfloat16)
     data, scale_inv, amax = reference(x, ROW, options)
     words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
-    tail = [seeds(KEY, 512)] if options[2] else [limit(amax, 512)]
-    arguments = words + tensor_scale(amax, 512) + tail
+    arguments = words + tensor_scale(amax, 512, options == PLAIN)
+    arguments += hashed_words(KEY, 512) if options[2] else ()
     codes, scale = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(options[2], False))
     assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
     assert np.array_equal(scale & 0xFF, scale_inv[:512, 0].numpy())
@@ -96,10 +91,9 @@ def test_blocks_of_columns_equal_the_reference(options, kind) -> None:
     x = make(kind, (16, 512), torch.bfloat16)
     data, scale_inv, amax = reference(x, COLUMN, options)
     words = list(x.view(torch.int32).numpy())
-    hashes = seeds(KEY.flip(0), 512)
-    tail = [np.ascontiguousarray(hashes[side::2]) for side in range(2)] if options[2] else []
-    tail += [limit(amax, 256)] if options == PLAIN else []
-    arguments = words + tensor_scale(amax, 256) + tail
+    hashes = hashed_words(KEY.flip(0), 512)
+    arguments = words + tensor_scale(amax, 256, options == PLAIN)
+    arguments += [np.ascontiguousarray(word[side::2]) for side in range(2) for word in hashes] if options[2] else []
     *codes, scale = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], options[2], False))
     expected = data.numpy().view(np.uint32).reshape(256, 4).T
     for word, wanted in zip(codes, expected, strict=True):
@@ -113,14 +107,13 @@ def test_blocks_far_below_the_largest_saturate_as_the_reference() -> None:
     data, scale_inv, amax = reference(x, ROW, PLAIN)
     assert (scale_inv[:, 0] < 8).sum() > 200 and (scale_inv[:, 0] == 0).any()
     words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
-    arguments = [*words, *tensor_scale(amax, 512), limit(amax, 512)]
+    arguments = words + tensor_scale(amax, 512, True)
     codes, _ = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(False, False))
     assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
     turned = x.t().contiguous()
     for options in (PLAIN, HADAMARD):
         data, _, amax = reference(turned, COLUMN, options)
-        tail = [limit(amax, 256)] if options == PLAIN else []
-        arguments = list(turned.view(torch.int32).numpy()) + tensor_scale(amax, 256) + tail
+        arguments = list(turned.view(torch.int32).numpy()) + tensor_scale(amax, 256, options == PLAIN)
         *codes, _ = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], False, False))
         expected = data.numpy().view(np.uint32).reshape(256, 4).T
         assert all(np.array_equal(word, wanted) for word, wanted in zip(codes, expected, strict=True))
@@ -133,6 +126,7 @@ UNLUCKY = (280.0, 294.0, 336.0, 360.0, 396.0, 420.0, 504.0)
 def test_amaxes_that_may_round_otherwise() -> None:
     amaxes = (torch.arange(128, 256) * 2).numpy().astype(np.float32)
     assert tuple(amaxes[may_round_otherwise(significands(amaxes)).any(0)]) == UNLUCKY
+    assert [unlucky(amax) for amax in amaxes] == [amax in UNLUCKY for amax in amaxes]
 
 
 def blocks_next_to_five(amax: float) -> torch.Tensor:
@@ -150,7 +144,7 @@ def test_values_next_to_five_round_as_the_reference(amax: float) -> None:
     data, scale_inv, found = reference(x, ROW, PLAIN)
     assert found.item() == amax and len(set((scale_inv[:, 0] & 7).tolist())) == 8
     words = [np.ascontiguousarray(column) for column in x.view(torch.int32).numpy().T]
-    arguments = [*words, *tensor_scale(found, len(x)), limit(found, len(x))]
+    arguments = words + tensor_scale(found, len(x), True)
     codes, _ = PtxEmulator(arguments, 2).run(assembly.block_of_a_row(False, False))
     assert np.array_equal(codes, data.numpy().view(np.uint64)[:, 0])
 
@@ -208,12 +202,40 @@ def test_amaxes_of_columns_equal_the_reference(kind) -> None:
 
 
 def test_random_bits_of_a_block_are_evenly_spread() -> None:
-    """Every element's, and every pair's of a block: counts in 32 and in 32 x 32 cells are those of independent draws."""
-    bits = nvfp4.random_bits(KEY, 1 << 14, 1).numpy().reshape(-1, 16) >> 17
-    for i in range(16):
-        assert chi_square(np.bincount(bits[:, i], minlength=32)) < 80  # 31 degrees of freedom
-        for j in range(i):
-            assert chi_square(np.bincount(bits[:, i] * 32 + bits[:, j], minlength=1024)) < 1250  # 1023
+    """Every element's, and every pair's of a block, upper and lower ones: counts in 32 and in 32 x 32 cells are those of
+    independent draws."""
+    bits = nvfp4.random_bits(KEY, 1 << 14, 1).numpy().reshape(-1, 16)
+    assert bits.min() == 0 and bits.max() == 511
+    for five in (bits >> 4, bits & 31):
+        for i in range(16):
+            assert chi_square(np.bincount(five[:, i], minlength=32)) < 80  # 31 degrees of freedom
+            for j in range(i):
+                assert chi_square(np.bincount(five[:, i] * 32 + five[:, j], minlength=1024)) < 1250  # 1023
+
+
+def test_rotations_make_independent_numbers() -> None:
+    """Of 64 independent bits: any three of a block's sixteen numbers are."""
+
+    def bits_of(first: int, second: int, half: int) -> list[int]:
+        places = range(half, half + 9)
+        return [1 << (place - first) % 32 | 1 << 32 + (place - second) % 32 for place in places]
+
+    rotations = itertools.product(assembly.LOW_ROTATIONS, assembly.HIGH_ROTATIONS, (0, 16))
+    numbers = [bits_of(*rotation) for rotation in rotations]
+    assert len(numbers) == 16
+    for three in itertools.combinations(numbers, 3):
+        assert rank([row for number in three for row in number]) == 27
+
+
+def rank(rows: list[int]) -> int:
+    """Of a matrix over two elements, a row's bits those of a number."""
+    by_highest: dict[int, int] = {}
+    for row in rows:
+        while row and (pivot := by_highest.get(row.bit_length())):
+            row ^= pivot
+        if row:
+            by_highest[row.bit_length()] = row
+    return len(by_highest)
 
 
 def chi_square(counts: np.ndarray) -> float:
