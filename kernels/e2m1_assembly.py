@@ -14,7 +14,7 @@ Below 7, where a block's largest value nearly always is, one operation less does
 
 2 z is v up to 4, exactly, and v / 2 + 2 from there, where the one tie is 4.5, v = 5. It goes down, as what rounding up makes of
 the number below it does, while the number above it stays above. Blocks with larger values, of scales that are subnormal or 0 and
-of tensors that are not finite, are clamped in a branch that is hardly ever taken.
+of tensors that are not finite or whose amax is beyond 2^71 or below 2^-48, are clamped in a branch that is hardly ever taken.
 
 Values of bf16 take one operation less again, v is not computed: with q = enc / 4, z = |x| q + sat(|x| q), rounded to the nearest
 from the exact product. Up to 4 that is twice the rounded product, which the exact one is too near to for another sum. Above, z is

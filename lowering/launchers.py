@@ -16,7 +16,7 @@ __all__ = ["with_launchers"]
 def with_launchers(task: Future[Any]) -> Future[Any]:
     """`task`, a worker's compilation of a kernel, which counts as done when Triton's cache has the kernel's launchers too.
 
-    Its result or error is what it was. A launcher that cannot be built is built again where it is loaded, and raises there.
+    Its result or error is what it was, or it is cancelled too. A launcher that cannot be built is built again where it is loaded, and raises there.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -28,6 +28,10 @@ def with_launchers(task: Future[Any]) -> Future[Any]:
         ready.set_result(task.result())
 
     def arrived(_: Future[Any]) -> None:
+        if task.cancelled():
+            ready.cancel()
+            ready.set_running_or_notify_cancel()  # what waits for several learns of it by this
+            return
         if (error := task.exception()) is not None:
             ready.set_exception(error)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +68,15 @@ def test_a_launcher_that_fails_is_not_this_ones_to_report(jobs: list[Any], built
     task.set_result(answer(("broken", True)))
     jobs.pop()()
     assert ready.result(0) is task.result(0)
+
+
+def test_a_cancelled_task_is_answered(jobs: list[Any], built: list[Any]) -> None:
+    task: Future[Any] = Future()
+    ready = with_launchers(task)
+    assert task.cancel()
+    with pytest.raises(CancelledError):
+        ready.result(0)
+    assert wait([ready], 0).done == {ready} and not jobs
 
 
 @pytest.mark.parametrize(
