@@ -13,7 +13,7 @@ from __future__ import annotations
 from te_dynamo.kernels._triton import tl, triton
 from te_dynamo.kernels.e2m1_assembly import HADAMARD_NEGATIVE as NEGATIVE
 from te_dynamo.kernels.e2m1_assembly import word_of_values
-from te_dynamo.kernels.fp8 import FLOAT32_MAX, abs_bits
+from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_partials
 
 __all__: list[str] = []
 
@@ -34,12 +34,11 @@ SECOND_STOCHASTIC_WORD: tl.constexpr = tl.constexpr(word_of_values(True, 1))
 
 
 @triton.jit
-def load_partials(first, second, TWO: tl.constexpr, PARTIALS: tl.constexpr):
-    """What `amaxes` reduces: the fp32 [PARTIALS] partial amaxes of one tensor, or of two."""
-    places = tl.arange(0, PARTIALS)
-    bits = abs_bits(tl.load(first + places))
+def load_one_or_two(first, second, TWO: tl.constexpr, PARTIALS: tl.constexpr):
+    """What `amaxes` reduces: `load_partials` of one tensor, or of two."""
+    bits = load_partials(first, PARTIALS)
     if TWO:
-        bits = tl.join(bits, abs_bits(tl.load(second + places)))
+        bits = tl.join(bits, load_partials(second, PARTIALS))
     return bits
 
 
@@ -129,14 +128,13 @@ def marked(enc, block_amax, limit):
 def pack_word(v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs, seed, HALF: tl.constexpr, STOCHASTIC: tl.constexpr):
     """int32 words of the codes of eight tensors times multiplier, the first in the low four bits.
 
-    signs: the sign bits that are kept; seed: `block_hash` of the block whose first or second HALF they are, if STOCHASTIC.
+    signs: the sign bits that are kept; seed: `block_hash` of the block whose first or second HALF they are, if STOCHASTIC;
+    otherwise nothing.
     """
     RANDOMLY: tl.constexpr = SECOND_STOCHASTIC_WORD if HALF else STOCHASTIC_WORD
     ASM: tl.constexpr = RANDOMLY if STOCHASTIC else NEAREST_WORD
     REGISTERS: tl.constexpr = "=r,f,f,f,f,f,f,f,f,f,r" + (",r,r" if STOCHASTIC else "")
-    arguments = (v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs)
-    if STOCHASTIC:
-        arguments = arguments + seed
+    arguments = (v0, v1, v2, v3, v4, v5, v6, v7, multiplier, signs) + seed
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -156,7 +154,7 @@ def eighths(value, A: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def pack_row(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr, G: tl.constexpr, B: tl.constexpr):
     """The words [G, 2 B] of x [G, 16 B] times multiplier [G, B]; number [G, B]: of its blocks."""
-    seed = (number, number)
+    seed = ()
     if STOCHASTIC:
         seed = block_hash(number, first, second)
     low, high = tl.split(tl.permute(tl.reshape(x, (G, B, 2, 8)), (0, 1, 3, 2)))
@@ -173,7 +171,7 @@ def pack_row(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constex
 @triton.jit
 def pack_columns(x, multiplier, signs, number, first, second, STOCHASTIC: tl.constexpr):
     """(words of the first eight of sixteen tensors times multiplier, words of the others); number: of their blocks."""
-    seed = (number, number)
+    seed = ()
     if STOCHASTIC:
         seed = block_hash(number, first, second)
     return (

@@ -47,6 +47,8 @@ Of 64 independent bits, these are sixteen numbers of which any three are indepen
 HADAMARD_NEGATIVE = 0xD7E8  # bit i: the i-th of HADAMARD_SIGNS is -1
 
 _FP16_STEPS = "0f38800000"  # 2^-14
+_QUARTER_FP16_STEPS = "0f37800000"  # 2^-16
+_QUARTER = "0f3E800000"
 _SEVEN = "0f40E00000"
 _NEAREST_ZERO = 0x4AFFFFFC  # the bits of 2^23 - 2
 
@@ -136,16 +138,11 @@ def stochastic_word(
         for value, target in ((values[index], "v"), (values[index + 4], "t")):
             lines += [f"abs.f32 {target}, {value}; mul.rn.f32 {target}, {target}, {multiplier};"]
             lines += [f"mul.rn.f32 {target}, {target}, {steps};"] if steps else []
-        lines += [
-            f"cvt.rn.f16x2.f32 {pair}, t, v; lop3.b32 r, {low[index]}, {high}, 0x01FF01FF, 0x28;"
-        ]  # (low ^ high) & mask
-        lines += [
-            f"add.u16x2 {pair}, {pair}, r; min.u16x2 {pair}, {pair}, largest_code;"
-        ]  # codes from bits 9 and 25 on
-    for low_pair, high_pair in (("q0", "q1"), ("q2", "q3")):  # of two, in the upper bytes of the halves, a bit too high
-        lines += [
-            f"shl.b32 {high_pair}, {high_pair}, 4; lop3.b32 {low_pair}, {low_pair}, {high_pair}, 0x0FFF0FFF, 0xE4;"
-        ]
+        # The random bits are (low ^ high) & mask; codes, from bits 9 and 25 on, do not go beyond 7.
+        lines += [f"cvt.rn.f16x2.f32 {pair}, t, v; lop3.b32 r, {low[index]}, {high}, 0x01FF01FF, 0x28;"]
+        lines += [f"add.u16x2 {pair}, {pair}, r; min.u16x2 {pair}, {pair}, largest_code;"]
+    for even, odd in (("q0", "q1"), ("q2", "q3")):  # two codes in the upper byte of each half, a bit too high
+        lines += [f"shl.b32 {odd}, {odd}, 4; lop3.b32 {even}, {even}, {odd}, 0x0FFF0FFF, 0xE4;"]
     lines += [f"prmt.b32 {word}, q0, q2, 0x7351; shr.u32 {word}, {word}, 1;"]
     return [*lines, f"lop3.b32 {word}, {word}, {signs}, 0x77777777, 0xEC;"]  # (codes & mask) | signs
 
@@ -334,7 +331,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
         for half in range(2):
             lines += stochastic_word(values[8 * half : 8 * half + 8], f"word{half}", f"s{half}", "enc", low, high[half])
     else:
-        lines += ["mul.rn.f32 enc, enc, 0f3E800000;"]
+        lines += [f"mul.rn.f32 enc, enc, {_QUARTER};"]
         for half in range(2):
             lines += nearest_word(values[8 * half : 8 * half + 8], f"word{half}", f"s{half}", "enc", nearest_of_bf16)
     return one_line([*lines, "mov.b64 $0, {word0, word1};", *([] if scaled else ["mov.b32 $1, scale;"])])
@@ -360,7 +357,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
         left, more = butterflies(left, "p", "amax0")
         right, still_more = butterflies(right, "q", "amax1")
         lines += [*more, *still_more]
-        lines += ["mul.rn.f32 amax0, amax0, 0f3E800000; mul.rn.f32 amax1, amax1, 0f3E800000;"]
+        lines += [f"mul.rn.f32 {amax}, {amax}, {_QUARTER};" for amax in ("amax0", "amax1")]
     elif not scaled:
         lines += [*largest(words, "most"), widen("most", "amax0", "amax1")]
     divisors = ("", "") if scaled else ("divisor0", "divisor1")
@@ -378,11 +375,12 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
         else:
             lines += signs_of_two_columns(words[8 * half : 8 * half + 8], kept, names)
     lines += rarely(sides, tensor, lift_small if stochastically else clamp_transformed if hadamard else multiply)
-    # Transformed values are four times too large, which clamp_transformed and nearest_below_seven know.
-    factor = ("0f37800000" if hadamard else _FP16_STEPS) if stochastically else "" if hadamard else "0f3E800000"
     for index, side in enumerate(sides):
-        if factor:
-            lines += [f"mul.rn.f32 {side.enc}, {side.enc}, {factor};"]
+        # Transformed values are four times too large, which clamp_transformed and nearest_below_seven know.
+        if stochastically:
+            lines += [f"mul.rn.f32 {side.enc}, {side.enc}, {_QUARTER_FP16_STEPS if hadamard else _FP16_STEPS};"]
+        elif not hadamard:
+            lines += [f"mul.rn.f32 {side.enc}, {side.enc}, {_QUARTER};"]
         if stochastically:
             low, high, more = rotations(next(inputs), next(inputs), f"r{index}")
             lines += more

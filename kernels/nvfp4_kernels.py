@@ -13,7 +13,7 @@ from te_dynamo.kernels.e2m1 import (
     block_scale,
     hadamard,
     interleave,
-    load_partials,
+    load_one_or_two,
     magnitude,
     pack_columns,
     pack_row,
@@ -165,7 +165,7 @@ def quantize_nvfp4_kernel(
     a program has one.
     """
     TWO: tl.constexpr = ROWWISE and COLUMNWISE and HADAMARD  # whose amaxes differ
-    bits = load_partials(partials if ROWWISE else columnwise_partials, columnwise_partials, TWO, PARTIALS)
+    bits = load_one_or_two(partials if ROWWISE else columnwise_partials, columnwise_partials, TWO, PARTIALS)
     if STRIPS:
         # The last strips first, which the amax launch has left in the cache; the first tile while the scale is found.
         strip, across = tl.num_programs(0) - 1 - tl.program_id(0), K // BLOCK_K

@@ -161,11 +161,17 @@ def limit(tensor, ANY: tl.constexpr):
 
 
 @triton.jit
+def scaling(tensor, ANY: tl.constexpr):
+    """Of `tensor_scale`, what assembly takes that finds a block's scale."""
+    return tensor[:4] + (limit(tensor, ANY), tensor[4])
+
+
+@triton.jit
 def row_codes(w, tensor, number, key, STOCHASTIC: tl.constexpr):
     """(codes of blocks as int64, their scales) of eight tensors of words. tensor: `e2m1.tensor_scale`."""
     ASM: tl.constexpr = ROW_STOCHASTIC if STOCHASTIC else ROW
     REGISTERS: tl.constexpr = "=l,=r,r,r,r,r,r,r,r,r,f,f,f,f,f,r" + (",r,r" if STOCHASTIC else "")
-    arguments = w + tensor[:4] + (limit(tensor, STOCHASTIC), tensor[4])
+    arguments = w + scaling(tensor, STOCHASTIC)
     if STOCHASTIC:
         arguments = arguments + block_hash(number, key[0], key[1])
     return tl.inline_asm_elementwise(ASM, REGISTERS, arguments, dtype=(tl.int64, tl.int32), is_pure=True, pack=1)
@@ -192,7 +198,7 @@ def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHA
     REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,f,r" + (
         ",r,r,r,r" if STOCHASTIC else ""
     )
-    arguments = w + tensor[:4] + (limit(tensor, TRANSFORMED or STOCHASTIC), tensor[4])
+    arguments = w + scaling(tensor, TRANSFORMED or STOCHASTIC)
     if STOCHASTIC:
         arguments = arguments + block_hash(number, key[0], key[1]) + block_hash(number + step, key[0], key[1])
     return tl.inline_asm_elementwise(
@@ -327,7 +333,7 @@ def square_scales(w, tensor, STOCHASTIC: tl.constexpr, BLOCK_M: tl.constexpr, BL
     """(scales, multipliers) [BLOCK_M / 16, BLOCK_K / 16] of a tile's blocks of 16x16."""
     amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
     scale, enc = block_scale(amax, tensor)
-    multiplier = enc if STOCHASTIC else marked(enc, amax, tensor[6])
+    multiplier = enc if STOCHASTIC else marked(enc, amax, limit(tensor, False))
     return scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier
 
 
@@ -356,26 +362,22 @@ def quantize_rows(
     corner += rows * row_blocks + blocks
     scale_corner = scale_inv + (tl.cast(row, tl.int64) * scale_blocks + column // 16) + (rows * scale_blocks + blocks)
     for q in tl.static_range(4):
-        number = (row + rows + 4 * q) * row_blocks + (column // 16 + blocks)
+        tile_rows, tile_blocks = row + rows + 4 * q, column // 16 + blocks
+        number = tile_rows * row_blocks + tile_blocks
         if TWO_D:
             scale, multiplier = of_four_rows(square[0], BLOCK_M, B), of_four_rows(square[1], BLOCK_M, B)
             codes = scaled_row_codes(words[q], multiplier, tensor[4], number, key, STOCHASTIC)
         else:
             codes, scale = row_codes(words[q], tensor, number, key, STOCHASTIC)
-        places, scale_places, scale = (
-            corner + 4 * q * row_blocks,
-            scale_corner + 4 * q * scale_blocks,
-            scale.to(tl.uint8),
-        )
+        places, scale_places = corner + 4 * q * row_blocks, scale_corner + 4 * q * scale_blocks
         # A byte from each thread: collecting them would take two barriers.
         if WHOLE:
             tl.store(places, codes)
-            tl.store(scale_places, scale)
+            tl.store(scale_places, scale.to(tl.uint8))
         else:
-            inside = (row + rows + 4 * q < M) & (column // 16 + blocks < tl.cdiv(K, 16))
-            tl.store(places, codes, mask=(row + rows + 4 * q < M) & (column // 16 + blocks < row_blocks))
-            padded = (row + rows + 4 * q < (M + 127) // 128 * 128) & (column // 16 + blocks < scale_blocks)
-            tl.store(scale_places, tl.where(inside, scale, 0), mask=padded)
+            tl.store(places, codes, mask=(tile_rows < M) & (tile_blocks < row_blocks))
+            scale = tl.where((tile_rows < M) & (tile_blocks < tl.cdiv(K, 16)), scale.to(tl.uint8), 0)
+            tl.store(scale_places, scale, mask=(tile_rows < (M + 127) // 128 * 128) & (tile_blocks < scale_blocks))
 
 
 @triton.jit

@@ -16,7 +16,8 @@ __all__ = ["with_launchers"]
 def with_launchers(task: Future[Any]) -> Future[Any]:
     """`task`, a worker's compilation of a kernel, which counts as done when Triton's cache has the kernel's launchers too.
 
-    Its result or error is what it was, or it is cancelled too. A launcher that cannot be built is built again where it is loaded, and raises there.
+    Its result or error is what it was, or it is cancelled too. A launcher that cannot be built is built again where it is loaded,
+    and raises there.
     """
     from torch._inductor.async_compile import AsyncCompile
 

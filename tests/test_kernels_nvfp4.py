@@ -86,9 +86,8 @@ def stochastic_code(magnitude: np.ndarray, bits: np.ndarray) -> np.ndarray:
     """Index in E2M1 of the neighbour of each fp32 magnitude that nine random bits choose, in float64."""
     magnitude = magnitude.astype(np.float64)
     unit = np.exp2(np.maximum(np.floor(np.log2(np.clip(magnitude, 1e-300, 8))), 0) - 10)  # 2^-9 of a step
-    magnitude = np.minimum(
-        np.rint(magnitude / unit) * unit, 6.0
-    )  # one fp16 rounding, as of a number that is subnormal below 1
+    magnitude = np.rint(magnitude / unit) * unit  # one fp16 rounding, as of a number that is subnormal below 1
+    magnitude = np.minimum(magnitude, 6.0)
     lower = np.clip(np.searchsorted(E2M1, magnitude, side="right") - 1, 0, 6)
     distance = (magnitude - E2M1[lower]) / (E2M1[lower + 1] - E2M1[lower])
     return lower + (distance + bits / 2.0**9 >= 1)
