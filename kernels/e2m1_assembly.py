@@ -34,7 +34,6 @@ from typing import NamedTuple
 __all__ = [
     "HIGH_ROTATIONS",
     "LOW_ROTATIONS",
-    "amax_of_column_words",
     "block_of_a_row",
     "blocks_of_two_columns",
     "word_of_values",
@@ -128,7 +127,8 @@ def rotations(low: str, high: str, prefix: str) -> tuple[list[str], list[str], l
 def stochastic_word(
     values: list[str], word: str, signs: str, multiplier: str, low: list[str], high: str, steps: str = ""
 ) -> list[str]:
-    """word = the codes of eight values times multiplier (and steps), rounded stochastically, under the sign bits in `signs`.
+    """word = the codes of eight values times multiplier (and steps), rounded stochastically, under the highest bit of each nibble of
+    `signs`.
 
     That product is v 2^-14. low, high: `rotations` of the block's hash, all of the low word, one of the high word.
     """
@@ -141,28 +141,30 @@ def stochastic_word(
         # The random bits are (low ^ high) & mask; codes, from bits 9 and 25 on, do not go beyond 7.
         lines += [f"cvt.rn.f16x2.f32 {pair}, t, v; lop3.b32 r, {low[index]}, {high}, 0x01FF01FF, 0x28;"]
         lines += [f"add.u16x2 {pair}, {pair}, r; min.u16x2 {pair}, {pair}, largest_code;"]
-    for even, odd in (("q0", "q1"), ("q2", "q3")):  # two codes in the upper byte of each half, a bit too high
-        lines += [f"shl.b32 {odd}, {odd}, 4; lop3.b32 {even}, {even}, {odd}, 0x0FFF0FFF, 0xE4;"]
-    lines += [f"prmt.b32 {word}, q0, q2, 0x7351; shr.u32 {word}, {word}, 1;"]
-    return [*lines, f"lop3.b32 {word}, {word}, {signs}, 0x77777777, 0xEC;"]  # (codes & mask) | signs
+    # The halves' upper bytes, a code and a random bit each, of the even and of the odd values.
+    lines += ["prmt.b32 q0, q0, q2, 0x7351; prmt.b32 q1, q1, q3, 0x7351;"]
+    lines += [f"mad.lo.u32 {word}, q1, 16, q0; shr.u32 {word}, {word}, 1;"]
+    return [*lines, f"lop3.b32 {word}, {word}, {signs}, 0x77777777, 0xE4;"]
 
 
 CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "r", "q0", "q1", "q2", "q3", "largest_code")
 
 
-def signs_of_values(values: list[str], signs: str, kept: str) -> list[str]:
-    """signs = the highest bits of eight values, each in its nibble, those of `kept`."""
+def signs_of_values(values: list[str], signs: str) -> list[str]:
+    """signs = the signs of eight values, each the highest bit of its nibble, whose others are undefined."""
     lines = [f"mov.b32 {signs}, 0;"]
+    # Casts to fp8 would bring four signs to a register in two instructions, but ptxas 12.8 merges equal ones wrongly.
     for value in reversed(values):
         lines += [f"mov.b32 b, {value}; shf.l.wrap.b32 {signs}, b, {signs}, 4;"]
-    return [*lines, f"and.b32 {signs}, {signs}, {kept};"]
+    return lines
 
 
 def word_of_values(stochastically: bool, half: int) -> str:
     """$0 = the codes of the fp32 values $1 to $8, the first or the second half of a block. $9: what they are multiplied by;
     $10: the sign bits that are kept, none where all codes become 0; stochastically, $11, $12: the block's hash."""
     values = [f"${1 + index}" for index in range(8)]
-    lines = [CODE_REGISTERS, declare("b32", "word", "signs"), *signs_of_values(values, "signs", "$10")]
+    lines = [CODE_REGISTERS, declare("b32", "word", "signs"), *signs_of_values(values, "signs")]
+    lines += ["and.b32 signs, signs, $10;"]
     if stochastically:
         low, high, more = rotations("$11", "$12", "r")
         lines += [*more, *stochastic_word(values, "word", "signs", "$9", low, high[half], _FP16_STEPS)]
@@ -186,6 +188,12 @@ def in_a_tree(values: list[str], instruction: str) -> list[str]:
     while count := count // 2:
         lines += [f"{instruction} {values[i]}, {values[i]}, {values[i + count]};" for i in range(count)]
     return lines
+
+
+def three_at_a_time(values: list[str]) -> list[str]:
+    """values[0] = the largest of nine fp32 without signs, as integers, of which one instruction compares three: NaN prevails."""
+    lines = [f"max.s32 {a}, {a}, {b}; max.s32 {a}, {a}, {c};" for a, b, c in zip(*[iter(values)] * 3, strict=True)]
+    return [*lines, f"max.s32 {values[0]}, {values[0]}, {values[3]}; max.s32 {values[0]}, {values[0]}, {values[6]};"]
 
 
 def largest(words: list[str], target: str) -> list[str]:
@@ -233,10 +241,16 @@ class Side(NamedTuple):
     divisor: str = ""
 
 
-def rarely(sides: list[Side], tensor: list[str], work: Callable[[list[str], str, str], list[str]]) -> list[str]:
+def rarely(
+    sides: list[Side],
+    tensor: list[str],
+    signs: list[str],
+    kept: str,
+    work: Callable[[list[str], str, str], list[str]],
+) -> list[str]:
     """`work` for each of one or two blocks, skipped where all are below: nearly everywhere. Before it, unless it was given, enc is
-    found again, where the divisor may be 0 or subnormal. tensor: as `scales` takes it."""
-    lines = []
+    found again, where the divisor may be 0 or subnormal, and of `signs` those `kept` are. tensor: as `scales` takes it."""
+    lines = [f"and.b32 {word}, {word}, {kept};" for word in signs]
     for values, enc, below, divisor in sides:
         if divisor:
             lift, most = tensor[2:4]
@@ -244,6 +258,21 @@ def rarely(sides: list[Side], tensor: list[str], work: Callable[[list[str], str,
             lines += [f"mul.rn.f32 t, t, {lift}; min.f32 t, t, {most}; @!{below} mov.f32 {enc}, t;"]
         lines += work(values, enc, below)
     return [f"and.pred below, {sides[0].below}, {sides[-1].below};", "@below bra COMMON;", *lines, "COMMON:"]
+
+
+def finish(
+    sides: list[Side],
+    signs: list[str],
+    tensor: list[str],
+    kept: str,
+    stochastically: bool,
+    nearest_work: Callable[[list[str], str, str], list[str]],
+) -> list[str]:
+    """What is left to do before the values' codes are found. Stochastic codes take the signs from words that hold more than these, so
+    that only the NaN's tensor need remove them."""
+    if stochastically:
+        return rarely(sides, tensor, signs, kept, lift_small)
+    return [*(f"and.b32 {word}, {word}, {kept};" for word in signs), *rarely(sides, tensor, [], kept, nearest_work)]
 
 
 def given_multiplier(multiplier: str, sides: list[Side], stochastically: bool) -> list[str]:
@@ -322,9 +351,9 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
             # Bytes with the signs of elements 0 2 1 3 and 4 6 5 7, then of the even and of the odd ones.
             f"prmt.b32 e, {a}, {b}, 0x7351; prmt.b32 o, {c}, {d}, 0x7351;",
             f"prmt.b32 s{half}, e, o, 0x5410; prmt.b32 o, e, o, 0x7632; shr.u32 s{half}, s{half}, 4;",
-            f"lop3.b32 s{half}, o, s{half}, 0x80808080, 0xE4; and.b32 s{half}, s{half}, {kept};",
+            f"lop3.b32 s{half}, o, s{half}, 0x80808080, 0xE4;",
         ]
-    lines += rarely([side], tensor, lift_small if stochastically else multiply)
+    lines += finish([side], ["s0", "s1"], tensor, kept, stochastically, multiply)
     if stochastically:
         low, high, more = rotations(next(inputs), next(inputs), "r")
         lines += [*more, f"mul.rn.f32 enc, enc, {_FP16_STEPS};"]
@@ -354,10 +383,15 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     lines += [declare("f32", "amax0", "amax1")]
     lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
     if hadamard:
-        left, more = butterflies(left, "p", "amax0")
-        right, still_more = butterflies(right, "q", "amax1")
-        lines += [*more, *still_more]
-        lines += [f"mul.rn.f32 {amax}, {amax}, {_QUARTER};" for amax in ("amax0", "amax1")]
+        transformed = []
+        for values, prefix, amax in ((left, "p", "amax0"), (right, "q", "amax1")):
+            turned, more = butterflies(values, prefix, stages=3)
+            lines += [*more, "mov.b32 most, 0;", *transformed_amax(turned, f"{prefix}m", "most")]
+            lines += [f"mov.b32 {amax}, most; mul.rn.f32 {amax}, {amax}, {_QUARTER};"]
+            turned, more = butterfly_stage(turned, f"{prefix}3_")
+            lines += more
+            transformed += [turned]
+        left, right = transformed
     elif not scaled:
         lines += [*largest(words, "most"), widen("most", "amax0", "amax1")]
     divisors = ("", "") if scaled else ("divisor0", "divisor1")
@@ -366,15 +400,16 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
         lines += given_multiplier(tensor[0], sides, stochastically)
     else:
         lines += scales(["amax0", "amax1"], tensor, "scale", sides)
-    lines += [declare("b32", *(f"s{side}_{half}" for side in range(2) for half in range(2)))]
+    signs = [f"s{side}_{half}" for half in range(2) for side in range(2)]
+    lines += [declare("b32", *signs)]
     for half in range(2):
-        names = [f"s{side}_{half}" for side in range(2)]
+        names = signs[2 * half : 2 * half + 2]
         if hadamard:
-            lines += signs_of_values(left[8 * half : 8 * half + 8], names[0], kept)
-            lines += signs_of_values(right[8 * half : 8 * half + 8], names[1], kept)
+            lines += signs_of_values(left[8 * half : 8 * half + 8], names[0])
+            lines += signs_of_values(right[8 * half : 8 * half + 8], names[1])
         else:
-            lines += signs_of_two_columns(words[8 * half : 8 * half + 8], kept, names)
-    lines += rarely(sides, tensor, lift_small if stochastically else clamp_transformed if hadamard else multiply)
+            lines += signs_of_two_columns(words[8 * half : 8 * half + 8], names)
+    lines += finish(sides, signs, tensor, kept, stochastically, clamp_transformed if hadamard else multiply)
     for index, side in enumerate(sides):
         # Transformed values are four times too large, which clamp_transformed and nearest_below_seven know.
         if stochastically:
@@ -394,59 +429,47 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     return one_line([*lines, *([] if scaled else ["mov.b32 $4, scale;"])])
 
 
-def signs_of_two_columns(words: list[str], kept: str, names: list[str]) -> list[str]:
-    """names = the sign bits of the left and the right halves of eight words, each in its nibble, those of `kept`."""
+def signs_of_two_columns(words: list[str], names: list[str]) -> list[str]:
+    """names = the signs of the left and the right halves of eight words, as `signs_of_values`."""
     lines = []
     for part, (a, b, c, d) in zip(("s0", "s1"), (words[:4], words[4:]), strict=True):
         # Bytes with the signs of the left and the right column's rows 0 2, and 1 3; then each in its nibble.
         lines += [f"prmt.b32 e, {a}, {c}, 0x7351; prmt.b32 o, {b}, {d}, 0x7351; shr.u32 e, e, 4;"]
         lines += [f"lop3.b32 {part}, o, e, 0x80808080, 0xE4;"]
-    lines += ["prmt.b32 e, s0, s1, 0x5410; prmt.b32 o, s0, s1, 0x7632;"]
-    return [*lines, f"and.b32 {names[0]}, e, {kept}; and.b32 {names[1]}, o, {kept};"]
+    return [*lines, f"prmt.b32 {names[0]}, s0, s1, 0x5410; prmt.b32 {names[1]}, s0, s1, 0x7632;"]
 
 
 # --- Hadamard transform -------------------------------------------------------------------------------------
 
 
-def butterflies(values: list[str], prefix: str, amax: str = "") -> tuple[list[str], list[str]]:
+def butterflies(values: list[str], prefix: str, stages: int = 4) -> tuple[list[str], list[str]]:
     """(registers, lines that declare and fill them) of diag(signs) H16 times 16 values, four times the transform, in the
-    order of additions of `hadamard_reference`. amax: a register for their largest magnitude, NaN dropped."""
+    order of additions of `hadamard_reference`; or what it has after fewer than its four stages."""
     lines = []
     for index, value in enumerate(values):
         if HADAMARD_NEGATIVE >> index & 1:
             lines += [f"neg.f32 {value}, {value};"]
-    for stage in range(4):
-        results = [f"{prefix}{stage}_{index}" for index in range(16)]
-        lines += [declare("f32", *results)]
-        if stage == 3 and amax:  # max(|a + b|, |a - b|) = |a| + |b|, rounded too
-            sums = [f"{prefix}m{index}" for index in range(8)]
-            lines += [declare("f32", *sums)]
-            for total, a, b in zip(sums, values[::2], values[1::2], strict=True):
-                lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 {total}, v, t;"]
-            lines += [*in_a_tree(sums, "max.f32"), f"max.f32 {amax}, {sums[0]}, 0f00000000;"]
-        for index in range(8):
-            a, b = values[2 * index : 2 * index + 2]
-            lines += [f"add.rn.f32 {results[index]}, {a}, {b}; sub.rn.f32 {results[8 + index]}, {a}, {b};"]
-        values = results
+    for stage in range(stages):
+        values, more = butterfly_stage(values, f"{prefix}{stage}_")
+        lines += more
     return values, lines
 
 
-def amax_of_column_words(rowwise: bool) -> str:
-    """$0 = the largest of $A and of four times the transformed magnitudes of two columns' blocks of 16 bf16 values; if `rowwise`
-    $1 = the largest magnitudes of $B and of the values, half by half, signs undefined. NaN prevails.
+def butterfly_stage(values: list[str], prefix: str) -> tuple[list[str], list[str]]:
+    """(registers, lines that declare and fill them) of one of the four stages."""
+    results = [f"{prefix}{index}" for index in range(16)]
+    lines = [declare("f32", *results)]
+    for index in range(8):
+        a, b = values[2 * index : 2 * index + 2]
+        lines += [f"add.rn.f32 {results[index]}, {a}, {b}; sub.rn.f32 {results[8 + index]}, {a}, {b};"]
+    return results, lines
 
-    Inputs, in this order: the sixteen rows' words, A, if `rowwise` B.
-    """
-    inputs = iter(f"${index}" for index in range(2 if rowwise else 1, 32))
-    words = [next(inputs) for _ in range(16)]
-    left, right = ([f"{side}{index}" for index in range(16)] for side in "xy")
-    lines = [declare("f32", *left, *right, "v", "most"), declare("b32", "b", "largest")]
-    lines += [f"mov.f32 most, {next(inputs)};"]
-    if rowwise:
-        lines += [f"mov.b32 largest, {next(inputs)};"]
-        lines += [f"max.NaN.xorsign.abs.bf16x2 largest, largest, {word};" for word in words]
-    lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
-    for values, prefix in ((left, "p"), (right, "q")):
-        turned, more = butterflies(values, prefix)
-        lines += [*more, *(f"abs.f32 v, {value}; max.NaN.f32 most, most, v;" for value in turned)]
-    return one_line([*lines, "mov.f32 $0, most;", *(["mov.b32 $1, largest;"] if rowwise else [])])
+
+def transformed_amax(values: list[str], prefix: str, most: str) -> list[str]:
+    """most (b32) = the larger of it and of the magnitudes that the last stage makes of `values`: of a pair max(|a + b|, |a - b|) is
+    |a| + |b|, rounded too. NaN prevails, but where a and b are infinite it is not made."""
+    sums = [f"{prefix}{index}" for index in range(8)]
+    lines = [declare("b32", *sums)]
+    for total, a, b in zip(sums, values[::2], values[1::2], strict=True):
+        lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 v, v, t; mov.b32 {total}, v;"]
+    return [*lines, *three_at_a_time([most, *sums])]

@@ -79,7 +79,7 @@ TILE: Tile = (128, 128, 4)
 one load's columns. 4-byte elements, half as many a load, take twice the warps."""
 
 WORDS_TILE: Tile = (64, 128, 4)
-"""Of a program that quantizes words: 64 values a thread."""
+"""Of a program that quantizes words, or transforms them for their amax: 64 values a thread."""
 
 WORDS_AMAX = (4096, 8)
 """(words, warps) of a program of the amax launch of words."""
@@ -355,6 +355,7 @@ def quantize_nvfp4(
     constants = {"K": width, "PACKED": packed, "WHOLE": whole}
     wider = max(x.element_size() // 2, 1)
     if columnwise and hadamard:
+        amax_m, amax_k, amax_warps = WORDS_TILE if packed else TILE
         launch(
             hadamard_amax_kernel,
             (PARTIALS,),
@@ -363,9 +364,9 @@ def quantize_nvfp4(
             columnwise_partials=columnwise_partials,
             M=rows,
             ROWWISE=rowwise,
-            BLOCK_M=TILE[0],
-            BLOCK_K=TILE[1],
-            num_warps=TILE[2] * wider,
+            BLOCK_M=amax_m,
+            BLOCK_K=amax_k,
+            num_warps=amax_warps * wider,
             **constants,
         )
     elif packed:

@@ -22,8 +22,9 @@ from te_dynamo.kernels.e2m1 import (
     store_scales,
     store_words,
 )
-from te_dynamo.kernels.e2m1_assembly import amax_of_column_words, block_of_a_row, blocks_of_two_columns
+from te_dynamo.kernels.e2m1_assembly import block_of_a_row, blocks_of_two_columns
 from te_dynamo.kernels.fp8 import larger_or_nan
+from te_dynamo.kernels.hadamard_amax_assembly import amax_of_column_words
 
 __all__: list[str] = []
 
@@ -94,9 +95,12 @@ def load_half_blocks(
 
 
 @triton.jit
-def load_column_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+def load_column_blocks(
+    x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr = True
+):
     """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside.
-    They stay in the cache, for `load_row_blocks`."""
+    If they are read AGAIN they stay in the cache, for `load_row_blocks`; otherwise they are the first to leave it."""
+    POLICY: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     row, column, M, K = place[0], place[1], place[2], place[3]
     stride = K // 8 * 4
     rows, words = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K // 2)[None, :]
@@ -105,10 +109,10 @@ def load_column_blocks(x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, W
     for i in tl.static_range(16):
         places = corner + ((rows + i) * stride + words)
         if WHOLE:
-            tile += (tl.load(places, eviction_policy="evict_last"),)
+            tile += (tl.load(places, eviction_policy=POLICY),)
         else:
             mask = (row + rows + i < M) & (column // 2 + words < stride)
-            tile += (tl.load(places, mask=mask, other=0, eviction_policy="evict_last"),)
+            tile += (tl.load(places, mask=mask, other=0, eviction_policy=POLICY),)
     return tile
 
 

@@ -12,7 +12,7 @@ __all__ = ["PtxEmulator"]
 
 class PtxEmulator:
     """Outputs are $0, $1, ..., then come the arguments. Registers hold uint32 patterns, of 64 bits uint64. Knows the instructions
-    of kernels/e2m1_assembly.py, block_words.py and gemm_swiglu.py."""
+    of kernels/e2m1_assembly.py, hadamard_amax_assembly.py, block_words.py and gemm_swiglu.py."""
 
     def __init__(self, arguments: list[np.ndarray], outputs: int = 1) -> None:
         self.registers = {f"${outputs + index}": value.view(np.uint32) for index, value in enumerate(arguments)}
@@ -66,7 +66,9 @@ class PtxEmulator:
         if operation == "cvt":
             return conversion(name, values)
         if operation == "setp":
-            compare = {"lt": np.less, "gt": np.greater, "eq": np.equal, "ge": np.greater_equal}[name.split(".")[1]]
+            compare = {"lt": np.less, "gt": np.greater, "eq": np.equal, "ne": np.not_equal, "ge": np.greater_equal}[
+                name.split(".")[1]
+            ]
             return compare(*(value.view(np.int32 if name.endswith("s32") else np.float32) for value in values))
         if operation == "selp":
             return np.where(values[2], *values[:2])
@@ -74,6 +76,8 @@ class PtxEmulator:
             return values[0] & values[1]
         if name.endswith("bf16x2"):
             return bf16_pairs(name, *values)
+        if name == "max.s32":
+            return np.maximum(*(value.view(np.int32) for value in values)).view(np.uint32)
         if name.endswith("f32"):
             return floating(name, *(value.view(np.float32) for value in values)).view(np.uint32)
         if name.endswith("u16x2"):

@@ -94,12 +94,12 @@ def cases() -> Iterator[Case]:
             constants={
                 "K": 4096,
                 "ROWWISE": True,
-                **tile(dtype),
+                **tile(dtype, dtype == "*bf16"),
                 "PACKED": dtype == "*bf16",
                 "WHOLE": dtype == "*bf16",
             },
             aligned=("x", "partials", "columnwise_partials", "M"),
-            has=("ld.global.L1::evict_last" if dtype == "*bf16" else "ld.global.v4.b32",),
+            has=("ld.global.L1::evict_first" if dtype == "*bf16" else "ld.global.v4.b32",),
             writes=("partials", "columnwise_partials"),
         )
     block, warps = nvfp4.WORDS_AMAX

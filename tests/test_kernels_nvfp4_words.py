@@ -36,6 +36,7 @@ from test_kernels_nvfp4 import (
 
 from te_dynamo.kernels import e2m1, nvfp4
 from te_dynamo.kernels import e2m1_assembly as assembly
+from te_dynamo.kernels.hadamard_amax_assembly import amax_of_column_words
 
 # -- blocks on the emulator ------------------------------------------------------------------------
 
@@ -192,13 +193,26 @@ def test_amaxes_of_columns_equal_the_reference(kind) -> None:
     x = make(kind, (16, 512), torch.bfloat16)
     words, zeros = list(x.view(torch.int32).numpy()), np.zeros(256, np.float32)
     with np.errstate(all="ignore"):
-        transformed, halves = PtxEmulator([*words, zeros, zeros], 2).run(assembly.amax_of_column_words(True))
-        (alone,) = PtxEmulator([*words, zeros]).run(assembly.amax_of_column_words(False))
+        transformed, halves = PtxEmulator([*words, zeros, zeros], 2).run(amax_of_column_words(True))
+        (alone,) = PtxEmulator([*words, zeros]).run(amax_of_column_words(False))
         assert np.array_equal(transformed, alone)
         amax = transformed.view(np.float32).max() / np.float32(4)
     assert np.array_equal(amax, reference(x, COLUMN, HADAMARD)[2].numpy()[0], equal_nan=True)
     values = torch.from_numpy((halves & 0x7FFF7FFF).view(np.int16)).view(torch.bfloat16).float()
     assert np.array_equal(values.max().numpy(), x.float().abs().max().numpy(), equal_nan=True)
+
+
+def test_amaxes_of_blocks_with_infinities_equal_the_reference() -> None:
+    """NaN where any sum of the transform is one, wherever a block's one or two infinities lie: not all stages compute every sum."""
+    x = torch.randn(16, 4 * 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    for index, (first, second, sign) in enumerate(itertools.product(range(16), range(16), (torch.inf, -torch.inf))):
+        x[first, 2 * index], x[second, 2 * index] = torch.inf, sign
+    words = list(np.ascontiguousarray(x.view(torch.int32).numpy()))
+    with np.errstate(all="ignore"):
+        (amaxes,) = PtxEmulator([*words, np.zeros(512, np.float32)]).run(amax_of_column_words(False))
+    expected = nvfp4.hadamard_reference(x.t().contiguous()).abs().reshape(512, 32).amax(dim=1)
+    assert expected.isnan().any() and expected.isinf().any()
+    assert np.array_equal(amaxes.view(np.float32) / np.float32(4), expected.numpy(), equal_nan=True)
 
 
 def test_random_bits_of_a_block_are_evenly_spread() -> None:
