@@ -153,7 +153,7 @@ CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "r", "q0", "q1",
 def signs_of_values(values: list[str], signs: str) -> list[str]:
     """signs = the signs of eight values, each the highest bit of its nibble, whose others are undefined."""
     lines = [f"mov.b32 {signs}, 0;"]
-    # Casts to fp8 would bring four signs to a register in two instructions, but ptxas 12.8 merges equal ones wrongly.
+    # Casts to fp8 would bring four signs to a register in two instructions, but ptxas 12.8 and 12.9 merge equal ones wrongly.
     for value in reversed(values):
         lines += [f"mov.b32 b, {value}; shf.l.wrap.b32 {signs}, b, {signs}, 4;"]
     return lines

@@ -36,6 +36,7 @@ class PtxReport:
 
     ptx:       the PTX text.
     ttgir:     Triton's intermediate code, with the layouts of its tensors.
+    cubin:     the machine code, for `triton.tools.disasm.get_sass`.
     registers: registers a thread.
     spills:    bytes of spill stores and spill loads a thread; 0 is the only good number.
     shared:    bytes of shared memory a program.
@@ -45,6 +46,7 @@ class PtxReport:
 
     ptx: str
     ttgir: str
+    cubin: bytes = dataclasses.field(repr=False)
     registers: int
     spills: int
     shared: int
@@ -88,7 +90,7 @@ def compile_for(
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _report(compiled.asm["ptx"], compiled.asm["ttgir"], compiled.metadata.shared, log.getvalue())
+    return _report(compiled.asm, compiled.metadata.shared, log.getvalue())
 
 
 def _source_class(kernel: Any) -> type[ASTSource]:
@@ -112,13 +114,14 @@ def _check_names(
         raise ValueError(f"compile_for: aligned names no run-time argument of {kernel.__name__}: {sorted(unknown)}")
 
 
-def _report(ptx: str, ttgir: str, shared: int, log: str) -> PtxReport:
+def _report(asm: Mapping[str, Any], shared: int, log: str) -> PtxReport:
     registers = re.search(r"Used (\d+) registers", log)
     if registers is None:
         raise RuntimeError(f"compile_for: ptxas's report has no register count:\n{log}")
     return PtxReport(
-        ptx=ptx,
-        ttgir=ttgir,
+        ptx=asm["ptx"],
+        ttgir=asm["ttgir"],
+        cubin=asm["cubin"],
         registers=int(registers.group(1)),
         spills=sum(int(size) for size in re.findall(r"(\d+) bytes spill", log)),
         shared=shared,

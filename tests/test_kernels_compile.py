@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from fp8_merges import check_merges, unwritten_merges
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
@@ -179,7 +180,10 @@ CASES: list[Case] = [*gemm_cases()]
 def compile_case(case: Case) -> PtxReport:
     constants = dict(case.constants)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-    return compile_for(case.kernel, case.args, constants, aligned=case.aligned, capability=case.capability, **options)
+    report = compile_for(case.kernel, case.args, constants, aligned=case.aligned, capability=case.capability, **options)
+    if case.capability == 90 and "x2.f32" in report.ptx:
+        check_merges(report.cubin)
+    return report
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -252,3 +256,17 @@ def test_every_candidate_fits_on_a_multiprocessor(tile: Tile) -> None:
     assert report.shared <= SHARED_BYTES // tile.ctas_per_sm
     assert report.registers * 32 * tile.num_warps * tile.ctas_per_sm <= 65536
     assert report.spills == 0
+
+
+def test_a_cast_that_keeps_an_unwritten_half_is_found() -> None:
+    """Of the words {z, z, z, z} and {x, z, z, z}, as ptxas 12.8 writes them, and as they are right."""
+    cast = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
+    wrong = f"""
+        --:-:-:-:1 LDG.E R5, desc[UR4][R2.64+0x4];
+        --:-:-:-:1 LDG.E R0, desc[UR4][R2.64];
+        --:-:-:-:1 {cast} R7, R5, R5, R4;
+        --:-:-:-:1 PRMT R4, R7, 0x7632, R4;
+        --:-:-:-:1 {cast} R5, R5, R0, R4;"""
+    (found,) = unwritten_merges(wrong)
+    assert "R7, R5, R5, R4" in found
+    assert unwritten_merges(wrong.replace(f"{cast} R7", f"{cast} R4, R5, R5, RZ;\n {cast} R7")) == []

@@ -74,6 +74,17 @@ def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: 
     )
 
 
+def of_one_value(case: Case) -> Case:
+    """The same of a tensor of one value: sizes are known when compiling, and all else is zero."""
+    return dataclasses.replace(
+        case,
+        name=case.name + " 1x1",
+        args={name: kind for name, kind in case.args.items() if name != "M"},
+        constants={**case.constants, "M": 1, "K": 1},
+        aligned=tuple(name for name in case.aligned if name != "M"),
+    )
+
+
 def cases() -> Iterator[Case]:
     for form in FORMS:
         yield quantize_case(form, "*bf16", (True, True))
@@ -84,6 +95,7 @@ def cases() -> Iterator[Case]:
     yield quantize_case("plain", "*fp16", (True, True))
     yield quantize_case("gradient", "*fp16", (True, True))
     yield quantize_case("gradient", "*bf16", (True, True), shape="ragged")
+    yield of_one_value(quantize_case("plain", "*bf16", (True, True), shape="odd"))
     yield quantize_case("plain", "*bf16", (True, True), capability=100)
     yield quantize_case("gradient", "*bf16", (True, True), capability=100)
     for dtype in ("*bf16", "*fp16", "*fp32"):

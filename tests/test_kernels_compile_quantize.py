@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu, swiglu_halves, swiglu_kernels
 from te_dynamo.kernels.quantize_bias_grad import stripes
+from te_dynamo.lowering.mutation import analyse_once
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn
@@ -254,6 +255,7 @@ LAUNCHERS = {
 
 def written_without_guards(function, shapes, dynamic: bool) -> list[list[str]]:
     """What each launch of function, on bf16 tensors of those shapes, the first dimension a symbol if `dynamic`, writes."""
+    analyse_once()  # as a compiled graph's: torch alone cannot read a kernel that waits for its predecessor
     environment = ShapeEnv()
     symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
     rows = environment.create_symintnode(symbol, hint=8) if dynamic else 8
