@@ -268,8 +268,8 @@ def finish(
     stochastically: bool,
     nearest_work: Callable[[list[str], str, str], list[str]],
 ) -> list[str]:
-    """What is left to do before the values' codes are found. Stochastic codes take the signs from words that hold more than these, so
-    that only the NaN's tensor need remove them."""
+    """What is left to do before the values' codes are found. Stochastic codes take the signs out of words that hold more, so that only
+    a tensor with a NaN need remove any."""
     if stochastically:
         return rarely(sides, tensor, signs, kept, lift_small)
     return [*(f"and.b32 {word}, {word}, {kept};" for word in signs), *rarely(sides, tensor, [], kept, nearest_work)]
@@ -385,8 +385,8 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     if hadamard:
         transformed = []
         for values, prefix, amax in ((left, "p", "amax0"), (right, "q", "amax1")):
-            turned, more = butterflies(values, prefix, stages=3)
-            lines += [*more, "mov.b32 most, 0;", *transformed_amax(turned, f"{prefix}m", "most")]
+            turned, more = butterflies(values, prefix)
+            lines += [*more, "mov.b32 most, 0;", *transformed_amax(turned, f"{prefix}m")]
             lines += [f"mov.b32 {amax}, most; mul.rn.f32 {amax}, {amax}, {_QUARTER};"]
             turned, more = butterfly_stage(turned, f"{prefix}3_")
             lines += more
@@ -442,14 +442,14 @@ def signs_of_two_columns(words: list[str], names: list[str]) -> list[str]:
 # --- Hadamard transform -------------------------------------------------------------------------------------
 
 
-def butterflies(values: list[str], prefix: str, stages: int = 4) -> tuple[list[str], list[str]]:
-    """(registers, lines that declare and fill them) of diag(signs) H16 times 16 values, four times the transform, in the
-    order of additions of `hadamard_reference`; or what it has after fewer than its four stages."""
+def butterflies(values: list[str], prefix: str) -> tuple[list[str], list[str]]:
+    """(registers, lines that declare and fill them) of the first three stages of diag(signs) H16 times 16 values, four times the
+    transform, in the order of additions of `hadamard_reference`. The fourth is `butterfly_stage`."""
     lines = []
     for index, value in enumerate(values):
         if HADAMARD_NEGATIVE >> index & 1:
             lines += [f"neg.f32 {value}, {value};"]
-    for stage in range(stages):
+    for stage in range(3):
         values, more = butterfly_stage(values, f"{prefix}{stage}_")
         lines += more
     return values, lines
@@ -465,11 +465,11 @@ def butterfly_stage(values: list[str], prefix: str) -> tuple[list[str], list[str
     return results, lines
 
 
-def transformed_amax(values: list[str], prefix: str, most: str) -> list[str]:
-    """most (b32) = the larger of it and of the magnitudes that the last stage makes of `values`: of a pair max(|a + b|, |a - b|) is
+def transformed_amax(values: list[str], prefix: str) -> list[str]:
+    """`most` (b32) = the larger of it and of the magnitudes that the last stage makes of `values`: of a pair max(|a + b|, |a - b|) is
     |a| + |b|, rounded too. NaN prevails, but where a and b are infinite it is not made."""
     sums = [f"{prefix}{index}" for index in range(8)]
     lines = [declare("b32", *sums)]
     for total, a, b in zip(sums, values[::2], values[1::2], strict=True):
         lines += [f"abs.f32 v, {a}; abs.f32 t, {b}; add.rn.f32 v, v, t; mov.b32 {total}, v;"]
-    return [*lines, *three_at_a_time([most, *sums])]
+    return [*lines, *three_at_a_time(["most", *sums])]

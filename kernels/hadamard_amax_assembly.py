@@ -24,8 +24,8 @@ def amax_of_column_words(rowwise: bool) -> str:
     lines += [widen(word, left[i], right[i]) for i, word in enumerate(words)]
     before_last = []
     for values, prefix in ((left, "p"), (right, "q")):
-        turned, more = butterflies(values, prefix, stages=3)
-        lines += [*more, *transformed_amax(turned, f"{prefix}m", "most")]
+        turned, more = butterflies(values, prefix)
+        lines += [*more, *transformed_amax(turned, f"{prefix}m")]
         before_last += [turned]
     lines += ["setp.ne.s32 finite, most, 0x7F800000;", "@finite bra FINITE;"]
     for values, prefix in zip(before_last, ("p3_", "q3_"), strict=True):
