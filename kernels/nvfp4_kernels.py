@@ -91,8 +91,7 @@ def hadamard_amax_kernel(
 ):
     """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program.
 
-    Words are read a tile ahead. They are the first to leave the caches, although the second launch reads them again: it was faster on
-    an H200 for what others have written to stay there until that launch, which memory does not hold up.
+    Words are read a tile ahead. They are the first to leave the caches, although the second launch reads them again: faster on an H200.
     """
     G: tl.constexpr = BLOCK_M // 16
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
