@@ -243,36 +243,28 @@ class Side(NamedTuple):
 
 def rarely(
     sides: list[Side],
-    tensor: list[str],
-    signs: list[str],
-    kept: str,
-    work: Callable[[list[str], str, str], list[str]],
-) -> list[str]:
-    """`work` for each of one or two blocks, skipped where all are below: nearly everywhere. Before it, unless it was given, enc is
-    found again, where the divisor may be 0 or subnormal, and of `signs` those `kept` are. tensor: as `scales` takes it."""
-    lines = [f"and.b32 {word}, {word}, {kept};" for word in signs]
-    for values, enc, below, divisor in sides:
-        if divisor:
-            lift, most = tensor[2:4]
-            lines += [f"mul.rn.f32 v, {divisor}, {lift};", *reciprocal("v", "t")]
-            lines += [f"mul.rn.f32 t, t, {lift}; min.f32 t, t, {most}; @!{below} mov.f32 {enc}, t;"]
-        lines += work(values, enc, below)
-    return [f"and.pred below, {sides[0].below}, {sides[-1].below};", "@below bra COMMON;", *lines, "COMMON:"]
-
-
-def finish(
-    sides: list[Side],
     signs: list[str],
     tensor: list[str],
     kept: str,
     stochastically: bool,
     nearest_work: Callable[[list[str], str, str], list[str]],
 ) -> list[str]:
-    """What is left to do before the values' codes are found. Stochastic codes take the signs out of words that hold more, so that only
-    a tensor with a NaN need remove any."""
-    if stochastically:
-        return rarely(sides, tensor, signs, kept, lift_small)
-    return [*(f"and.b32 {word}, {word}, {kept};" for word in signs), *rarely(sides, tensor, [], kept, nearest_work)]
+    """What is left to do before the codes of one or two blocks are found, skipped where all are below: nearly everywhere.
+
+    Unless it was given, enc is found again, where the divisor may be 0 or subnormal, and values are made fit for it. Of `signs` those
+    `kept` stay: always, where codes are added to them; stochastic codes take them out of words that hold more, so that only a tensor
+    with a NaN need remove any. tensor: as `scales` takes it.
+    """
+    removal = [f"and.b32 {word}, {word}, {kept};" for word in signs]
+    always, lines, work = ([], removal, lift_small) if stochastically else (removal, [], nearest_work)
+    for values, enc, below, divisor in sides:
+        if divisor:
+            lift, most = tensor[2:4]
+            lines += [f"mul.rn.f32 v, {divisor}, {lift};", *reciprocal("v", "t")]
+            lines += [f"mul.rn.f32 t, t, {lift}; min.f32 t, t, {most}; @!{below} mov.f32 {enc}, t;"]
+        lines += work(values, enc, below)
+    both = f"and.pred below, {sides[0].below}, {sides[-1].below};"
+    return [*always, both, "@below bra COMMON;", *lines, "COMMON:"]
 
 
 def given_multiplier(multiplier: str, sides: list[Side], stochastically: bool) -> list[str]:
@@ -353,7 +345,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
             f"prmt.b32 s{half}, e, o, 0x5410; prmt.b32 o, e, o, 0x7632; shr.u32 s{half}, s{half}, 4;",
             f"lop3.b32 s{half}, o, s{half}, 0x80808080, 0xE4;",
         ]
-    lines += finish([side], ["s0", "s1"], tensor, kept, stochastically, multiply)
+    lines += rarely([side], ["s0", "s1"], tensor, kept, stochastically, multiply)
     if stochastically:
         low, high, more = rotations(next(inputs), next(inputs), "r")
         lines += [*more, f"mul.rn.f32 enc, enc, {_FP16_STEPS};"]
@@ -409,7 +401,7 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
             lines += signs_of_values(right[8 * half : 8 * half + 8], names[1])
         else:
             lines += signs_of_two_columns(words[8 * half : 8 * half + 8], names)
-    lines += finish(sides, signs, tensor, kept, stochastically, clamp_transformed if hadamard else multiply)
+    lines += rarely(sides, signs, tensor, kept, stochastically, clamp_transformed if hadamard else multiply)
     for index, side in enumerate(sides):
         # Transformed values are four times too large, which clamp_transformed and nearest_below_seven know.
         if stochastically:

@@ -98,10 +98,11 @@ def hadamard_amax_kernel(
     if PACKED:
         most, words = tl.zeros((G, BLOCK_K // 2), tl.float32), tl.zeros((G, BLOCK_K // 2), tl.int32)
         row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
-        w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, False, False)  # zero if there is no such tile
+        # Zero if there is no such tile.
+        w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE=False, AGAIN=False)
         for tile in tl.range(tl.program_id(0) + tl.num_programs(0), tiles, tl.num_programs(0), num_stages=1):
             row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-            following = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE, False)
+            following = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE, AGAIN=False)
             most, words = larger_transformed(w, most, words, ROWWISE)
             w = following
         most, words = larger_transformed(w, most, words, ROWWISE)

@@ -103,7 +103,6 @@ class PtxEmulator:
 
 LOGIC = {
     0xE4: lambda a, b, c: (a & c) | (b & ~c),
-    0xEC: lambda a, b, c: (a & c) | b,
     0x28: lambda a, b, c: (a ^ b) & c,
 }
 
