@@ -18,10 +18,12 @@ from te_dynamo.kernels.fp8 import FLOAT32_MAX, load_partials
 __all__: list[str] = []
 
 UNLUCKY: tl.constexpr = tl.constexpr((12, 19, 40, 52, 70, 82, 124))
-"""Mantissas of the amaxes of bf16 in whose tensors the fewest instructions may round a value otherwise (`limit_of`)."""
+"""Mantissas of the amaxes of bf16 in whose tensors the fewest instructions may round a value otherwise (`least_of_bf16`)."""
 
 TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
+LEAST: tl.constexpr = tl.constexpr(3.5 * 2.0**-9)
+"""Above it a scale is four steps of e4m3 or more: rounded, it leaves a block's largest value times enc below 7."""
 LIFT: tl.constexpr = tl.constexpr(2.0**64)
 SIXTH: tl.constexpr = tl.constexpr(1 / 6)
 HADAMARD_NEGATIVE: tl.constexpr = tl.constexpr(NEGATIVE)
@@ -55,9 +57,9 @@ def amaxes(bits, TWO: tl.constexpr):
 
 @triton.jit
 def tensor_scale(value, amax):
-    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN, 7 or where lift
-    is to be done or that cannot be said 0, the limit of blocks of bf16: `limit_of`) of a tensor of that amax, which one program
-    also stores."""
+    """(S / 6, 1 / S, lift, most: what `block_scale` reads, the sign bits that its words keep, none where amax is NaN, LEAST or where
+    lift is to be done or that cannot be said infinity, the same for blocks of bf16: `least_of_bf16`) of a tensor of that amax, which
+    one program also stores."""
     value = tl.where(value == value, value, float("nan"))  # one NaN of all
     if tl.program_id(0) == 0:
         tl.store(amax, value)
@@ -68,24 +70,24 @@ def tensor_scale(value, amax):
     lift = tl.where(inverse < SMALL, LIFT, 1.0)
     most = tl.where(value == value, FLOAT32_MAX, 0.0)
     signs = tl.where(value == value, tl.full((), SIGN_BITS, tl.int32), 0)
-    usual = tl.where((inverse > SMALL) & (inverse < 1 / SMALL), 7.0, 0.0)
-    return scale * SIXTH, inverse, lift, most, signs, usual, limit_of(value, usual)
+    usual = (inverse > SMALL) & (inverse < 1 / SMALL) & (value <= FLOAT32_MAX)  # an infinite amax has an S of 1
+    least = tl.where(usual, LEAST, float("inf"))
+    return scale * SIXTH, inverse, lift, most, signs, least, least_of_bf16(value, least)
 
 
 @triton.jit
-def limit_of(amax, usual):
-    """`usual`, below which blocks of bf16 are rounded by the fewest instructions, or 0 in a tensor, of that amax, whose values these
-    may round otherwise: kernels/e2m1_assembly.py.
+def least_of_bf16(amax, least):
+    """`least`, above which blocks of bf16 are rounded by the fewest instructions, or infinity in a tensor, of that amax, whose
+    values these may round otherwise: kernels/e2m1_assembly.py.
 
     That is where x * enc / 4 is above 5/4 by more than half a step of fp32, but no more than a step. All scales of a tensor make eight
-    significands of enc, as long as nothing is subnormal, and these depend on that of amax alone, one of 128; an infinite one has the
-    S of 2688, which is unlucky.
+    significands of enc, as long as nothing is subnormal, and these depend on that of amax alone, one of 128.
     """
     mantissa = (amax.to(tl.int32, bitcast=True) >> 16) & 0x7F
-    unlucky = amax > FLOAT32_MAX
-    for i in tl.static_range(7):
+    unlucky = mantissa == UNLUCKY[0]
+    for i in tl.static_range(1, 7):
         unlucky |= mantissa == UNLUCKY[i]
-    return tl.where(unlucky, 0.0, usual)
+    return tl.where(unlucky, float("inf"), least)
 
 
 @triton.jit
@@ -119,9 +121,9 @@ def block_hash(number, first, second):
 
 
 @triton.jit
-def marked(enc, block_amax, limit):
-    """enc, negative where a block has values that times it reach the limit, or where a NaN takes all codes."""
-    return tl.where((block_amax * enc < limit) & (enc > 0.0), enc, enc * -1.0)  # -0 of 0, as 0 - 0 is not
+def marked(enc, scale, least):
+    """enc, negative where the block's scale, before it is rounded, is not above `least`, or where a NaN takes all codes."""
+    return tl.where((scale > least) & (enc > 0.0), enc, enc * -1.0)  # -0 of 0, as 0 - 0 is not
 
 
 @triton.jit

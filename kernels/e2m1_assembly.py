@@ -13,13 +13,13 @@ Below 7, where a block's largest value nearly always is, one operation less does
     code = bits(2^23 - 2 + 2 z) - bits(2^23 - 2)
 
 2 z is v up to 4, exactly, and v / 2 + 2 from there, where the one tie is 4.5, v = 5. It goes down, as what rounding up makes of
-the number below it does, while the number above it stays above. Blocks with larger values, of scales that are subnormal or 0 and
+the number below it does, while the number above it stays above. Blocks of the smallest scales, whose rounding is coarse, and those
 of tensors that are not finite or whose amax is beyond 2^71 or below 2^-48, are clamped in a branch that is hardly ever taken.
 
 Values of bf16 take one operation less again, v is not computed: with q = enc / 4, z = |x| q + sat(|x| q), rounded to the nearest
 from the exact product. Up to 4 that is twice the rounded product, which the exact one is too near to for another sum. Above, z is
 1 + |x| q, and rises above 9/4, v = 5, where |x| q is above 5/4 by more than 2^-23, half a step of z; v does where it is by 2^-24. An
-x of bf16 lies between with few enc only: `e2m1.limit_of` finds the tensors that have one of these (of the amaxes of bf16 one in
+x of bf16 lies between with few enc only: `e2m1.least_of_bf16` finds the tensors that have one of these (of the amaxes of bf16 one in
 18), and they take the branch for every block. There values become v, 6 where v is above 5, and q 1/4.
 
 Stochastically, fp16 holds v 2^-14 with the exponents of e2m1, its subnormals too, and with nine bits below each code. To these nine
@@ -48,7 +48,6 @@ HADAMARD_NEGATIVE = 0xD7E8  # bit i: the i-th of HADAMARD_SIGNS is -1
 _FP16_STEPS = "0f38800000"  # 2^-14
 _QUARTER_FP16_STEPS = "0f37800000"  # 2^-16
 _QUARTER = "0f3E800000"
-_SEVEN = "0f40E00000"
 _NEAREST_ZERO = 0x4AFFFFFC  # the bits of 2^23 - 2
 
 
@@ -153,10 +152,20 @@ CODE_REGISTERS = declare("f32", "v", "t") + declare("b32", "b", "r", "q0", "q1",
 def signs_of_values(values: list[str], signs: str) -> list[str]:
     """signs = the signs of eight values, each the highest bit of its nibble, whose others are undefined."""
     lines = [f"mov.b32 {signs}, 0;"]
-    # Casts to fp8 would bring four signs to a register in two instructions, but ptxas 12.8 and 12.9 merge equal ones wrongly.
     for value in reversed(values):
         lines += [f"mov.b32 b, {value}; shf.l.wrap.b32 {signs}, b, {signs}, 4;"]
     return lines
+
+
+def cast_signs_of_values(values: list[str], signs: str) -> list[str]:
+    """The same by two instructions less, for values of which the compiler knows no two to be equal: ptxas 12.8 and 12.9 leave half of a
+    register unwritten where two words end in the same pair of casts."""
+    lines = []
+    for part in (0, 1):  # bytes with the signs of the even values, and of the odd ones
+        a, b, c, d = values[part::2]
+        lines += [f"cvt.rn.satfinite.e5m2x2.f32 h0, {b}, {a}; cvt.rn.satfinite.e5m2x2.f32 h1, {d}, {c};"]
+        lines += [f"mov.b32 {'eo'[part]}, {{h0, h1}};"]
+    return [*lines, f"shr.u32 e, e, 4; lop3.b32 {signs}, o, e, 0x80808080, 0xE4;"]
 
 
 def word_of_values(stochastically: bool, half: int) -> str:
@@ -286,22 +295,23 @@ def reciprocal(divisor: str, target: str) -> list[str]:
 
 def scales(amaxes: list[str], tensor: list[str], code: str, sides: list[Side]) -> list[str]:
     """code = the e4m3 scales of one or two blocks, the first lowest; the sides' enc = what their values are multiplied by, and below =
-    whether that is so, and leaves them below the tensor's limit: otherwise `rarely` goes on.
+    whether that is so, and leaves them below 7: otherwise `rarely` goes on.
 
-    tensor: sixth, inverse, lift, most and the limit, 7 or 0, of e2m1.tensor_scale. In a tensor that has lift to do it is 0.
+    tensor: sixth, inverse, lift, most and the least scale for which that can be said, of e2m1.tensor_scale. In a tensor that has
+    lift to do it is infinite.
     """
-    sixth, inverse, limit = tensor[0], tensor[1], tensor[4]
+    sixth, inverse, least = tensor[0], tensor[1], tensor[4]
     low, high = amaxes[0], amaxes[-1]
     lines = [f"mul.rn.f32 v, {low}, {sixth}; mul.rn.f32 t, {high}, {sixth};"]
+    lines += [f"setp.gt.f32 {side.below}, {scale}, {least};" for side, scale in zip(sides, "vt", strict=False)]
     lines += [
         f"cvt.rn.satfinite.e4m3x2.f32 c8, t, v; cvt.rn.f16x2.e4m3x2 b, c8; mov.b32 {{h0, h1}}, b; cvt.u32.u16 {code}, c8;"
     ]
-    for half, side, amax in zip(("h0", "h1"), sides, amaxes, strict=False):
+    for half, side in zip(("h0", "h1"), sides, strict=False):
         lines += [
             f"cvt.f32.f16 v, {half}; mul.rn.f32 {side.divisor}, v, {inverse};",
             *reciprocal(side.divisor, side.enc),
         ]
-        lines += [f"mul.rn.f32 v, {amax}, {side.enc}; setp.lt.f32 {side.below}, v, {limit};"]
     return lines
 
 
@@ -316,7 +326,7 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
     """$0 (64 bits) = the codes of a row's block of 16 bf16 values, and unless `scaled` $1 = its scale, in the lowest byte.
 
     Inputs, in this order: the block's eight words; `scaled`: what values are multiplied by, or else sixth, inverse, lift, most and
-    the limit; the sign bits that are kept; stochastically the two words of the block's hash.
+    the least scale; the sign bits that are kept; stochastically the two words of the block's hash.
     """
     inputs = iter(f"${index}" for index in range(1 if scaled else 2, 32))
     words = [next(inputs) for _ in range(8)]
@@ -358,12 +368,13 @@ def block_of_a_row(stochastically: bool, scaled: bool) -> str:
     return one_line([*lines, "mov.b64 $0, {word0, word1};", *([] if scaled else ["mov.b32 $1, scale;"])])
 
 
-def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) -> str:
+def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool, whole: bool = False) -> str:
     """$0, $1 = the codes of the left column's block of 16 bf16 values, $2, $3 = the right one's, unless `scaled` $4 = their scales,
     the left one's lowest.
 
     Inputs, in this order: the sixteen rows' words; `scaled`: what values are multiplied by, or else sixth, inverse, lift, most and
-    the limit; the sign bits that are kept; stochastically the hashes of the left and the right block, two words each.
+    the least scale; the sign bits that are kept; stochastically the hashes of the left and the right block, two words each.
+    whole: none of them is known when compiling, as padding is, and signs may be cast.
     """
     inputs = iter(f"${index}" for index in range(4 if scaled else 5, 40))
     words = [next(inputs) for _ in range(16)]
@@ -397,8 +408,9 @@ def blocks_of_two_columns(hadamard: bool, stochastically: bool, scaled: bool) ->
     for half in range(2):
         names = signs[2 * half : 2 * half + 2]
         if hadamard:
-            lines += signs_of_values(left[8 * half : 8 * half + 8], names[0])
-            lines += signs_of_values(right[8 * half : 8 * half + 8], names[1])
+            signs_of = cast_signs_of_values if whole else signs_of_values
+            lines += signs_of(left[8 * half : 8 * half + 8], names[0])
+            lines += signs_of(right[8 * half : 8 * half + 8], names[1])
         else:
             lines += signs_of_two_columns(words[8 * half : 8 * half + 8], names)
     lines += rarely(sides, signs, tensor, kept, stochastically, clamp_transformed if hadamard else multiply)

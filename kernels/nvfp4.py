@@ -331,7 +331,7 @@ def quantize_nvfp4(
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
 
     x with 4-byte elements takes a launch for each usage. Kernels are compiled for each last dimension; the first may be symbolic.
-    tile: rows and columns divisors or multiples of 128, for 2-byte elements.
+    tile: rows and columns divisors or multiples of 128, for 2-byte elements, which are then not quantized in strips.
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()
@@ -343,7 +343,9 @@ def quantize_nvfp4(
     block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
     sizes = isinstance(rows, int) and isinstance(columns, int)
     whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
-    in_strips = packed and whole and columnwise and rows * columns > 0 and rows % (STRIP * block_m) == 0
+    in_strips = (
+        packed and tile is None and whole and columnwise and rows * columns > 0 and rows % (STRIP * block_m) == 0
+    )
     if in_strips:
         programs = rows * columns // (STRIP * block_m * block_k)
     else:

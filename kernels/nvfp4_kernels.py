@@ -99,10 +99,10 @@ def hadamard_amax_kernel(
         most, words = tl.zeros((G, BLOCK_K // 2), tl.float32), tl.zeros((G, BLOCK_K // 2), tl.int32)
         row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
         # Zero if there is no such tile.
-        w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE=False, AGAIN=False)
+        w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE=False, KEPT=False)
         for tile in tl.range(tl.program_id(0) + tl.num_programs(0), tiles, tl.num_programs(0), num_stages=1):
             row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-            following = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE, AGAIN=False)
+            following = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE, KEPT=False)
             most, words = larger_transformed(w, most, words, ROWWISE)
             w = following
         most, words = larger_transformed(w, most, words, ROWWISE)
@@ -173,6 +173,9 @@ def quantize_nvfp4_kernel(
     a program has one.
     """
     TWO: tl.constexpr = ROWWISE and COLUMNWISE and HADAMARD  # whose amaxes differ
+    first, second = 0, 0
+    if STOCHASTIC:
+        first, second = tl.load(random), tl.load(random + 1)
     bits = load_one_or_two(partials if ROWWISE else columnwise_partials, columnwise_partials, TWO, PARTIALS)
     if STRIPS:
         # The last strips first, which the amax launch has left in the cache; the first tile while the scale is found.
@@ -187,9 +190,6 @@ def quantize_nvfp4_kernel(
         by_columns = tensor_scale(columnwise_value, columnwise_amax)
         if ROWWISE and not HADAMARD:
             by_columns = by_rows  # the same, which the compiler does not know
-    first, second = 0, 0
-    if STOCHASTIC:
-        first, second = tl.load(random), tl.load(random + 1)
     row_words: tl.constexpr = (K + 15) // 16 * 2
     if STRIPS:
         quantize_strip(

@@ -1,8 +1,8 @@
 """A tile of a bf16 [M, K] tensor to NVFP4, read as 32-bit words of two neighbours, the left one in the low half.
 
-Rows and columns each read the tile in the order in which a thread has whole blocks: 16 neighbours of a row, or 16 rows of two
-columns. The second reading finds it in the cache, and costs an eighth of an instruction an element where an exchange between
-threads would cost several. What a thread does with a block is one piece of assembly (kernels/e2m1_assembly.py).
+Rows and columns each hold the tile in the order in which a thread has whole blocks: 16 neighbours of a row, or 16 rows of two
+columns. Columns read x. In a strip of tiles rows have its words from there, through shared memory (kernels/shared_tile.py), elsewhere
+they read it a second time, from the cache. What a thread does with a block is one piece of assembly (kernels/e2m1_assembly.py).
 
 Rows of x must be whole 16 bytes, so that words never cross them.
 """
@@ -25,6 +25,7 @@ from te_dynamo.kernels.e2m1 import (
 from te_dynamo.kernels.e2m1_assembly import block_of_a_row, blocks_of_two_columns
 from te_dynamo.kernels.fp8 import larger_or_nan
 from te_dynamo.kernels.hadamard_amax_assembly import amax_of_column_words
+from te_dynamo.kernels.shared_tile import first_token, read_rows, shared_tile, write_tile
 
 __all__: list[str] = []
 
@@ -38,6 +39,7 @@ COLUMN_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, True
 COLUMN_STOCHASTIC_SCALED: tl.constexpr = tl.constexpr(blocks_of_two_columns(False, True, True))
 HADAMARD: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, False, False))
 HADAMARD_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, True, False))
+WHOLE_HADAMARD_STOCHASTIC: tl.constexpr = tl.constexpr(blocks_of_two_columns(True, True, False, True))
 AMAX: tl.constexpr = tl.constexpr(amax_of_column_words(False))
 AMAXES: tl.constexpr = tl.constexpr(amax_of_column_words(True))
 
@@ -96,11 +98,12 @@ def load_half_blocks(
 
 @triton.jit
 def load_column_blocks(
-    x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr = True
+    x, place, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, KEPT: tl.constexpr = True
 ):
     """The tile's words as sixteen tensors [BLOCK_M / 16, BLOCK_K / 2], the i-th those of rows 16 g + i; zero outside.
-    If they are read AGAIN they stay in the cache, for `load_row_blocks`; otherwise they are the first to leave it."""
-    POLICY: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    If they are KEPT they are the last to leave the cache, which is for `load_row_blocks`, but faster in strips too; otherwise the
+    first."""
+    POLICY: tl.constexpr = "evict_last" if KEPT else "evict_first"
     row, column, M, K = place[0], place[1], place[2], place[3]
     stride = K // 8 * 4
     rows, words = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K // 2)[None, :]
@@ -159,15 +162,15 @@ def amax_of_halves(words):
 
 
 @triton.jit
-def limit(tensor, ANY: tl.constexpr):
-    """Of `tensor_scale`, that of ANY block, or of one whose bf16 is rounded to the nearest."""
+def least(tensor, ANY: tl.constexpr):
+    """Of `tensor_scale`, above which scale ANY block takes no branch, or one whose bf16 is rounded to the nearest."""
     return tensor[5] if ANY else tensor[6]
 
 
 @triton.jit
 def scaling(tensor, ANY: tl.constexpr):
     """Of `tensor_scale`, what assembly takes that finds a block's scale."""
-    return tensor[:4] + (limit(tensor, ANY), tensor[4])
+    return tensor[:4] + (least(tensor, ANY), tensor[4])
 
 
 @triton.jit
@@ -193,11 +196,14 @@ def scaled_row_codes(w, multiplier, signs, number, key, STOCHASTIC: tl.constexpr
 
 
 @triton.jit
-def column_codes(w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr):
+def column_codes(
+    w, tensor, number, step, key, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr
+):
     """(words of the left columns' codes of rows 0 to 7 and of 8 to 15, those of the right ones', scales, the left ones'
     lowest) of sixteen tensors. number: of the left columns' blocks; step: from there to the right ones'."""
     TO_NEAREST: tl.constexpr = HADAMARD if TRANSFORMED else COLUMN
-    RANDOMLY: tl.constexpr = HADAMARD_STOCHASTIC if TRANSFORMED else COLUMN_STOCHASTIC
+    OF_GRADIENTS: tl.constexpr = WHOLE_HADAMARD_STOCHASTIC if WHOLE else HADAMARD_STOCHASTIC
+    RANDOMLY: tl.constexpr = OF_GRADIENTS if TRANSFORMED else COLUMN_STOCHASTIC
     ASM: tl.constexpr = RANDOMLY if STOCHASTIC else TO_NEAREST
     REGISTERS: tl.constexpr = "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f,f,r" + (
         ",r,r,r,r" if STOCHASTIC else ""
@@ -270,6 +276,7 @@ def quantize_words(
             STOCHASTIC,
             BLOCK_M,
             BLOCK_K,
+            WHOLE,
         )
         store_column_codes(columnwise_data, codes, place, BLOCK_M, BLOCK_K, WHOLE)
         store_column_scales(columnwise_scale_inv, scale, place, BLOCK_M, BLOCK_K, WHOLE)
@@ -297,14 +304,18 @@ def quantize_strip(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same by columns, and by rows if ROWWISE, of four whole tiles below each other, the first at `place`; w: its
+    """The same by columns, and by rows if ROWWISE, of four whole tiles of 64 x 128 below each other, the first at `place`; w: its
     `load_column_blocks`. A column's scales are written together: bytes cost as much as the sector they lie in."""
     top, column, M, K, row_words, column_words = place
     older = tl.zeros((BLOCK_M // 16, BLOCK_K // 2), tl.int32)
     newer = older
+    if ROWWISE:
+        address, token = shared_tile(), first_token()
     for i in tl.range(4, num_stages=1):
         tile = (top + i * BLOCK_M, column, M, K, row_words, column_words)
         square = (0, 0)
+        if ROWWISE:
+            token = write_tile(address, token, w)
         if TWO_D:
             square = square_scales(w, by_rows if ROWWISE else by_columns, STOCHASTIC, BLOCK_M, BLOCK_K)
         codes, scale = quantize_columns(
@@ -318,12 +329,12 @@ def quantize_strip(
             STOCHASTIC,
             BLOCK_M,
             BLOCK_K,
+            True,
         )
         older, newer = next_pairs(older, newer, scale)
-        # Loads are answered in order: this tile's rows, which are in the cache, before the next tile, which is not. Both are on
-        # their way while the codes are turned and the rows quantized, the next tile into the registers of this one's columns.
+        # The next tile is on its way, into the registers of this one's columns, while the codes are turned and the rows quantized.
         if ROWWISE:
-            words = load_row_blocks(x, tile, BLOCK_M, BLOCK_K, True)
+            words, token = read_rows(address, token)
         if i < 3:
             w = load_column_blocks(x, (top + (i + 1) * BLOCK_M, column, M, K), BLOCK_M, BLOCK_K, True)
         store_column_codes(columnwise_data, codes, tile, BLOCK_M, BLOCK_K, True)
@@ -337,7 +348,7 @@ def square_scales(w, tensor, STOCHASTIC: tl.constexpr, BLOCK_M: tl.constexpr, BL
     """(scales, multipliers) [BLOCK_M / 16, BLOCK_K / 16] of a tile's blocks of 16x16."""
     amax = square_amax(w, BLOCK_M // 16, BLOCK_K // 16)
     scale, enc = block_scale(amax, tensor)
-    multiplier = enc if STOCHASTIC else marked(enc, amax, limit(tensor, False))
+    multiplier = enc if STOCHASTIC else marked(enc, amax * tensor[0], least(tensor, False))
     return scale.to(tl.uint8, bitcast=True).to(tl.int32), multiplier
 
 
@@ -402,6 +413,7 @@ def quantize_columns(
     STOCHASTIC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """(codes for `store_column_codes`, scales, two columns' in 16 bits) of the columns of a tile, w of `load_column_blocks`.
     square: `square_scales`, used if TWO_D."""
@@ -416,7 +428,7 @@ def quantize_columns(
         scale = of_eight_words(square[0], G, W)
         scale = scale | (scale << 8)
     else:
-        l0, l1, r0, r1, scale = column_codes(w, tensor, number, step, key, TRANSFORMED, STOCHASTIC)
+        l0, l1, r0, r1, scale = column_codes(w, tensor, number, step, key, TRANSFORMED, STOCHASTIC, WHOLE)
     return (l0, l1, r0, r1), scale
 
 

@@ -39,7 +39,7 @@ class PtxReport:
     cubin:     the machine code, for `triton.tools.disasm.get_sass`.
     registers: registers a thread.
     spills:    bytes of spill stores and spill loads a thread; 0 is the only good number.
-    shared:    bytes of shared memory a program.
+    shared:    bytes of shared memory a program, those that its assembly reserves included.
     warnings:  ptxas's warnings of group C7xxx, for one "C7515) Potential Performance Loss: ..." (serialized wgmma).
     log:       the whole of ptxas's report.
     """
@@ -124,7 +124,7 @@ def _report(asm: Mapping[str, Any], shared: int, log: str) -> PtxReport:
         cubin=asm["cubin"],
         registers=int(registers.group(1)),
         spills=sum(int(size) for size in re.findall(r"(\d+) bytes spill", log)),
-        shared=shared,
+        shared=shared + sum(int(size) for size in re.findall(r"(\d+) bytes smem", log)),
         warnings=tuple(dict.fromkeys(re.findall(r"\((C7\d\d\d\).*)", log))),
         log=log,
     )

@@ -12,7 +12,11 @@ __all__ = ["PtxEmulator"]
 
 class PtxEmulator:
     """Outputs are $0, $1, ..., then come the arguments. Registers hold uint32 patterns, of 64 bits uint64. Knows the instructions
-    of kernels/e2m1_assembly.py, hadamard_amax_assembly.py, block_words.py and gemm_swiglu.py."""
+    of kernels/e2m1_assembly.py, hadamard_amax_assembly.py, shared_tile.py, block_words.py and gemm_swiglu.py.
+
+    All threads execute an instruction before any executes the next. Shared memory stays from one piece to the next, one program's."""
+
+    shared = np.zeros(1 << 14, np.uint32)
 
     def __init__(self, arguments: list[np.ndarray], outputs: int = 1) -> None:
         self.registers = {f"${outputs + index}": value.view(np.uint32) for index, value in enumerate(arguments)}
@@ -24,7 +28,11 @@ class PtxEmulator:
         for statement in filter(None, (part.strip() for part in text.strip("{} \n").split(";"))):
             statement = re.sub(r"^\w+:\s*", "", statement)
             # What a branch skips is executed, and must change nothing where the branch is taken.
-            if statement and not statement.startswith(".reg") and " bra " not in statement:
+            if reserved := re.match(r"\.shared .* (\w+)\[\d+\]", statement):
+                self.registers[reserved.group(1)] = np.zeros(self.count, np.uint32)
+            elif access := re.match(r"(ld|st)\.shared\.v\d\.b32 (.*)", statement):
+                self.access(access.group(1), access.group(2))
+            elif statement and not statement.startswith((".reg", "bar.warp.sync")) and " bra " not in statement:
                 self.execute_predicated(statement)
         return [self.registers[f"${index}"] for index in range(self.outputs)]
 
@@ -33,6 +41,17 @@ class PtxEmulator:
             return self.registers[operand]
         number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
         return np.full(self.count, number, np.uint32)
+
+    def access(self, operation: str, operands: str) -> None:
+        """A load from shared memory, or a store there, of several words."""
+        words = re.search(r"\{(.*)\}", operands).group(1).split(", ")
+        register, offset = re.search(r"\[([^+\]]*)\+?(\d*)\]", operands).groups()
+        place = (self.value(register) + np.uint32(int(offset or 0))) // np.uint32(4)
+        for index, word in enumerate(words):
+            if operation == "st":
+                self.shared[place + index] = self.value(word)
+            else:
+                self.registers[word] = self.shared[place + index]
 
     def execute_predicated(self, statement: str) -> None:
         guard, name, operands = re.match(r"(?:@!(\w+)\s+)?(\S+)\s+(.*)", statement).groups()
@@ -53,7 +72,10 @@ class PtxEmulator:
             )
         elif rest.startswith("{"):
             low, high = (self.value(part.strip()).astype(np.uint64) for part in rest.strip("{}").split(","))
-            self.registers[target] = low | high << np.uint64(32)
+            wide = name == "mov.b64"
+            self.registers[target] = (low | high << np.uint64(32 if wide else 16)).astype(
+                np.uint64 if wide else np.uint32
+            )
         else:
             values = [self.value(operand.strip()) for operand in rest.split(",")]
             with np.errstate(all="ignore"):
@@ -181,6 +203,9 @@ def conversion(name: str, values: list[np.ndarray]) -> np.ndarray:
     if name == "cvt.rn.satfinite.e4m3x2.f32":
         high, low = (e4m3(value.view(np.float32)) for value in values)
         return high << np.uint32(8) | low
+    if name == "cvt.rn.satfinite.e5m2x2.f32":
+        high, low = (torch.from_numpy(value.view(np.float32)).to(torch.float8_e5m2) for value in values)
+        return high.view(torch.uint8).numpy().astype(np.uint32) << np.uint32(8) | low.view(torch.uint8).numpy()
     if name == "cvt.rn.f16x2.e4m3x2":
         codes = torch.from_numpy(np.stack([values[0] & 0xFF, values[0] >> 8], axis=-1).astype(np.uint8))
         return codes.view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint32)[:, 0]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -17,7 +18,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels import nvfp4, nvfp4_kernels
+from te_dynamo.kernels import nvfp4, nvfp4_kernels, shared_tile
 from te_dynamo.kernels.quantize import PARTIALS
 
 ROW = ("data", "scale_inv", "amax")
@@ -49,11 +50,14 @@ def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: 
     sizes = ("M", "column_words")
     width = {"whole": 4096, "ragged": 4104, "odd": 4093}[shape]
     strips = packed and shape == "whole" and columnwise
-    # What rows read again is kept until then.
-    loads = (("ld.global.L1::evict_first",) if rowwise else ()) + (("ld.global.L1::evict_last",) if columnwise else ())
+    # In strips rows have the columns' words, elsewhere they read them again, which are kept until then.
+    loads = ("ld.global.L1::evict_last",) if columnwise else ()
+    if rowwise:
+        loads += ("st.shared.v2.b32 [%r", "ld.shared.v4.b32 {") if strips else ("ld.global.L1::evict_first",)
     wide_stores = ("st.global.v4.b32",) if columnwise or not packed else ("st.global.b64",)
     # One register a store would be single bytes of data; ftz would lose the denormals of the scales.
     lacks = ("mul.ftz", "mul.rn.ftz", "local.", *(() if packed and rowwise else ("st.global.b8",)))
+    lacks += ("ld.global.L1::evict_first",) if strips else ()
     return Case(
         name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability} {shape}",
         kernel=nvfp4_kernels.quantize_nvfp4_kernel,
@@ -200,6 +204,32 @@ def test_blocks_of_columns_stay_in_a_thread() -> None:
     # The largest partial amax; Triton 3.9 has one instruction for a warp's.
     within_warps = [code.count("shfl.sync") + code.count("redux.sync") for code in (plain, hadamard)]
     assert within_warps == ([3, 3] if plain.count("shfl.sync") else [2, 2])
+
+
+@pytest.mark.parametrize("form", ["plain", "two_d", "gradient"])
+def test_a_warp_reads_the_rows_that_it_has_written(form: str) -> None:
+    """Each of the four groups of rows is one warp's, which waits for no other: kernels/shared_tile.py."""
+    report = compile_case(quantize_case(form, "*bf16", (True, True)))
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*)", report.ttgir))
+    places = {"st.shared.v2": ("4x32", "[1, 32]"), "ld.shared.v4": ("16x8", "[4, 8]")}
+    for access, (shape, threads) in places.items():
+        lines = [line for line in report.ttgir.splitlines() if access in line]
+        assert len(lines) == {"st.shared.v2": 1, "ld.shared.v4": 4}[access]
+        used = {name for line in lines for name in re.findall(rf"tensor<{shape}xi32, (#blocked\d*)>", line)}
+        assert len(used) == 1, lines
+        layout = layouts[used.pop()]
+        expected = f"sizePerThread = [1, 1], threadsPerWarp = {threads}, warpsPerCTA = [4, 1], order = [1, 0]"
+        assert expected in layout, layout
+    assert report.ptx.count("bar.warp.sync") == 2
+    assert report.shared >= 64 * 256
+
+
+def test_pieces_of_rows_are_in_different_banks() -> None:
+    """Eight threads read 16 bytes each, every other piece of a row, and 16 threads write a half of it: eight banks of 16 bytes."""
+    places = np.array([shared_tile.place_of_piece.fn(piece) for piece in range(16)])
+    assert sorted(places) == list(range(0, 256, 16))
+    for together in (places[0::2], places[1::2], places[:8], places[8:]):
+        assert len(set(together // 16 % 8)) == 8
 
 
 def test_rows_of_words_stay_in_their_threads() -> None:

@@ -11,9 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
-from ptx_emulator import PtxEmulator
 
-from te_dynamo.kernels.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS, word_of_values
+from te_dynamo.kernels.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
 from te_dynamo.kernels.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
@@ -21,12 +20,9 @@ from te_dynamo.kernels.nvfp4 import (
     gemm_nvfp4,
     gemm_nvfp4_reference,
     hadamard_reference,
-    nearest_codes,
     quantize_nvfp4,
     quantize_nvfp4_reference,
-    random_bits,
     random_key,
-    stochastic_codes,
 )
 
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272))
@@ -405,34 +401,6 @@ def test_bad_input_is_named() -> None:
         gemm_nvfp4_reference(*a, *a, None, torch.int32)
     with pytest.raises(ValueError, match="uint8 matrices"):
         gemm_nvfp4_reference(a[0].view(torch.int8), *a[1:], *a, None, torch.bfloat16)
-
-
-# -- the codes' machine code, without a GPU --------------------------------------------------------
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_words_of_values_equal_the_codes_of_the_reference(stochastic) -> None:
-    words = 4096
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(words, 8, generator=generator) * 2
-    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0.5, 1.0, 2.0, 4.0, 7.0, 0.0])
-    edges = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), edges.nextafter(torch.tensor(-9.0))])
-    special = torch.tensor([1e-45, 1e-30, 3e38, torch.inf, 2.0**-18, 2.0**-17])
-    edges = torch.cat([edges, special, -edges, -special])
-    value.view(-1)[: 64 * len(edges)] = edges.repeat(64)
-    key = torch.tensor([77, -5], dtype=torch.int32)
-    bits = random_bits(key, words, 1).reshape(words, 2, 8)
-    seeds = list(hashed_words(key, words))
-    for half, multiplier in itertools.product((0, 1), (1.0, 0.3, 7.7)):
-        scaled = value * multiplier
-        codes = stochastic_codes(scaled, bits[:, half]) if stochastic else nearest_codes(scaled)
-        codes = (codes | (value.signbit() << 3)).to(torch.int64)
-        expected = sum(codes[:, index] << 4 * index for index in range(8)).numpy().astype(np.uint32)
-        arguments = [np.ascontiguousarray(column) for column in value.numpy().T]
-        arguments += [np.full(words, multiplier, np.float32), np.full(words, 0x88888888, np.uint32)]
-        arguments += seeds if stochastic else []
-        (word,) = PtxEmulator(arguments).run(word_of_values(stochastic, half))
-        assert np.array_equal(word, expected)
 
 
 # -- on the GPU ------------------------------------------------------------------------------------

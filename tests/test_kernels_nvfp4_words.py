@@ -48,14 +48,18 @@ def tensor_scale(amax: torch.Tensor, count: int, bf16_to_nearest: bool = False) 
         s = f(1) if value == 0 or np.isinf(value) else np.minimum(f(2688) / value, np.finfo(f).max)
         inverse = f(1) / s
     lift, most = f(2.0**64 if inverse < 2.0**-60 else 1), f(0 if np.isnan(value) else np.finfo(f).max)
-    limit = f(7 if 2.0**-60 < inverse < 2.0**60 and not (bf16_to_nearest and unlucky(value)) else 0)
+    least = f(
+        3.5 * 2.0**-9
+        if 2.0**-60 < inverse < 2.0**60 and np.isfinite(value) and not (bf16_to_nearest and unlucky(value))
+        else np.inf
+    )
     kept = np.uint32(0 if np.isnan(value) else 0x88888888)
-    return [np.full(count, word) for word in (s * f(1 / 6), inverse, lift, most, limit, kept)]
+    return [np.full(count, word) for word in (s * f(1 / 6), inverse, lift, most, least, kept)]
 
 
 def unlucky(amax: np.float32) -> bool:
-    """`e2m1.limit_of`."""
-    return bool(np.isinf(amax)) or int(amax.view(np.int32) >> 16 & 0x7F) in e2m1.UNLUCKY.value
+    """`e2m1.least_of_bf16`."""
+    return int(amax.view(np.int32) >> 16 & 0x7F) in e2m1.UNLUCKY.value
 
 
 def significands(amax: np.ndarray) -> np.ndarray:
@@ -67,7 +71,7 @@ def significands(amax: np.ndarray) -> np.ndarray:
 
 
 def may_round_otherwise(enc: np.ndarray) -> np.ndarray:
-    """`e2m1.limit_of`'s rule for one significand, in exact arithmetic."""
+    """`e2m1.least_of_bf16`'s rule for one significand, in exact arithmetic."""
     product = np.where(enc <= 1.25, 160.0, 320.0)
     above = np.rint(product / enc.astype(np.float64)) * enc - product
     return (above > 0.8 * product * 2.0**-24) & (above <= 0.8 * product * 2.0**-23)
@@ -88,14 +92,15 @@ def test_blocks_of_rows_equal_the_reference(options, kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [PLAIN, HADAMARD, STOCHASTIC, GRADIENT], ids=str)
-def test_blocks_of_columns_equal_the_reference(options, kind) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["", "whole"])
+def test_blocks_of_columns_equal_the_reference(options, kind, whole) -> None:
     x = make(kind, (16, 512), torch.bfloat16)
     data, scale_inv, amax = reference(x, COLUMN, options)
     words = list(x.view(torch.int32).numpy())
     hashes = hashed_words(KEY.flip(0), 512)
     arguments = words + tensor_scale(amax, 256, options == PLAIN)
     arguments += [np.ascontiguousarray(word[side::2]) for side in range(2) for word in hashes] if options[2] else []
-    *codes, scale = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], options[2], False))
+    *codes, scale = PtxEmulator(arguments, 5).run(assembly.blocks_of_two_columns(options[1], options[2], False, whole))
     expected = data.numpy().view(np.uint32).reshape(256, 4).T
     for word, wanted in zip(codes, expected, strict=True):
         assert np.array_equal(word, wanted)
@@ -151,7 +156,7 @@ def test_values_next_to_five_round_as_the_reference(amax: float) -> None:
 
 
 @pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
-def test_bf16_rounds_as_the_reference_with_every_enc_but_those_of_the_limit(step: int) -> None:
+def test_bf16_rounds_as_the_reference_with_every_enc_but_those_of_unlucky_tensors(step: int) -> None:
     """Both are monotone in |x|: it is enough to look next to each tie."""
     f = np.float32
     for first in range(0, 1 << 23, 1 << 20):
@@ -186,6 +191,31 @@ def test_values_next_to_ties_round_as_the_reference(rule: str) -> None:
     expected = nvfp4.nearest_codes(torch.from_numpy(values)).numpy()
     for nibble in range(8):
         assert np.array_equal(words >> np.uint32(4 * nibble) & np.uint32(15), expected[nibble])
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_words_of_values_equal_the_codes_of_the_reference(stochastic) -> None:
+    words = 4096
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(words, 8, generator=generator) * 2
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0.5, 1.0, 2.0, 4.0, 7.0, 0.0])
+    edges = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), edges.nextafter(torch.tensor(-9.0))])
+    special = torch.tensor([1e-45, 1e-30, 3e38, torch.inf, 2.0**-18, 2.0**-17])
+    edges = torch.cat([edges, special, -edges, -special])
+    value.view(-1)[: 64 * len(edges)] = edges.repeat(64)
+    key = torch.tensor([77, -5], dtype=torch.int32)
+    bits = nvfp4.random_bits(key, words, 1).reshape(words, 2, 8)
+    seeds = list(hashed_words(key, words))
+    for half, multiplier in itertools.product((0, 1), (1.0, 0.3, 7.7)):
+        scaled = value * multiplier
+        codes = nvfp4.stochastic_codes(scaled, bits[:, half]) if stochastic else nvfp4.nearest_codes(scaled)
+        codes = (codes | (value.signbit() << 3)).to(torch.int64)
+        expected = sum(codes[:, index] << 4 * index for index in range(8)).numpy().astype(np.uint32)
+        arguments = [np.ascontiguousarray(column) for column in value.numpy().T]
+        arguments += [np.full(words, multiplier, np.float32), np.full(words, 0x88888888, np.uint32)]
+        arguments += seeds if stochastic else []
+        (word,) = PtxEmulator(arguments).run(assembly.word_of_values(stochastic, half))
+        assert np.array_equal(word, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
