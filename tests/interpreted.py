@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from ptx_emulator import PtxEmulator, e4m3
+from ptx_emulator import PtxEmulator, fp8
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 __all__ = ["install"]
@@ -24,7 +24,8 @@ def install() -> None:
     def create_fp_to_fp(self: Any, source: TensorHandle, kind: Any, rounding: Any) -> TensorHandle:
         if kind.scalar == tl.float8e4nv and source.dtype.scalar == tl.float32:
             return TensorHandle(
-                e4m3(source.data.reshape(-1)).astype(np.uint8).reshape(source.data.shape), tl.float8e4nv
+                fp8(source.data.reshape(-1), torch.float8_e4m3fn).astype(np.uint8).reshape(source.data.shape),
+                tl.float8e4nv,
             )
         if source.dtype.scalar == tl.float8e4nv and kind.scalar == tl.float32:
             codes = torch.from_numpy(source.data.copy()).view(torch.float8_e4m3fn)

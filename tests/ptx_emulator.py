@@ -200,12 +200,9 @@ def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
 
 
 def conversion(name: str, values: list[np.ndarray]) -> np.ndarray:
-    if name == "cvt.rn.satfinite.e4m3x2.f32":
-        high, low = (e4m3(value.view(np.float32)) for value in values)
+    if name in FP8_CASTS:
+        high, low = (fp8(value.view(np.float32), FP8_CASTS[name]) for value in values)
         return high << np.uint32(8) | low
-    if name == "cvt.rn.satfinite.e5m2x2.f32":
-        high, low = (torch.from_numpy(value.view(np.float32)).to(torch.float8_e5m2) for value in values)
-        return high.view(torch.uint8).numpy().astype(np.uint32) << np.uint32(8) | low.view(torch.uint8).numpy()
     if name == "cvt.rn.f16x2.e4m3x2":
         codes = torch.from_numpy(np.stack([values[0] & 0xFF, values[0] >> 8], axis=-1).astype(np.uint8))
         return codes.view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint32)[:, 0]
@@ -216,7 +213,14 @@ def conversion(name: str, values: list[np.ndarray]) -> np.ndarray:
     return values[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
 
 
-def e4m3(value: np.ndarray) -> np.ndarray:
+FP8_CASTS = {
+    "cvt.rn.satfinite.e4m3x2.f32": torch.float8_e4m3fn,
+    "cvt.rn.satfinite.e5m2x2.f32": torch.float8_e5m2,
+}
+
+
+def fp8(value: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Saturating codes; NaN's is 0x7F."""
-    codes = torch.from_numpy(value.clip(-448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    largest = torch.finfo(dtype).max
+    codes = torch.from_numpy(value.clip(-largest, largest)).to(dtype).view(torch.uint8).numpy()
     return np.where(np.isnan(value), 0x7F, codes).astype(np.uint32)
