@@ -22,18 +22,22 @@ from te_dynamo.kernels._triton import tl, triton
 
 __all__: list[str] = []
 
-ROWS: tl.constexpr = tl.constexpr(64)
-COLUMNS: tl.constexpr = tl.constexpr(128)
-"""Of the tile, of bf16."""
+SHAPE = (64, 128)
+"""Rows and columns of the tile, of bf16."""
+STRIDE = 2 * SHAPE[1]
+"""Bytes from a row to the next."""
+BYTES = SHAPE[0] * STRIDE
 
-ROW_BYTES: tl.constexpr = tl.constexpr(2 * COLUMNS.value)
-GROUP_BYTES: tl.constexpr = tl.constexpr(16 * ROW_BYTES.value)
+ROWS: tl.constexpr = tl.constexpr(SHAPE[0])
+COLUMNS: tl.constexpr = tl.constexpr(SHAPE[1])
+ROW_BYTES: tl.constexpr = tl.constexpr(STRIDE)
+GROUP_BYTES: tl.constexpr = tl.constexpr(16 * STRIDE)
 
 
 def write_group() -> str:
     """PTX that writes two neighbouring words of each of 16 rows, $1 to $16 the left and $17 to $32 the right ones, the first row's to
     $33, after all that the warp has read and before all that it will. $0: a token."""
-    stores = [f"st.shared.v2.b32 [$33+{i * ROW_BYTES.value}], {{${1 + i}, ${17 + i}}};" for i in range(16)]
+    stores = [f"st.shared.v2.b32 [$33+{i * STRIDE}], {{${1 + i}, ${17 + i}}};" for i in range(16)]
     wait = "bar.warp.sync 0xffffffff;"
     return " ".join([wait, *stores, wait, "mov.b32 $0, 0;"])
 
@@ -44,7 +48,6 @@ def read_block() -> str:
     return f"{left}, [$9]; {right}, [$10]; mov.b32 $8, 0;"
 
 
-BYTES = ROWS.value * ROW_BYTES.value
 RESERVE: tl.constexpr = tl.constexpr(f"{{ .shared .align 16 .b8 tile[{BYTES}]; mov.u32 $0, tile; }}")
 WRITE: tl.constexpr = tl.constexpr(write_group())
 WRITE_REGISTERS: tl.constexpr = tl.constexpr(",".join(["=r"] + 33 * ["r"]))

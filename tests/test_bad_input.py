@@ -405,7 +405,6 @@ WITHOUT_TRITON = """
 """
 
 
-@pytest.mark.slow  # a process of its own
 def test_without_triton_the_reference_runs() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", textwrap.dedent(WITHOUT_TRITON)]
