@@ -97,7 +97,17 @@ def test_a_frozen_weight_costs_nothing() -> None:
 @pytest.mark.parametrize("gemms", [TRAINING, ("fprop", "dgrad"), ("fprop",)], ids=len)
 def test_more_rows_repay_what_fewer_do(recipe: Recipe, gemms: tuple[str, ...]) -> None:
     """Between none and enough of them lies one border, the same for every N and K."""
-    worth = [linear_cost_reason(m, 4096, 14336, gemms, recipe) == "" for m in range(1, 1200)]
-    assert worth == sorted(worth) and not worth[200] and worth[1100]
-    assert worth == [linear_cost_reason(m, 256, 64, gemms, recipe) == "" for m in range(1, 1200)]
+    worth = [linear_cost_reason(m, 4096, 14336, gemms, recipe) == "" for m in range(1, 2100)]
+    assert worth == sorted(worth) and not worth[200] and worth[-1]
+    assert worth == [linear_cost_reason(m, 256, 64, gemms, recipe) == "" for m in range(1, 2100)]
     assert linear_cost_reason(1, 4096, 14336, gemms, NVFP4BlockScaling()) == ""
+
+
+def test_slower_gemms_ask_for_more_rows() -> None:
+    """Blocks of 1x128 by 1x128, and E8M0 scales, multiply at little more than bf16's speed, though their weights are read once only."""
+    block, e8m0 = Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)
+    for rows, block_is_worth in ((700, False), (800, True), (1900, True)):
+        assert (linear_cost_reason(rows, 4096, 4096, ("fprop",), block) == "") == block_is_worth
+        assert linear_cost_reason(rows, 4096, 4096, ("fprop",), e8m0)
+    assert not linear_cost_reason(500, 4096, 4096, TRAINING, block)
+    assert linear_cost_reason(500, 4096, 4096, TRAINING, e8m0)
