@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels import shared_tile
 from te_dynamo.kernels._triton import triton
 from te_dynamo.kernels.block_words import packs
 from te_dynamo.kernels.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
@@ -78,7 +79,7 @@ TILE: Tile = (128, 128, 4)
 """(rows, columns, warps) of a program: what the scales are padded to, and as many threads as hold it in pieces of 16 rows and
 one load's columns. 4-byte elements, half as many a load, take twice the warps."""
 
-WORDS_TILE: Tile = (64, 128, 4)
+WORDS_TILE: Tile = (*shared_tile.SHAPE, 4)
 """Of a program that quantizes words, or transforms them for their amax: 64 values a thread."""
 
 WORDS_AMAX = (4096, 8)

@@ -29,7 +29,8 @@ __all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_know
 
 _BF16_FLOPS_PER_US = 700e6
 _FAST_FLOPS_PER_US, _SLOW_FLOPS_PER_US = 1300e6, 1170e6  # of current scaling, by how a GEMM adds up
-# By how many times a block GEMM was as fast as bf16's in the same run, the median of twelve large shapes: a weight has 128x128 blocks.
+# bf16's times how much faster a block GEMM was in the same run (benchmarks/results/gemm_block-nvidia-h200.md, the median of twelve large
+# shapes): 1.50 with a weight's 128x128 blocks, 1.18 without, 1.14 with E8M0 scales.
 _BLOCK_FLOPS_PER_US = {"fprop": 1050e6, "dgrad": 1050e6, "wgrad": 825e6}
 _E8M0_FLOPS_PER_US = dict.fromkeys(_BLOCK_FLOPS_PER_US, 800e6)
 # In inference by how forward adds up; in training wgrad, whose groups begin at any token, is the slowest.
