@@ -1,20 +1,22 @@
-"""Whether a linear's FP8 GEMMs repay what quantizing its weight costs: on a GPU, where a user would notice.
+"""Whether a linear's FP8 GEMMs repay what quantization costs: on a GPU, where a user would notice.
 
-    gain = 2 M N K (1 / speed in bf16 - 1 / speed in FP8)        for each of fprop, dgrad and wgrad that runs
-    cost = bytes that quantization reads and writes / bandwidth
+    time in bf16 = fixed + GEMMs: fprop and those of dgrad and wgrad that run
+    time in FP8  = fixed + GEMMs + quantizing the weight + quantizing x and, in backward, dy
 
-A weight that is quantized in each call is read and written whole, however few rows it multiplies: below some hundred rows bf16 is
-faster whatever N and K, below those of one token several times as fast. A weight that is kept (te_dynamo.freeze,
-weight_cache="step") costs nothing here. x's and dy's quantization is not counted for a linear: other linears may share it, a
-norm or an activation may write it. For experts all is counted: each has a weight, and few rows.
+A weight that is quantized in each call is read and written whole, however few rows it multiplies; x and dy are quantized however few
+columns they have; each quantization is a launch or two. So bf16 is faster below some number of rows, which is the larger the
+narrower the linear is. A weight that is kept (te_dynamo.freeze, weight_cache="step") is not asked: its owner chose FP8.
+For experts all is counted: each has a weight, and few rows.
 
-Speeds are those of an H200 (benchmarks/gemm.py, grouped.py, quantize.py); only their ratios decide.
+Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py. A norm or an
+activation that writes x in FP8 for less is not counted: such linears may be left in bf16 up to a tenth too long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,15 +29,34 @@ from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8Bloc
 
 __all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_known", "linear_cost_reason"]
 
-_BF16_FLOPS_PER_US = 700e6
-_FAST_FLOPS_PER_US, _SLOW_FLOPS_PER_US = 1300e6, 1170e6  # of current scaling, by how a GEMM adds up
-# bf16's times how much faster a block GEMM was in the same run (benchmarks/results/gemm_block-nvidia-h200.md, the median of twelve large
-# shapes): 1.50 with a weight's 128x128 blocks, 1.18 without, 1.14 with E8M0 scales.
-_BLOCK_FLOPS_PER_US = {"fprop": 1050e6, "dgrad": 1050e6, "wgrad": 825e6}
-_E8M0_FLOPS_PER_US = dict.fromkeys(_BLOCK_FLOPS_PER_US, 800e6)
-# In inference by how forward adds up; in training wgrad, whose groups begin at any token, is the slowest.
-_GROUPED_FLOPS_PER_US = {"fast": 1300e6, "slow": 1080e6, "training": 980e6}
+
+@dataclasses.dataclass(frozen=True)
+class _Times:
+    """fixed:    us, whatever the sizes: launches, and how long GEMMs take to start and to end.
+    weight:   us for a million elements of the weight.
+    rows:     us for a million elements of x and dy.
+    teraflops: speed of the GEMMs.
+    """
+
+    fixed: float
+    weight: float
+    rows: float
+    teraflops: float
+
+
+# Of forward alone, and of forward and backward, as `benchmarks/fit_cost.py` prints them.
+_BF16 = (_Times(1.2, 0, 0, 673), _Times(11.1, 0, 0, 704))
+_CURRENT = (_Times(13.2, 1.31, 1.33, 1398), _Times(29.3, 2.35, 1.65, 1399))
+_BLOCK = (_Times(16.4, 0.77, 0.97, 1309), _Times(38.0, 1.69, 1.26, 1134))
+_E8M0 = (_Times(16.0, 0.87, 0.84, 949), _Times(52.8, 1.60, 0.63, 909))
+# A GEMM of current scaling takes that much of its time with sums that are not in fp32 (benchmarks/gemm.py).
+_FAST_SUMS = 0.9
+
 _BYTES_PER_US = 4.2e6
+
+# Of experts. In inference by how forward adds up; in training wgrad, whose groups begin at any token, is the slowest.
+_BF16_FLOPS_PER_US = 700e6
+_GROUPED_FLOPS_PER_US = {"fast": 1300e6, "slow": 1080e6, "training": 980e6}
 _BY_RULE = "(estimated for an H200); a rule that names it has it in FP8 all the same"
 
 LEFT_FOR_COST = "te_dynamo_left_for_cost"
@@ -45,42 +66,63 @@ _KEPT = "te_dynamo_kept"
 _by_step: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_by_step", default=False)
 
 
-def linear_cost_reason(m: int, n: int, k: int, gemms: Sequence[str], recipe: Recipe, readers: int = 1) -> str:
-    """Why a linear of a weight [N, K] that is quantized in this call, multiplying M rows, stays in 16 bits; "" where FP8 is faster.
+def linear_cost_reason(
+    m: int, n: int, k: int, gemms: Sequence[str], recipe: Recipe, weight_readers: int = 1, x_readers: int = 1
+) -> str:
+    """Why a linear of x [M, K] and a weight [N, K] that is quantized in this call stays in 16 bits; "" where FP8 is faster, and for
+    a recipe that a Hopper GPU emulates: it is slower at any size, and chosen for its numbers.
 
-    gemms:   which of "fprop", "dgrad" and "wgrad" run. recipe: what quantizes.
-    readers: how many linears of M rows share the quantized weight.
+    gemms:          which of "fprop", "dgrad" and "wgrad" run. recipe: what quantizes.
+    weight_readers: how many linears of M rows share the quantized weight. x_readers: how many share the quantized x.
     """
-    read = _bytes_read(recipe)
-    if not read:
+    times = _times(recipe)
+    if times is None:
         return ""
-    written = 2 if "dgrad" in gemms else 1
-    cost_us = n * k * (read + written) / _BYTES_PER_US
-    flops_per_us = _flops_per_us(recipe)
-    gain_us = sum(2 * m * readers * n * k * (1 / _BF16_FLOPS_PER_US - 1 / flops_per_us[gemm]) for gemm in gemms)
-    if cost_us <= gain_us:
+    fast = recipe.fast_accum() if isinstance(recipe, Float8CurrentScaling) else (False,) * 3
+    work = [
+        _FAST_SUMS if is_fast else 1.0
+        for gemm, is_fast in zip(("fprop", "dgrad", "wgrad"), fast, strict=True)
+        if gemm in gemms
+    ]
+    activations = m * k / x_readers + (m * n if len(work) > 1 else 0)
+    flops, read = 2 * m * n * k, n * k * len(work)
+    bf16 = _microseconds(_BF16, len(work), flops * len(work), 2 * read)
+    fp8 = _microseconds(times, len(work), flops * sum(work), read, n * k / weight_readers, activations)
+    if fp8 <= bf16:
         return ""
+    weight = fp8 - _microseconds(times, len(work), flops * sum(work), read, 0, activations)
     keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
-    return f"{m} rows are too few: quantizing its weight takes {cost_us:.0f} us, FP8 GEMMs save {gain_us:.0f} us; {keep} {_BY_RULE}"
-
-
-def _flops_per_us(recipe: Recipe) -> dict[str, float]:
-    """Of each of the three GEMMs."""
-    if not isinstance(recipe, Float8CurrentScaling):
-        return _E8M0_FLOPS_PER_US if isinstance(recipe, MXFP8BlockScaling) else _BLOCK_FLOPS_PER_US
-    speeds = [_FAST_FLOPS_PER_US if fast else _SLOW_FLOPS_PER_US for fast in recipe.fast_accum()]
-    return dict(zip(("fprop", "dgrad", "wgrad"), speeds, strict=True))
-
-
-def _bytes_read(recipe: Recipe) -> int:
-    """Bytes read of a 16-bit element, once for the tensor's amax and once to cast; 0 for a recipe that a Hopper GPU emulates:
-    it is slower at any size, and chosen for its numbers."""
-    if isinstance(recipe, Float8CurrentScaling):
-        return 2 + 2
-    native = isinstance(recipe, Float8BlockScaling) or (
-        isinstance(recipe, MXFP8BlockScaling) and recipe.scale_block == 128
+    return (
+        f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us, {weight:.0f} of them to quantize its weight; "
+        f"{keep} {_BY_RULE}"
     )
-    return 2 if native else 0
+
+
+def _times(recipe: Recipe) -> tuple[_Times, _Times] | None:
+    """None for a recipe that is emulated."""
+    if isinstance(recipe, Float8CurrentScaling):
+        return _CURRENT
+    if isinstance(recipe, MXFP8BlockScaling):
+        return _E8M0 if recipe.scale_block == 128 else None
+    return _BLOCK if isinstance(recipe, Float8BlockScaling) else None
+
+
+def _microseconds(
+    times: tuple[_Times, _Times], gemms: int, flops: float, read: float, weight: float = 0, activations: float = 0
+) -> float:
+    """Of a linear; with two of the three GEMMs half way between forward and all.
+
+    flops:  of all GEMMs, which take no less time than reading so many bytes of weights.
+    weight, activations: how many of their elements are quantized.
+    """
+    forward, training = (
+        t.fixed
+        + t.weight * weight / 1e6
+        + t.rows * activations / 1e6
+        + max(flops / t.teraflops / 1e6, read / _BYTES_PER_US)
+        for t in times
+    )
+    return forward + (training - forward) * (gemms - 1) / 2
 
 
 def experts_cost_reason(m: int, n: int, k: int, groups: int, recipe: Recipe, training: bool, kept: bool = False) -> str:

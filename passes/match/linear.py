@@ -186,8 +186,16 @@ def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     gemms = ["fprop"]
     gemms += ["dgrad"] if quantized and tensor_of(x).requires_grad else []
     gemms += ["wgrad"] if quantized and tensor_of(weight).requires_grad else []
-    # Linears of one weight share its quantized copy.
-    return linear_cost_reason(m, n, k, gemms, recipe, readers=len(weight.users))
+    x_readers = sum(_reads(user, x) for user in x.users)
+    return linear_cost_reason(m, n, k, gemms, recipe, weight_readers=len(weight.users), x_readers=x_readers)
+
+
+def _reads(node: fx.Node, x: fx.Node) -> bool:
+    """Whether it is a linear of x that shares its quantized copy: one in FP8 already, or one that is not yet asked."""
+    if calls(node, {torch.ops.te.linear.default}):
+        return node.args[0] is x
+    product = None if LEFT_FOR_COST in node.meta else product_of(node)
+    return product is not None and product.x is x
 
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:

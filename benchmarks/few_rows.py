@@ -1,0 +1,211 @@
+"""Layers on few rows whose weights are quantized in each call, beside bf16 Inductor: where the cost rule's borders should lie.
+
+    python benchmarks/few_rows.py                                         # every case, forward alone and with backward
+    python benchmarks/few_rows.py --quick                                 # one case, two numbers of rows, forward alone
+    python benchmarks/few_rows.py --cases swiglu --rows 512,1024 --recipes mxfp8-128 --jobs 8
+
+Below some number of rows the GEMMs of FP8 do not repay the quantization, and `passes/match/cost.py` leaves a linear in bf16. Each recipe
+is measured twice: by itself (`te`), which should never be slower than bf16, and with a rule that has all linears in FP8 (`all`), which
+says whether it left the right ones. bf16 and all recipes of a case and number of rows are replayed as CUDA graphs in turn, round after
+round, the L2 cold. `--jobs` processes compile side by side; one at a time measures. Writes few_rows-<device>.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import pathlib
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import environment
+import torch
+from models import GatedMLP, GeluMLP
+from torch import nn
+from train_blocks import RESULTS, cold_caches, relative_error, time_step
+
+import te_dynamo
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+
+LARGEST_ERROR = 0.25  # of four linears in a row; FP8 gives 0.07
+RECIPES: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8-128": MXFP8BlockScaling(scale_block=128),
+}
+MODES = ("forward", "forward and backward")
+ROWS = (256, 512, 1024, 1536, 2048, 4096, 8192)
+
+
+def linears(*widths: int) -> nn.Module:
+    """Nothing between them that would write x in FP8: each quantizes its own."""
+    return nn.Sequential(*(nn.Linear(k, n, bias=False) for k, n in itertools.pairwise(widths)))
+
+
+# title, width of x and y, module
+CASES: dict[str, tuple[str, int, Callable[[], nn.Module]]] = {
+    "square": ("4 linears 4096", 4096, lambda: linears(*[4096] * 5)),
+    "linears": ("2 linears 4096 to 14336 and back", 4096, lambda: linears(4096, 14336, 4096, 14336, 4096)),
+    "narrow": ("2 linears 1024 to 4096 and back", 1024, lambda: linears(1024, 4096, 1024, 4096, 1024)),
+    "swiglu": ("2 SwiGLU MLPs 4096/14336", 4096, lambda: nn.Sequential(*(GatedMLP(4096, 14336) for _ in "ab"))),
+    "gelu": ("2 GELU MLPs 1024/4096", 1024, lambda: nn.Sequential(*(GeluMLP(1024, 4096) for _ in "ab"))),
+}
+_turn: Any = contextlib.nullcontext()  # a lock that all processes share: one measures at a time
+
+
+@dataclasses.dataclass
+class Row:
+    """One recipe at one number of rows. Times in us; `coverage` is the share of FLOPs that the recipe has in FP8 by itself."""
+
+    case: str
+    mode: str
+    rows: int
+    recipe: str
+    coverage: float
+    bf16_us: float
+    te_us: float
+    all_us: float
+
+
+@dataclasses.dataclass
+class Captured:
+    """A call as a CUDA graph, its output, and the call itself: it holds the weights and the x that the graph reads."""
+
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+    call: Callable[[], torch.Tensor]
+
+
+def captured(base: nn.Module, x: torch.Tensor, backward: bool, **backend: Any) -> Captured:
+    """Forward, and with `backward` the gradients of all weights and of x."""
+    torch._dynamo.reset()
+    model, x, dy = copy.deepcopy(base), x.clone().requires_grad_(backward), torch.ones_like(x)
+    compiled = torch.compile(model, dynamic=False, **backend)
+
+    def call() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        y = compiled(x)
+        if backward:
+            y.backward(dy)
+        return y.detach()
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.set_grad_enabled(backward):
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            y = call()
+    graph.replay()
+    return Captured(graph, y, call)
+
+
+def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) -> list[Row]:
+    """bf16 and the recipes in turn, on one number of rows."""
+    _, width, make = CASES[case]
+    backward = mode != MODES[0]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        base = make().bfloat16().requires_grad_(backward)
+        x = torch.randn(rows, width, dtype=torch.bfloat16)
+    ways, coverage = [captured(base, x, backward)], []
+    for name in recipes:
+        for options in ({"recipe": RECIPES[name]}, {"rules": [("", RECIPES[name])]}):
+            ways.append(captured(base, x, backward, backend="te", options=options))
+            error = relative_error([ways[-1].output], [ways[0].output])
+            if error > LARGEST_ERROR:
+                raise ArithmeticError(f"{case}, {mode}, {rows} rows, {options}: output error {error:.3f} against bf16")
+        with torch.set_grad_enabled(backward):
+            coverage.append(te_dynamo.explain(base, x, options={"recipe": RECIPES[name]}).coverage)
+    with _turn:
+        samples = [[statistics.median(time_step(way.graph.replay, "cuda")) for way in ways] for _ in range(rounds)]
+    bf16, *medians = [statistics.median(times) * 1e3 for times in zip(*samples, strict=True)]
+    return [
+        Row(case, mode, rows, name, share, bf16, te, in_fp8)
+        for name, share, te, in_fp8 in zip(recipes, coverage, medians[::2], medians[1::2], strict=True)
+    ]
+
+
+def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
+    """The report, a table for each case and mode."""
+    lines = [f"# Layers on few rows, {facts['device']}", ""]
+    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines += [
+        f"Weights quantized in each call; CUDA graphs, {rounds} rounds in turn, L2 cold; made by `benchmarks/few_rows.py`. How many times as",
+        "fast as bf16 Inductor: `te` by itself (which share of the linears' FLOPs it has in FP8), `all` with a rule that names all linears.",
+    ]
+    for case, mode in dict.fromkeys((row.case, row.mode) for row in rows):
+        table = [row for row in rows if (row.case, row.mode) == (case, mode)]
+        recipes = list(dict.fromkeys(row.recipe for row in table))
+        lines += ["", f"## {CASES[case][0]}, {mode}", ""]
+        lines += ["| rows | bf16 us | " + " | ".join(f"{name}: te | all" for name in recipes) + " |"]
+        lines += ["| --- " * (2 + 2 * len(recipes)) + "|"]
+        for count in dict.fromkeys(row.rows for row in table):
+            found = [row for row in table if row.rows == count]
+            cells = [
+                f"{row.bf16_us / row.te_us:.2f} ({row.coverage:.0%}) | {row.bf16_us / row.all_us:.2f}" for row in found
+            ]
+            lines.append(f"| {count} | {found[0].bf16_us:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="of: %(default)s")
+    parser.add_argument("--modes", default=",".join(MODES), help="of: %(default)s")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="of: %(default)s")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=4, help="processes that compile side by side")
+    parser.add_argument("--quick", action="store_true", help="the first case and mode, 512 and 2048 rows, two rounds")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    args = parser.parse_args()
+    for field, known in (("cases", CASES), ("modes", MODES), ("recipes", RECIPES)):
+        setattr(args, field, getattr(args, field).split(","))
+        if unknown := set(getattr(args, field)) - set(known):
+            parser.error(f"unknown {field}: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    args.rows = [int(count) for count in args.rows.split(",")]
+    if args.quick:
+        args.cases, args.modes, args.rows, args.rounds = args.cases[:1], args.modes[:1], [512, 2048], 2
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    cold_caches()
+    facts = environment.collect("cuda")
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, spawning, _take_turns, (spawning.Lock(),)) as pool:
+        waiting = [
+            pool.submit(measure, case, mode, count, args.recipes, args.rounds)
+            for case, mode, count in itertools.product(args.cases, args.modes, args.rows)
+        ]
+        rows: list[Row] = []
+        for future in waiting:
+            for row in future.result():
+                rows.append(row)
+                print(row, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"few_rows-{environment.device_slug(facts)}"
+    report = {"environment": facts, "rounds": args.rounds, "rows": [dataclasses.asdict(row) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(facts, rows, args.rounds))
+    print(f"Wrote {path}.md and .json")
+
+
+def _take_turns(lock: contextlib.AbstractContextManager) -> None:
+    global _turn
+    _turn = lock
+
+
+if __name__ == "__main__":
+    main()
