@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing
@@ -111,6 +112,8 @@ def captured(base: nn.Module, x: torch.Tensor, backward: bool, **backend: Any) -
 
 def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) -> list[Row]:
     """bf16 and the recipes in turn, on one number of rows."""
+    gc.collect()  # the graphs of the number of rows before, and their memory
+    torch.cuda.empty_cache()
     _, width, make = CASES[case]
     backward = mode != MODES[0]
     torch.manual_seed(0)
