@@ -8,8 +8,8 @@ columns they have; each quantization is a launch or two. So bf16 is faster below
 narrower the linear is. A weight that is kept (te_dynamo.freeze, weight_cache="step") is not asked: its owner chose FP8.
 For experts all is counted: each has a weight, and few rows.
 
-Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py. A norm or an
-activation that writes x in FP8 for less is not counted: such linears may be left in bf16 up to a tenth too long.
+Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py. That a norm or an
+activation writes x in FP8 for less is not known here: such linears are left in bf16 where FP8 would be up to a tenth faster.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_know
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """fixed:    us, whatever the sizes: launches, and how long GEMMs take to start and to end.
-    weight:   us for a million elements of the weight.
-    rows:     us for a million elements of x and dy.
-    teraflops: speed of the GEMMs.
+    """fixed:     us, whatever the sizes: launches, and how long GEMMs take to start and to end.
+    weight:    us for a million elements of the weight.
+    rows:      us for a million elements of x and dy.
+    teraflops: of the GEMMs, a second.
     """
 
     fixed: float
