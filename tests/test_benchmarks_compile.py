@@ -142,3 +142,19 @@ def test_the_warm_up_leaves_the_models_shapes_static(compile_time: ModuleType) -
     torch.compile(model, backend=counter)(torch.randn(1, 32, 64, dtype=torch.bfloat16))
     inputs = [node for node in counter.graphs[-1].graph.nodes if node.op == "placeholder"]
     assert not any(isinstance(node.meta["example_value"], torch.SymInt) for node in inputs)
+
+
+@pytest.mark.cost_rule
+def test_what_is_compiled_is_in_fp8(compile_time: ModuleType) -> None:
+    """By itself the backend leaves linears as narrow as these in bf16, and there would be nothing to measure."""
+    from te_dynamo.testing import capture_on_fake_cuda
+
+    def inputs(device: str) -> tuple[torch.Tensor, ...]:
+        return (torch.empty(1, 256, 128, dtype=torch.bfloat16, device=device, requires_grad=True),)
+
+    for options, matched in ((None, False), (compile_time.options_of("te"), True)):
+        torch._dynamo.reset()
+        graphs = capture_on_fake_cuda(lambda: compile_time.model_of(1, 128), inputs, options=options)
+        linears = [match for report in graphs.reports for match in report.matches if match.kind == "linear"]
+        assert len(linears) == 7 and {match.matched for match in linears} == {matched}
+    assert compile_time.options_of("inductor") is None
