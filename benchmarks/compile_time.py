@@ -34,12 +34,12 @@ from typing import Any
 from unittest import mock
 
 import environment
+import report
 import torch
 from models import llama_block
 from torch import nn
 from torch.nn import functional as F
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 STAGES = ("match", "joint", "fuse", "lower")
 BACKENDS = ("te", "inductor")
 
@@ -184,8 +184,7 @@ def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace
 
 def markdown(facts: dict[str, str], rows: list[Row], width: int, repeats: int) -> str:
     """Both tables, a line a number of blocks. rows: of each number and backend the median of `repeats`."""
-    lines = [f"# Time to compile transformer blocks, {facts['device']}", ""]
-    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines = report.heading("Time to compile transformer blocks", facts)
     lines += [
         f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches"
         + (
@@ -238,7 +237,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each, of which the median counts")
     parser.add_argument("--device", default="cuda", help="of whole compilations")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # kind, backend, blocks
     return parser.parse_args()
 
@@ -257,12 +256,8 @@ def main() -> None:
     facts = environment.collect(args.device)
     kinds = (("passes", args.blocks), ("whole", args.whole))
     rows = [row for kind, each in kinds for n in each for row in medians(kind, n, args)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"compile_time-{environment.device_slug(facts)}"
-    report = {"environment": facts, "width": args.width, "rows": [dataclasses.asdict(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, rows, args.width, args.repeats))
-    print(f"Wrote {path}.md and .json")
+    text = markdown(facts, rows, args.width, args.repeats)
+    report.write(args.out, "compile_time", facts, text, rows, width=args.width)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import copy
 import dataclasses
 import gc
 import itertools
-import json
 import multiprocessing
 import pathlib
 import statistics
@@ -27,15 +26,15 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import environment
+import report
 import torch
 from models import GatedMLP, GeluMLP
 from torch import nn
-from train_blocks import RESULTS, cold_caches, relative_error, time_step
+from train_blocks import LARGEST_ERROR, cold_caches, relative_error, time_step
 
 import te_dynamo
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
-LARGEST_ERROR = 0.25  # of four linears in a row; FP8 gives 0.07
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
@@ -140,8 +139,7 @@ def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) ->
 
 def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     """The report, a table for each case and mode."""
-    lines = [f"# Layers on few rows, {facts['device']}", ""]
-    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines = report.heading("Layers on few rows", facts)
     lines += [
         f"Weights quantized in each call; CUDA graphs, {rounds} rounds in turn, L2 cold; made by `benchmarks/few_rows.py`. How many times as",
         "fast as bf16 Inductor: `te` by itself (which share of the linears' FLOPs it has in FP8), `all` with a rule that names all linears.",
@@ -170,12 +168,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile side by side")
     parser.add_argument("--quick", action="store_true", help="the first case and mode, 512 and 2048 rows, two rounds")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     args = parser.parse_args()
-    for field, known in (("cases", CASES), ("modes", MODES), ("recipes", RECIPES)):
-        setattr(args, field, getattr(args, field).split(","))
-        if unknown := set(getattr(args, field)) - set(known):
-            parser.error(f"unknown {field}: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    report.split_choices(parser, args, cases=CASES, modes=MODES, recipes=RECIPES)
     args.rows = [int(count) for count in args.rows.split(",")]
     if args.quick:
         args.cases, args.modes, args.rows, args.rounds = args.cases[:1], args.modes[:1], [512, 2048], 2
@@ -197,12 +192,7 @@ def main() -> None:
             for row in future.result():
                 rows.append(row)
                 print(row, flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"few_rows-{environment.device_slug(facts)}"
-    report = {"environment": facts, "rounds": args.rounds, "rows": [dataclasses.asdict(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, rows, args.rounds))
-    print(f"Wrote {path}.md and .json")
+    report.write(args.out, "few_rows", facts, markdown(facts, rows, args.rounds), rows, rounds=args.rounds)
 
 
 def _take_turns(lock: contextlib.AbstractContextManager) -> None:

@@ -17,18 +17,18 @@ import argparse
 import copy
 import dataclasses
 import gc
-import json
 import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import environment
+import report
 import torch
 from models import GatedMLP, llama_block
 from step_profile import profile
 from torch import nn
-from train_blocks import RESULTS, cold_caches, memory, relative_error, synchronize, time_step
+from train_blocks import cold_caches, memory, relative_error, synchronize, time_step
 
 REFERENCE = "bf16"
 LARGEST_ERROR = 0.25  # of many linears in a row
@@ -209,8 +209,7 @@ def _cells(row: Row) -> str:
 
 def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     """The report, a table for each case."""
-    lines = [f"# Forward of frozen models, {facts['device']}", ""]
-    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines = report.heading("Forward of frozen models", facts)
     lines += [
         f"bf16 models without gradients, {rounds} rounds over all providers in turn, L2 cold; made by",
         "`benchmarks/inference.py`. `frozen` is `te_dynamo.freeze(model, drop_weights=True)`. `graph` replays a CUDA",
@@ -236,12 +235,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a call")
     parser.add_argument("--quick", action="store_true", help="the first case, 1 and 64 tokens, two rounds")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     args = parser.parse_args()
-    args.cases, args.recipes = args.cases.split(","), args.recipes.split(",")
+    report.split_choices(parser, args, cases=CASES)
+    args.recipes = args.recipes.split(",")
     args.tokens = [int(count) for count in args.tokens.split(",")]
-    if unknown := set(args.cases) - set(CASES):
-        parser.error(f"unknown cases: {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
     if args.quick:
         args.cases, args.tokens, args.rounds = args.cases[:1], [1, 64], min(args.rounds, 2)
     return args
@@ -264,12 +262,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"inference-{environment.device_slug(facts)}"
-    report = {"environment": facts, "rounds": args.rounds, "rows": [dataclasses.asdict(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, rows, args.rounds))
-    print(f"Wrote {path}.md and .json")
+    report.write(args.out, "inference", facts, markdown(facts, rows, args.rounds), rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

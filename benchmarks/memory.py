@@ -18,6 +18,7 @@ import pathlib
 from typing import Any
 
 import environment
+import report
 import torch
 import train_blocks
 from models import BLOCKS, Block
@@ -90,8 +91,7 @@ def _place(event: dict[str, Any]) -> str:
 
 def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     """The report: a table of all blocks."""
-    lines = [f"# Peak memory of a training step, {facts['device']}", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"), ""]
+    lines = report.heading("Peak memory of a training step", facts)
     lines += [
         f"bf16 modules, {rounds} rounds; made by `benchmarks/memory.py`. Peaks count weights, gradients, input and output.",
         "",
@@ -114,11 +114,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kernels", action="store_true", help="print what is alive at each provider's peak")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=train_blocks.RESULTS, help="folder of the result file")
+    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the result file")
     args = parser.parse_args()
-    args.blocks = args.blocks.split(",")
-    if unknown := set(args.blocks) - set(BLOCKS):
-        parser.error(f"unknown blocks: {', '.join(sorted(unknown))}; known: {', '.join(BLOCKS)}")
+    report.split_choices(parser, args, blocks=BLOCKS)
     return args
 
 
@@ -142,10 +140,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"memory-{environment.device_slug(facts)}.md"
-    path.write_text(markdown(facts, rows, args.rounds))
-    print(f"Wrote {path}")
+    report.write(args.out, "memory", facts, markdown(facts, rows, args.rounds))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import json
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,11 +24,12 @@ from typing import Any
 from unittest import mock
 
 import environment
+import report
 import torch
 from models import BLOCKS, Block
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from train_blocks import RESULTS, Inputs, Step, cold_caches, time_step, training_step
+from train_blocks import Inputs, Step, cold_caches, time_step, training_step
 
 
 def te(fusions: bool) -> Callable[[nn.Module], Callable]:
@@ -193,8 +193,7 @@ def measure(provider: str, block: Block, base: nn.Module, inputs: Inputs) -> Row
 def markdown(facts: dict[str, str], block: Block, rows: list[Row]) -> str:
     """The report: a line a provider, then the kernels of each."""
     tokens = block.shape[0] * block.shape[1]
-    lines = [f"# A training step of the {block.name}, {tokens} tokens, {facts['device']}", ""]
-    lines += [", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines = report.heading(f"A training step of the {block.name}, {tokens} tokens", facts)
     lines += [
         "Kernels and GPU time by torch.profiler, copies and fills left out. Bytes: the tensors that each launch is given, each",
         "once, twice what it updates in place; a lower bound of what it moves, with nothing kept in a cache between kernels.",
@@ -220,7 +219,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     return parser.parse_args()
 
 
@@ -239,12 +238,7 @@ def main() -> None:
         print(
             f"{provider:14s} {rows[-1].launches:3d} kernels, {rows[-1].bytes / 1e9:.2f} GB, {rows[-1].step_ms:.3f} ms"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"step_profile-{environment.device_slug(facts)}"
-    report = {"environment": facts, "tokens": args.tokens, "rows": [dataclasses.asdict(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, block, rows))
-    print(f"Wrote {path}.md and .json")
+    report.write(args.out, "step_profile", facts, markdown(facts, block, rows), rows, tokens=args.tokens)
 
 
 if __name__ == "__main__":

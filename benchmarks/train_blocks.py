@@ -17,7 +17,6 @@ import atexit
 import copy
 import dataclasses
 import gc
-import json
 import os
 import pathlib
 import shutil
@@ -25,15 +24,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
 import environment
+import report
 import torch
 import triton
 from models import BLOCKS, Block
 from torch import nn
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 REFERENCE = "bf16"
 LARGEST_ERROR = 0.25  # FP8 gives 0.03 to 0.1; a provider beyond this computes something else
 
@@ -244,8 +242,7 @@ def synchronize(device: torch.device) -> None:
 
 def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     """The report, a table for each block."""
-    title = f"# Forward + backward of transformer blocks, {facts['device']}"
-    lines = [title, "", ", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
+    lines = report.heading("Forward + backward of transformer blocks", facts)
     lines += [
         f"bf16 modules, random normal inputs, {rounds} rounds over all providers in turn; made by",
         "`benchmarks/train_blocks.py`. `te` adds up slowly (in fp32) in all three GEMMs, `te fast` in none,",
@@ -288,12 +285,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="the first block, two rounds")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the two result files")
+    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     args = parser.parse_args()
-    args.blocks, args.providers = args.blocks.split(","), args.providers.split(",")
-    for what, known in (("blocks", BLOCKS), ("providers", PROVIDERS)):
-        if unknown := set(getattr(args, what)) - set(known):
-            parser.error(f"unknown {what}: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    report.split_choices(parser, args, blocks=BLOCKS, providers=PROVIDERS)
     args.providers = [REFERENCE] + [p for p in args.providers if p != REFERENCE]
     if args.quick:
         args.blocks, args.rounds = args.blocks[:1], min(args.rounds, 2)
@@ -323,16 +317,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"train_blocks-{environment.device_slug(facts)}"
-    report: dict[str, Any] = {
-        "environment": facts,
-        "rounds": args.rounds,
-        "rows": [dataclasses.asdict(r) for r in rows],
-    }
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, rows, args.rounds))
-    print(f"Wrote {path}.md and .json")
+    report.write(args.out, "train_blocks", facts, markdown(facts, rows, args.rounds), rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

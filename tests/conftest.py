@@ -6,7 +6,8 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -64,3 +65,10 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def import_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a file of benchmarks/ by name; skips where something that it imports is missing."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return pytest.importorskip

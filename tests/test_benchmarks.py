@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
+import argparse
+import json
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def train_blocks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("train_blocks")
+def train_blocks(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("train_blocks")
 
 
 @pytest.fixture
@@ -83,6 +82,32 @@ def test_environment_names_what_it_ran_on(train_blocks: ModuleType) -> None:
     assert facts["torch"] == torch.__version__
     assert set(facts) >= {"device", "driver", "cuda", "triton", "commit", "date"}
     assert environment.device_slug({"device": "NVIDIA H200"}) == "nvidia-h200"
+
+
+def test_a_report_is_two_files_that_name_what_it_ran_on(train_blocks: ModuleType, tmp_path) -> None:
+    report = pytest.importorskip("report")
+    facts = {"device": "NVIDIA H200", "torch": "2", "commit": "abc"}
+    text = "\n".join(report.heading("Speed", facts))
+    assert text == "# Speed, NVIDIA H200\n\ntorch 2, commit abc\n"
+    rows = [train_blocks.Row("tiny", "bf16", step_ms=1.0)]
+    report.write(tmp_path / "new", "speed", facts, text, rows, rounds=3)
+    assert (tmp_path / "new" / "speed-nvidia-h200.md").read_text() == text
+    held = json.loads((tmp_path / "new" / "speed-nvidia-h200.json").read_text())
+    assert list(held) == ["environment", "rounds", "rows"]
+    assert held["environment"] == facts and held["rounds"] == 3 and held["rows"][0]["step_ms"] == 1.0
+    report.write(tmp_path, "memory", facts, text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory-nvidia-h200.md", "new"]
+
+
+def test_an_unknown_word_is_named_beside_those_that_are_known(train_blocks: ModuleType, capsys) -> None:
+    report = pytest.importorskip("report")
+    parser = argparse.ArgumentParser()
+    args = argparse.Namespace(blocks="swiglu,gelu", providers="te")
+    report.split_choices(parser, args, blocks=["gelu", "swiglu"])
+    assert args.blocks == ["swiglu", "gelu"] and args.providers == "te"
+    with pytest.raises(SystemExit):
+        report.split_choices(parser, args, providers=["bf16", "torchao"])
+    assert "unknown providers: te; known: bf16, torchao" in capsys.readouterr().err
 
 
 @pytest.mark.slow

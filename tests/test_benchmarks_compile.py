@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import pathlib
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 FACTS = {"device": "NVIDIA H200", "torch": "2"}
 
 
 @pytest.fixture
-def step_profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("step_profile")
+def step_profile(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("step_profile")
 
 
 @pytest.fixture
-def compile_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("compile_time")
+def compile_time(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("compile_time")
 
 
 def cells(line: str) -> list[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import pathlib
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("few_rows")
+def few_rows(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("few_rows")
 
 
 def test_a_table_for_each_case_and_mode_and_no_row_left_out(few_rows: ModuleType) -> None:

@@ -34,7 +34,12 @@ def on_cuda(rows: int, learns: bool = True, dtype: torch.dtype = BF16, **options
 
 @pytest.mark.parametrize(
     ("rows", "learns", "matched"),
-    [(1, False, False), (1000, False, False), (1100, False, True), (680, True, False), (760, True, True)],
+    [
+        *((rows, False, False) for rows in (1, 512, 1000)),
+        *((rows, False, True) for rows in (1100, 1536)),
+        *((rows, True, False) for rows in (256, 680)),
+        (760, True, True),
+    ],
 )
 def test_few_rows_do_not_repay_the_weight(rows: int, learns: bool, matched: bool) -> None:
     compiled = on_cuda(rows, learns)
