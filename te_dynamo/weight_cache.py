@@ -1,8 +1,9 @@
 """Quantized weights that outlive a call: what `te_dynamo.freeze` and `options={"weight_cache": "step"}` keep.
 
 A compiled graph takes the buffers as inputs; `WeightSupply` is called in its place and supplies them. Before each call it
-compares every weight's identity, version counter and memory with those of the values that were quantized. What a write
-shows in none of them (`parameter.data.copy_`, a numpy view) is missed until `te_dynamo.invalidate`.
+compares every weight's identity, version counter and memory with those of the values that were quantized;
+unseen_writes.py tells of operators and optimizers that raise no counter. What a write shows in none of these
+(`parameter.data.copy_`, a numpy view) is missed until `te_dynamo.invalidate`.
 
 Buffers of frozen weights are written in place, so that a CUDA graph which reads them stays valid. Those that last a step are
 made anew: a backward that still has to run keeps the ones that its forward read.
@@ -28,6 +29,7 @@ from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.quantizers import Float8GroupedQuantizer, Quantizer
 from te_dynamo.storage import QuantizedTensorStorage
+from te_dynamo.unseen_writes import tell_of_unseen_writes
 
 __all__ = ["WeightSupply", "Workspace", "dequantized", "entry_of", "forget_weights", "make_buffers", "renew_weights"]
 
@@ -117,6 +119,18 @@ def renew_weights(weights: Iterable[torch.Tensor]) -> None:
 def forget_weights(weights: Iterable[torch.Tensor]) -> None:
     """What is kept of these weights is freed."""
     _each_entry(weights, keep=False)
+
+
+def _memory_was_written(tensors: Iterable[torch.Tensor]) -> None:
+    """What is kept of weights in the memory of `tensors` is quantized anew at the next call."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if type(tensor) in plain}
+    with _lock:
+        for table in _entries.values():
+            for entry in table.values():
+                if any(state.storage in storages for state in entry.states or ()):
+                    entry.states = None
+                    entry.expire()
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
@@ -211,6 +225,7 @@ class WeightSupply:
         by_step: bool,
         check: bool,
     ) -> None:
+        tell_of_unseen_writes(_memory_was_written)
         self._compiled, self._workspaces = compiled, tuple(workspaces)
         self._kept = _taker(kept)
         self._by_step, self._check = by_step, check

@@ -66,6 +66,10 @@ def _numpy(linear: nn.Module, new: torch.Tensor) -> None:
     linear.weight.detach().numpy()[:] = new.numpy()
 
 
+def _storage(linear: nn.Module, new: torch.Tensor) -> None:
+    linear.weight.untyped_storage().copy_(new.clone().untyped_storage())
+
+
 WRITES: dict[str, Write] = {
     "in place": _in_place,
     "copy_": _copy,
@@ -80,5 +84,9 @@ WRITES: dict[str, Write] = {
 }
 """Seen by identity, version counter or storage."""
 
-HIDDEN_WRITES: dict[str, Write] = {".data.copy_": _data_copy, "numpy": _numpy}
+HIDDEN_WRITES: dict[str, Write] = {
+    ".data.copy_": _data_copy,
+    "numpy": _numpy,
+    "untyped_storage().copy_": _storage,
+}
 """Shown by nothing: te_dynamo.invalidate has to be told."""
