@@ -205,21 +205,25 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
 
 
 def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, Any], key: str) -> Any:
-    """Our pass for one of Inductor's hooks, after the pass that the user has there already."""
+    """Our pass for one of Inductor's hooks, after the passes that the user has there already."""
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
 
     users = patches.get(hook, getattr(config, hook))
+    passes = users if isinstance(users, (list, tuple)) else () if users is None else (users,)
 
     class Stage(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            if users is not None:
-                users(graph)
+            for each in passes:
+                aware = isinstance(each, CustomInferenceAwareGraphPass)
+                each(graph, is_inference=_phase.get() == "inference") if aware else each(graph)
             stage(graph)
 
         def uuid(self) -> Any:
-            theirs = users.uuid() if isinstance(users, CustomGraphPass) else users and repr(users)
-            return (hook, key, theirs)
+            theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
+            return (
+                (hook, key, *theirs) if all(theirs) else None
+            )  # None: torch caches nothing, for it cannot tell a change
 
     return Stage()
 

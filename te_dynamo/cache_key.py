@@ -6,6 +6,7 @@ torch's own keys hold the graph and its constants, not the bodies of our operati
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -19,8 +20,12 @@ __all__ = ["cache_key", "sources_digest"]
 
 
 def cache_key(options: Options, registered_fusions: str) -> str:
-    """A digest of the package's sources, torch's and Triton's versions, the options and the registered fusions' sources."""
-    text = "\n".join((sources_digest(), repr(options), registered_fusions))
+    """A digest of the package's sources, torch's and Triton's versions, our options and the registered fusions' sources.
+
+    Inductor's options are in torch's own keys, a user's passes by what they say of themselves.
+    """
+    ours = dataclasses.replace(options, inductor=())
+    text = "\n".join((sources_digest(), repr(ours), registered_fusions))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -9,12 +9,18 @@ The name of a fusion's first parameter says which it is: `graph` or `ops`. Anyth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import functools
 import hashlib
 import inspect
 import pathlib
+import uuid
 from collections.abc import Callable
+from types import FunctionType, NoneType
 from typing import Any
+
+import torch
 
 __all__ = [
     "Fusion",
@@ -72,7 +78,8 @@ def register_forward_backward_fusion(fusion: Fusion) -> _Registration:
     """Registers a joint fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens.
 
     Its first parameter is called `graph` or `ops`, which says what it fuses. Raises TypeError otherwise, and ValueError if it is
-    registered already.
+    registered already. Compiled code is cached under its source, with the plain values that it closes over; nothing that is
+    compiled with a fusion that is an object, or closes over one, is found in a cache again.
     """
     return _register("joint", fusion)
 
@@ -104,7 +111,8 @@ def registered(of: str, phase: str) -> tuple[Fusion, ...]:
 
 
 def fusion_key() -> str:
-    """Names and sources of the registered fusions, for the compile cache's key."""
+    """Names and sources of the registered fusions, for the compile cache's key: another one each time where a fusion has a state
+    that its source does not show."""
     return "\n".join(_keys("graph") + _keys("ops"))
 
 
@@ -169,14 +177,30 @@ def _keys(of: str) -> list[str]:
 
 def _source(fusion: Fusion) -> str:
     """Its text, that of its file (which holds the operation that it makes, and the kernels), and the values it closes over or has as
-    defaults: a factory's fusions differ in these alone."""
+    defaults: a factory's fusions differ in these alone. A word that nothing else has where these do not tell what it does."""
+    if not isinstance(fusion, FunctionType):
+        return uuid.uuid4().hex  # an object, whose state may change
     try:
         source = inspect.getsource(fusion)
-        cells = [cell.cell_contents for cell in getattr(fusion, "__closure__", None) or ()]
-    except (OSError, TypeError, ValueError):  # no source, not a function, a cell that is empty still
-        return repr(fusion)
-    defaults = getattr(fusion, "__defaults__", None), getattr(fusion, "__kwdefaults__", None)
-    return f"{source}{_file_of(fusion)}{cells!r}{defaults!r}"
+        cells = [cell.cell_contents for cell in fusion.__closure__ or ()]
+    except (OSError, ValueError):  # no source, a cell that is empty still
+        return uuid.uuid4().hex
+    values = map(_value, (*cells, *(fusion.__defaults__ or ()), *(fusion.__kwdefaults__ or {}).items()))
+    return f"{source}{_file_of(fusion)}{list(values)!r}"
+
+
+def _value(value: Any) -> str:
+    """A text that two values share only if they are equal."""
+    if isinstance(value, FunctionType):
+        return _source(value)
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}{[_value(each) for each in value]!r}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value)}{[_value(getattr(value, field.name)) for field in dataclasses.fields(value)]!r}"
+    return repr(value) if isinstance(value, _TOLD_BY_REPR) else uuid.uuid4().hex
+
+
+_TOLD_BY_REPR = (bool, int, float, str, bytes, type, NoneType, enum.Enum, torch.dtype, torch._ops.OpOverload)
 
 
 def _file_of(fusion: Fusion) -> str:

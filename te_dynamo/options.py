@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from te_dynamo import recipe as recipes
 from te_dynamo.errors import InvalidOptionError
@@ -142,11 +143,21 @@ def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str,
 
 
 def _check_type(name: str, value: Any) -> None:
-    """As torch.compile's own backend does: a plain type is checked, a generic or a union is not."""
+    """Raises InvalidOptionError where Inductor declares another type; of a generic only its class is looked at."""
     from torch._inductor import config
 
     wanted = config.get_type(name)  # type: ignore[attr-defined]
-    if isinstance(wanted, type) and wanted is not Any and not isinstance(value, wanted):
-        raise InvalidOptionError(
-            f"te_dynamo: Inductor's option {name!r} takes a value of type {wanted.__name__}, got {value!r}"
-        )
+    if not _is_of(wanted, value):
+        said = wanted.__name__ if isinstance(wanted, type) else str(wanted)
+        raise InvalidOptionError(f"te_dynamo: Inductor's option {name!r} takes a value of type {said}, got {value!r}")
+
+
+def _is_of(wanted: Any, value: Any) -> bool:
+    origin = get_origin(wanted)
+    if origin in (Union, UnionType):
+        return any(_is_of(each, value) for each in get_args(wanted))
+    if origin is Literal:
+        return value in get_args(wanted)
+    if origin is not None:
+        wanted = origin
+    return not isinstance(wanted, type) or isinstance(value, wanted)

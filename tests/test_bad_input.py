@@ -58,6 +58,11 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
         ),
         ({3: 1}, "unknown option 3; valid: 'codegen'"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune' takes a value of type bool, got 'yes'"),
+        ({"joint_custom_pre_pass": 3}, "Inductor's option 'joint_custom_pre_pass' takes a value of type "),
+        ({"cpp_wrapper": None}, "Inductor's option 'cpp_wrapper' takes a value of type bool, got None"),
+        ({"profile_bandwidth_output": 3}, "Inductor's option 'profile_bandwidth_output' takes a value of type "),
+        ({"layout_optimization": "on"}, "Inductor's option 'layout_optimization' takes a value of type bool, got 'on'"),
+        ({"benchmark_harness": 2}, "Inductor's option 'benchmark_harness' takes a value of type bool, got 2"),
         (
             {"recipe": "float8_curent_scaling"},
             "unknown recipe 'float8_curent_scaling'; did you mean 'float8_current_sc",

@@ -5,14 +5,20 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
+import te_dynamo
+from te_dynamo._compat import torch_version
+from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
+from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.testing import capture_on_fake_cuda
 
 PROGRAM = textwrap.dedent(
@@ -129,6 +135,126 @@ def test_kept_weights_are_supplied_to_what_a_cache_gives(tmp_path: Path, options
     assert (cold["aot_hit"], cold["aot_miss"], cold["aot_bypass"]) == (0, 1, 0)
     assert (warm["aot_hit"], warm["aot_miss"], warm["fx_miss"]) == (1, 0, 0)
     assert warm["losses"] == cold["losses"] and len(set(cold["losses"])) == 1
+
+
+class Replace(CustomGraphPass):
+    """A user's pass: sigmoid becomes `op`."""
+
+    def __init__(self, op: Any, key: Any) -> None:
+        self.op, self.key = op, key
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default):
+            node.target = self.op
+
+    def uuid(self) -> Any:
+        return self.key
+
+
+def replaced(op: Any) -> Callable[[torch.fx.Graph], None]:
+    def replace(graph: torch.fx.Graph) -> None:
+        Replace(op, None)(graph)
+
+    return replace
+
+
+HOOKS = ["joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"]
+SIN, TANH = torch.ops.aten.sin.default, torch.ops.aten.tanh.default
+
+
+def with_passes(hook: str, passes: Any, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.reset()
+    return torch.compile(torch.sigmoid, backend="te", options={hook: passes})(x)
+
+
+@pytest.mark.parametrize("make", [lambda op: Replace(op, None), replaced], ids=["uuid() is None", "a plain function"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_users_pass_that_cannot_tell_its_changes_is_never_answered_from_a_cache(
+    hook: str, make: Callable[[Any], Any]
+) -> None:
+    x = torch.randn(8)
+    for op in (SIN, TANH):
+        torch.testing.assert_close(with_passes(hook, make(op), x), op(x))
+
+
+def test_a_users_pass_that_tells_them_is_cached() -> None:
+    x = torch.randn(8)
+    results = [with_passes(HOOKS[1], Replace(op, key), x) for op, key in ((SIN, "one"), (TANH, "one"), (TANH, "two"))]
+    for result, op in zip(results, (SIN, SIN, TANH), strict=True):
+        torch.testing.assert_close(result, op(x))
+
+
+@pytest.mark.skipif(torch_version() < (2, 13), reason="one pass a hook until torch 2.12")
+def test_users_passes_in_a_list_all_run_before_ours() -> None:
+    x = torch.randn(8)
+    then_cos = Replace(torch.ops.aten.cos.default, "cos")
+    torch.testing.assert_close(with_passes(HOOKS[1], [Replace(SIN, "sin"), then_cos], x), x.sin())
+    torch.testing.assert_close(with_passes(HOOKS[1], [replaced(TANH), then_cos], x), x.tanh())
+
+
+@pytest.mark.parametrize("hook", HOOKS[1:])
+def test_a_users_pass_is_told_of_inference_if_it_asks(hook: str) -> None:
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    told = []
+
+    class Ask(CustomInferenceAwareGraphPass):
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+            told.append(is_inference)
+
+        def uuid(self) -> None:
+            return None
+
+    with_passes(hook, Ask(), torch.randn(8))
+    with_passes(hook, Ask(), torch.randn(8, requires_grad=True)).sum().backward()
+    assert told == [True, False, False]
+
+
+class Stateful:
+    """A fusion of the user's, which is an object."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __call__(self, graph: torch.fx.Graph) -> int:
+        found = graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)
+        Replace(self.op, None)(graph)
+        return len(found)
+
+
+def closing_over(op: Any) -> Callable[[torch.fx.Graph], int]:
+    holder = Stateful(op)
+
+    def fuse(graph: torch.fx.Graph) -> int:
+        return holder(graph)
+
+    return fuse
+
+
+@pytest.mark.parametrize("make", [Stateful, closing_over])
+def test_a_registered_fusion_with_a_state_is_never_answered_from_a_cache(make: Callable[[Any], Any]) -> None:
+    x = torch.randn(8)
+    for op in (SIN, TANH):
+        torch._dynamo.reset()
+        with te_dynamo.register_forward_fusion(make(op)):
+            torch.testing.assert_close(torch.compile(torch.sigmoid, backend="te")(x), op(x))
+
+
+def test_the_key_of_a_fusion_holds_what_it_closes_over() -> None:
+    def make(value: Any) -> Callable[[torch.fx.Graph], int]:
+        def fuse(graph: torch.fx.Graph) -> int:
+            return int(value is None)
+
+        return fuse
+
+    def key(value: Any) -> str:
+        with te_dynamo.register_forward_fusion(make(value)):
+            return fusion_key()
+
+    for value in (1, "one", torch.float16, SIN, (1, [2.0, None]), Float8CurrentScaling(), make(3)):
+        assert key(value) == key(value)
+    assert len({key(value) for value in (1, 2, "1", 1.0, [1], (1,), make(1), make(2))}) == 8
+    assert key(Stateful(SIN)) != key(Stateful(SIN))
 
 
 @pytest.mark.gpu
