@@ -30,22 +30,42 @@ def merge_common_subexpressions(graph: Graph) -> int:
 
 def _merge_equal(graph: Graph) -> int:
     first: dict[Any, Node] = {}
+    same: dict[Node, Node] = {}  # the first node of the same value, found through any pure operation
     merged = 0
     for node in list(graph.nodes):
-        if node.op != "call_function" or not (
-            is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem
-        ):
+        if not _is_pure(node):
             continue
-        key = (node.target, node.args, tuple(sorted(node.kwargs.items())), _tag(node))
+        args = torch.fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
         try:
-            original = first.setdefault(key, node)
+            original = same[node] = first.setdefault((node.target, args, *map(type, node.args)), node)
         except TypeError:  # an unhashable argument
             continue
-        if original is not node:
+        if original is not node and (is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem):
+            _agree_on_recomputation(original, node)
             node.replace_all_uses_with(original)
             graph.erase_node(node)
             merged += 1
     return merged
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _agree_on_recomputation(node: Node, other: Node) -> None:
+    """The tags that `node` has when it stands for `other` too.
+
+    AOTAutograd's own CSE merges across the border of a checkpointed region, and what is needed outside of it is not
+    recomputed. Of an operation with several results each item has a tag: one that must be recomputed of an operation that is
+    not would be an error.
+    """
+    if node.meta.get("recompute") != other.meta.get("recompute"):
+        for each in (node, *node.users, *other.users):
+            if each is node or each.target is operator.getitem:
+                each.meta.pop("recompute", None)
+                each.meta.pop("ac_graph_id", None)
 
 
 def _merge_usages(graph: Graph) -> int:
@@ -74,5 +94,5 @@ def _quantizer(node: Node) -> Quantizer:
 
 
 def _tag(node: Node) -> Any:
-    """Nodes of a checkpointed region are recomputed in backward: they never merge with nodes outside it."""
+    """Nodes of a checkpointed region are recomputed in backward: theirs never become usages of a tensor outside it."""
     return node.meta.get("ac_graph_id"), str(node.meta.get("recompute"))

@@ -121,18 +121,54 @@ def test_other_formats_and_other_tensors_stay_apart() -> None:
     assert len(quantizes(graph)) == 3
 
 
-@pytest.mark.parametrize("second", [BOTH, COLUMNS])
-def test_a_recomputed_node_does_not_merge_with_a_saved_one(second: Any) -> None:
-    """Merged, what a checkpoint wants recomputed would be kept, or what is outside would be recomputed."""
+REGIONS: list[dict[str, Any]] = [
+    {},
+    {"ac_graph_id": 1, "recompute": "MUST_RECOMPUTE"},
+    {"ac_graph_id": 2, "recompute": "MUST_RECOMPUTE"},
+]
+
+
+def test_usages_outside_of_a_checkpoint_do_not_unite_with_those_inside() -> None:
+    """United, what a checkpoint wants recomputed would be kept, or what is outside would be recomputed."""
     b = Builder((16, 64))
-    regions = [{}, {"ac_graph_id": 1, "recompute": "MUST_RECOMPUTE"}, {"ac_graph_id": 2, "recompute": "MUST_RECOMPUTE"}]
     nodes = [
         b.call(te.quantize.default, b.inputs[0], quantizer, **region)
-        for region, quantizer in zip(regions, (BOTH, second, second), strict=True)
+        for region, quantizer in zip(REGIONS, (BOTH, COLUMNS, ROWS), strict=True)
     ]
     graph = b.returns(*(b.read(node, 0)[0] for node in nodes))
-    merge_common_subexpressions(graph)
+    assert merge_common_subexpressions(graph) == 0
     assert [node.meta.get("ac_graph_id") for node in quantizes(graph)] == [None, 1, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2)], ids=str)
+@pytest.mark.parametrize("through", [None, torch.ops.aten.sin.default], ids=["of one tensor", "of equal tensors"])
+def test_equal_nodes_merge_across_a_checkpoints_border_and_agree_on_recomputation(
+    order: tuple[int, int], through: Any
+) -> None:
+    """As in AOTAutograd's own CSE, which keeps the tags of the second's items on a node that may have none."""
+    b = Builder((16, 64))
+    items = []
+    for index, position in enumerate(order):
+        region = REGIONS[position]
+        x = b.call(through, b.inputs[0], **region) if through else b.inputs[0]
+        (item,) = b.read(b.call(te.quantize.default, x, BOTH, **region), index)
+        item.meta.update(region)
+        items.append(item)
+    graph = b.returns(*items)
+    assert merge_common_subexpressions(graph) == 1
+    (node,) = quantizes(graph)
+    outside = 0 in order
+    for each in (node, *node.users):
+        assert each.meta.get("recompute") == (None if outside else "MUST_RECOMPUTE")
+        assert ("ac_graph_id" in each.meta) != outside
+
+
+def test_random_and_written_tensors_are_no_equals() -> None:
+    b = Builder((16, 64))
+    noise = [b.call(torch.ops.aten.rand_like.default, b.inputs[0]) for _ in range(2)]
+    nodes = [b.call(te.quantize.default, x, BOTH) for x in noise]
+    graph = b.returns(*(b.read(node, 0)[0] for node in nodes))
+    assert merge_common_subexpressions(graph) == 0
 
 
 def test_nodes_of_one_checkpoint_merge() -> None:

@@ -48,6 +48,42 @@ def recomputed(graphs: Any, linears: int = LINEARS) -> int:
     return graphs["backward"].count("te.gemm(") - 2 * linears
 
 
+class BesideDetached(nn.Module):
+    """A checkpointed piece, and one of the same input that learns nothing."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], *, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.norm = nn.RMSNorm(32) if norm else nn.Identity()
+        self.before, self.first, self.checkpointed = before, True, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        def piece(x: Tensor) -> Tensor:
+            return self.b(self.norm(self.before(x)))
+
+        ours = [] if self.first else [self.a(self.norm(self.before(x))).detach()]
+        y = checkpoint(piece, x, use_reentrant=False) if self.checkpointed else piece(x)
+        ours = ours or [self.a(self.norm(self.before(x))).detach()]
+        return y + ours[0]
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+@pytest.mark.parametrize("first", [True, False], ids=["checkpoint first", "checkpoint last"])
+@pytest.mark.parametrize(
+    ("before", "norm"),
+    [(nn.Identity(), False), (nn.GELU(), False), (torch.sin, False), (nn.Identity(), True)],
+    ids=["linear", "gelu", "sin", "norm"],
+)
+def test_a_checkpoint_beside_what_reads_the_same_tensor(codegen: str, first: bool, before: Any, norm: bool) -> None:
+    model, x = BesideDetached(before, norm=norm), torch.randn(16, 32, requires_grad=True)
+    learning = nn.ModuleList([model.b, model.norm])
+    model.first, model.checkpointed = first, False
+    expected = gradients(te(model, codegen=codegen), learning, x)
+    model.checkpointed = True
+    assert_close(gradients(te(model, codegen=codegen), learning, x), expected, 0.0 if codegen == "eager" else 1e-6)
+
+
 @pytest.mark.slow
 def test_a_reentrant_checkpoint_inside_is_traced_as_the_other() -> None:
     model, x = block(), tokens().requires_grad_()
