@@ -176,7 +176,7 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
     for name, parameter in module._parameters.items():
         if parameter is None or parameter not in FROZEN or prefix + name not in state_dict:
             continue
-        end_load(parameter)  # one that was broken off
+        end_load(parameter, dequantized)  # one that was broken off
         loading[name] = is_dropped(parameter)
         if loading[name] and not metadata.get("assign_to_params_buffers", False):  # else nothing is copied
             lend(parameter, _values(parameter))
@@ -197,7 +197,7 @@ def _after_load(module: nn.Module, _: Any) -> None:
             FROZEN[parameter] = Frozen(path)
             if dropped:
                 drop(parameter)
-        end_load(parameter)
+        end_load(parameter, dequantized)
         if not dropped:
             renew_weights([parameter])
     hooks.loading = {}

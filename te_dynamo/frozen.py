@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -100,24 +101,30 @@ def lend(parameter: torch.Tensor, values: torch.Tensor) -> None:
         FROZEN[parameter].lent = threading.get_ident(), parameter._version, values.data_ptr()
 
 
-def end_load(parameter: torch.Tensor) -> None:
-    """Takes back what was lent. If it was written, that is the parameter's new value, dropped and to be quantized."""
+def end_load(parameter: torch.Tensor, dequantized: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Takes back what was lent. If it was written, that is the parameter's new value, dropped and to be quantized.
+
+    dequantized: gives the values of a dropped parameter again; they tell of a write through .data, which no counter shows.
+    """
     with lock:
         frozen = FROZEN.get(parameter)
         if frozen is None or frozen.lent is None:
             return
-        if is_dropped(parameter):
+        written = not is_dropped(parameter)
+        if not written and frozen.source is None and not parameter.is_meta:
+            written = not torch.equal(parameter.data.view(torch.uint8), dequantized(parameter).view(torch.uint8))
+        if not written:
             parameter.data, frozen.lent = frozen.place_holder, None
         else:
             drop(parameter)
 
 
-def end_own_load(parameter: torch.Tensor) -> None:
+def end_own_load(parameter: torch.Tensor, dequantized: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """`end_load` for a load of this thread, which is over by now: a hook raised, or the loader runs no hooks after it."""
     frozen = FROZEN.get(parameter)
     lent = None if frozen is None else frozen.lent
     if lent is not None and lent[0] == threading.get_ident():
-        end_load(parameter)
+        end_load(parameter, dequantized)
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -251,7 +251,7 @@ class WeightSupply:
             if not all(self._may_keep([args[p] for p in w.positions]) for w in self._workspaces):
                 return tuple(buffer for w in self._workspaces for buffer in make_buffers(w, args).values())
             for weight in (args[p] for w in self._workspaces for p in w.positions):
-                end_own_load(weight)
+                end_own_load(weight, dequantized)
             held = _Held((), [], [])
             tensors: list[torch.Tensor] = []
             for workspace in self._workspaces:

@@ -178,6 +178,26 @@ def test_a_loader_that_runs_no_hooks_after_it() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_loader_that_writes_through_data(hooked: bool) -> None:
+    """No version counter shows it."""
+    model, x, new = linear(), tokens(32, torch.float32), torch.randn(48, 32)
+    compiled = dropped(model, x)
+
+    def load(module: nn.Module, state: State, prefix: str, *_: Any) -> None:
+        module.weight.data.copy_(state.pop(f"{prefix}weight"))
+
+    model.register_load_state_dict_pre_hook(load)
+    if hooked:
+        model.load_state_dict({"weight": new}, strict=False)
+    else:
+        model._load_from_state_dict({"weight": new}, "", {}, False, [], [], [])
+    for _ in range(2):
+        assert_same(compiled(x), product(x, new))
+    assert is_dropped(model.weight)
+
+
+@torch.no_grad()
 def test_a_submodules_state() -> None:
     model, x = two_linears(), tokens(32)
     compiled, state = dropped(model, x), {"weight": torch.randn(32, 64).bfloat16()}
