@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo.errors import TeError
-from te_dynamo.frozen import FROZEN, Frozen, drop, is_dropped, restore
+from te_dynamo.frozen import FROZEN, Frozen, drop, end_load, is_dropped, lend, restore, values_of
 from te_dynamo.weight_cache import dequantized, forget_weights, renew_weights
 
 __all__ = ["freeze", "invalidate", "unfreeze", "watch"]
@@ -24,8 +24,10 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
     model:        a module, or what torch.compile made of one; before or after its first call.
     drop_weights: frees the high-precision values of `nn.Linear` weights once they are quantized. Names, shapes and dtype
                   stay: state_dict() gives the quantized values in the weight's own dtype, load_state_dict() takes any and
-                  they are quantized anew. Read outside of a compiled linear they are NaN. A weight that something else in a
-                  compiled graph reads (a tied embedding) keeps its values.
+                  what it loads is quantized anew. Whatever becomes of a load, a weight that it did not write keeps what it
+                  had. Values that are loaded are in memory until the next call; others are there again while their
+                  own module is loaded, to be written over. Read outside of a compiled linear the values are NaN. A
+                  weight that something else in a compiled graph reads (a tied embedding) keeps its values.
 
     A weight that is written afterwards is quantized again at the next call, if its version counter, address or identity shows
     the write (`invalidate` otherwise). A call that would compute a frozen weight's gradient raises TeError: run under
@@ -52,12 +54,15 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
 
 
 def unfreeze(model: nn.Module) -> nn.Module:
-    """Weights are quantized in each call again; returns the model. A dropped one gets the quantized values, in its own dtype."""
+    """Weights are quantized in each call again; returns the model. A dropped one gets the quantized values, in its own dtype.
+
+    Raises TeError for one whose place holder was moved or cast since.
+    """
     model = _unwrapped(model)
-    parameters = [parameter for _, _, parameter, _ in _parameters(model) if parameter in FROZEN]
-    for parameter in parameters:
+    parameters = list(dict.fromkeys(parameter for _, _, parameter, _ in _parameters(model) if parameter in FROZEN))
+    for parameter, values in [(parameter, _values(parameter)) for parameter in parameters]:
         if is_dropped(parameter):
-            restore(parameter, _values(parameter))
+            restore(parameter, values)
         del FROZEN[parameter]
     forget_weights(parameters)
     for module in model.modules():
@@ -70,10 +75,10 @@ def unfreeze(model: nn.Module) -> nn.Module:
 def invalidate(model: nn.Module) -> None:
     """After a write to weights that torch does not show (`parameter.data.copy_`, a numpy view): all are quantized again.
 
-    What is kept of weights that are not frozen is freed meanwhile.
+    What is kept of weights that are not frozen is freed meanwhile. Of dropped weights it is all there is, and stays.
     """
     parameters = [parameter for _, _, parameter, _ in _parameters(_unwrapped(model))]
-    renew_weights(parameter for parameter in parameters if parameter in FROZEN)
+    renew_weights(parameter for parameter in parameters if parameter in FROZEN and not is_dropped(parameter))
     forget_weights(parameter for parameter in parameters if parameter not in FROZEN)
 
 
@@ -126,15 +131,19 @@ def _of_linears_alone(model: nn.Module) -> list[nn.Parameter]:
 
 
 class _Hooks:
-    """A module's hooks, and its frozen parameters: name -> path."""
+    """A module's hooks, and what they need to know.
+
+    names:   of the parameters that were frozen here -> path.
+    loading: of the frozen parameters that a load is about -> whether they are dropped.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.names: dict[str, str] = {}
-        self.loading: set[str] = set()
+        self.loading: dict[str, bool] = {}
         self._handles = (
             module.register_state_dict_post_hook(_save_values),
-            module.register_load_state_dict_pre_hook(_take_values),
-            module.register_load_state_dict_post_hook(_quantize_again),
+            module.register_load_state_dict_pre_hook(_before_load),
+            module.register_load_state_dict_post_hook(_after_load),
         )
 
     def remove(self) -> None:
@@ -146,45 +155,52 @@ _hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary
 
 
 def _values(parameter: nn.Parameter) -> torch.Tensor:
-    """The values of a dropped parameter: its own while they are there, else the quantized ones."""
-    source = FROZEN[parameter].source
-    return dequantized(parameter) if source is None else source
+    """The values of a frozen parameter: its own while they are there, else the quantized ones. Raises as `values_of` does."""
+    gone = is_dropped(parameter) and FROZEN[parameter].source is None
+    return dequantized(parameter) if gone else values_of(parameter)
 
 
 def _save_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in _hooks[module].names if module in _hooks else ():
-        parameter = module._parameters.get(name)
-        if parameter is not None and prefix + name in state_dict and is_dropped(parameter):
-            state_dict[prefix + name] = _values(parameter)
+    for name, parameter in module._parameters.items() if module in _hooks else ():
+        if parameter is not None and prefix + name in state_dict and parameter in FROZEN:
+            values = _values(parameter)
+            if is_dropped(parameter):
+                state_dict[prefix + name] = values
 
 
-def _take_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Makes room for what is loaded into dropped parameters."""
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Lends dropped parameters their values: whatever becomes of the load, what it does not write stays what it was."""
+    if module not in _hooks:
+        return
+    loading = _hooks[module].loading = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None or parameter not in FROZEN or prefix + name not in state_dict:
+            continue
+        end_load(parameter, dequantized)  # one that was broken off
+        loading[name] = is_dropped(parameter)
+        if loading[name] and not metadata.get("assign_to_params_buffers", False):  # else nothing is copied
+            lend(parameter, _values(parameter))
+
+
+def _after_load(module: nn.Module, _: Any) -> None:
+    """What was loaded is quantized at the next call, dropped as before; what assign=True put in place is frozen too."""
     if module not in _hooks:
         return
     hooks = _hooks[module]
-    for name in hooks.names:
-        parameter = module._parameters.get(name)
-        if parameter is not None and prefix + name in state_dict and is_dropped(parameter):
-            hooks.loading.add(name)
-            restore(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
-
-
-def _quantize_again(module: nn.Module, _: Any) -> None:
-    """Loaded values are dropped again, to be quantized at the next call; what assign=True put in place is frozen too."""
-    if module not in _hooks:
-        return
-    hooks = _hooks[module]
-    for name, path in hooks.names.items():
+    for name, dropped in hooks.loading.items():
         parameter = module._parameters.get(name)
         if parameter is None:
             continue
         if parameter not in FROZEN:
+            path = hooks.names.get(name, name)
+            _check(parameter, path)
             FROZEN[parameter] = Frozen(path)
-        if name in hooks.loading:
-            drop(parameter)
-        renew_weights([parameter])
-    hooks.loading.clear()
+            if dropped:
+                drop(parameter)
+        end_load(parameter, dequantized)
+        if not dropped:
+            renew_weights([parameter])
+    hooks.loading = {}
 
 
 # --- graphs that were compiled before ---------------------------------------------------------------------------

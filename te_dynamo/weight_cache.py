@@ -5,14 +5,14 @@ compares every weight's identity, version counter and memory with those of the v
 unseen_writes.py tells of operators and optimizers that raise no counter. What a write shows in none of these
 (`parameter.data.copy_`, a numpy view) is missed until `te_dynamo.invalidate`.
 
-Buffers of frozen weights are written in place, so that a CUDA graph which reads them stays valid. Those that last a step are
-made anew: a backward that still has to run keeps the ones that its forward read.
+Buffers of frozen weights are written in place, so that a CUDA graph which reads them stays valid; where they do not fit any
+more, new ones are made. Those that last a step are made anew: a backward that still has to run keeps the ones that its
+forward read. Of a dropped weight the buffers are all there is: one in a stack keeps its part of them while others are written.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dynamo.errors import TeError
-from te_dynamo.frozen import FROZEN, is_dropped, values_of
+from te_dynamo.frozen import FROZEN, end_own_load, is_dropped, lock, place_of, values_of
 from te_dynamo.ops.quantize import quantize_tensor
 from te_dynamo.ops.stacked import quantize_stacked
 from te_dynamo.quantizers import Float8GroupedQuantizer, Quantizer
@@ -50,9 +50,14 @@ class Workspace:
     quantizer: Quantizer
     name: str
 
+    @property
+    def kind(self) -> tuple[torch.dtype, Quantizer]:
+        """Workspaces of one kind hold a weight in the same codes."""
+        return self.dtype, self.quantizer.with_usage(True, True)
+
     def key(self, weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """What the buffers are told by among those of the first weight."""
-        return self.dtype, self.quantizer.with_usage(True, True), *map(id, weights[1:])
+        """What the buffers are told by among those of a weight."""
+        return *self.kind, *map(id, weights)
 
 
 class _State(NamedTuple):
@@ -65,19 +70,22 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> _State:
-        form = weight.dtype, *weight.stride()
-        return cls(weight._version, weight.data_ptr(), form, StorageWeakRef(weight.untyped_storage()))
+        place = place_of(weight)
+        form = place.dtype, *place.stride()
+        return cls(weight._version, place.data_ptr(), form, StorageWeakRef(place.untyped_storage()))
 
 
 class Entry:
     """The kept buffers of one weight or stack."""
 
-    __slots__ = ("__weakref__", "buffers", "quantizer", "readers", "states", "weights")
+    __slots__ = ("__weakref__", "buffers", "quantizer", "readers", "rows", "states", "weights")
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         this = weakref.ref(self)
+        self.weights: list[Callable[[], torch.Tensor | None]]
         self.weights = [weakref.ref(weight, lambda _: _expire(this)) for weight in weights]
-        self.states: list[_State] | None = None  # None: the values are out of date
+        self.states: list[_State | None] = [None] * len(weights)  # None: the values are out of date
+        self.rows: list[int] = []  # of each, where they are stacked
         self.quantizer: Quantizer | None = None
         self.buffers: dict[str, torch.Tensor] = {}
         self.readers: weakref.WeakSet[_Bundle] = weakref.WeakSet()
@@ -85,11 +93,31 @@ class Entry:
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         return all(ref() is weight for ref, weight in zip(self.weights, weights, strict=True))
 
+    def part(self, weight: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """What the buffers hold of one weight, as views; None if that is not what the weight is."""
+        index = next((i for i, ref in enumerate(self.weights) if ref() is weight), None)
+        if index is None or self.quantizer is None or self.states[index] != _State.of(weight):
+            return None
+        return _part(self.buffers, self.quantizer, self.rows, index)
+
+    def forget(self, weight: torch.Tensor, keep: bool) -> None:
+        """What is held of the weight is out of date; without `keep`, nothing leads to the weight any more."""
+        for index, ref in enumerate(self.weights):
+            if ref() is weight:
+                self.states[index] = None
+                if not keep:
+                    self.weights[index] = _nothing
+        self.expire()
+
     def expire(self) -> None:
         """The next call of every graph that reads it looks again."""
         for bundle in self.readers:
             bundle.held = None
         self.readers.clear()
+
+
+def _nothing() -> None:
+    """What a reference to a weight that is gone gives."""
 
 
 def _expire(entry: weakref.ref[Entry]) -> None:
@@ -100,9 +128,7 @@ def _expire(entry: weakref.ref[Entry]) -> None:
 
 
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""First weight -> {key: Entry}."""
-
-_lock = threading.RLock()
+"""Weight -> {key: Entry}: a stack is found by, and lives on with, each of its weights."""
 
 
 def entry_of(weights: Sequence[torch.Tensor], workspace: Workspace) -> Entry | None:
@@ -134,41 +160,29 @@ def _memory_was_written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """What is kept of a dropped weight, in its own shape and dtype."""
-    with _lock, torch.no_grad():
-        for table in _entries.values():
-            for entry in table.values():
-                members = [ref() for ref in entry.weights]
-                if not any(member is weight for member in members) or entry.quantizer is None:
-                    continue
-                index = next(i for i, member in enumerate(members) if member is weight)
-                first = sum(member.shape[0] for member in members[:index] if member is not None)
-                quantizer, buffers = entry.quantizer, entry.buffers
-                if len(members) > 1 and isinstance(quantizer, Float8GroupedQuantizer):
-                    shape = (len(members), *weight.shape)
-                    metadata = quantizer.create_metadata(shape, weight.dtype)
-                    return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize()[index].clone()
-                if len(members) > 1:
-                    quantizer = quantizer.with_usage(columnwise=False)
-                    rows = entry.buffers["data"][first : first + weight.shape[0]]
-                    buffers = {"data": rows, "scale_inv": entry.buffers["scale_inv"][index : index + 1]}
-                metadata = quantizer.create_metadata(tuple(weight.shape), weight.dtype)
-                return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize()
+    """What is kept of a dropped weight, in its own shape and dtype. Raises TeError if there is nothing."""
+    with lock, torch.inference_mode(False), torch.no_grad():
+        for entry in _entries.get(weight, {}).values():
+            part = entry.part(weight)
+            if part is None or entry.quantizer is None:
+                continue
+            quantizer, shape = entry.quantizer, tuple(weight.shape)
+            if len(entry.weights) > 1:
+                quantizer = quantizer.with_usage(columnwise=False)
+                shape = (1, *shape) if isinstance(quantizer, Float8GroupedQuantizer) else shape
+            buffers = {name: part[name] for name in quantizer.buffer_names()}
+            metadata = quantizer.create_metadata(shape, weight.dtype)
+            return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize().view(weight.shape)
     raise TeError("te_dynamo: nothing is kept of this weight")
 
 
 def _each_entry(weights: Iterable[torch.Tensor], keep: bool) -> None:
-    wanted = {id(weight) for weight in weights}
-    with _lock:
-        for first, table in list(_entries.items()):
-            for key, entry in list(table.items()):
-                if id(first) in wanted or wanted & {id(ref()) for ref in entry.weights}:
-                    entry.states = None
-                    entry.expire()
-                    if not keep:
-                        del table[key]
-            if not table:  # nor a weak reference, for torch.utils.swap_tensors
-                del _entries[first]
+    with lock:
+        for weight in weights:
+            for entry in _entries.get(weight, {}).values():
+                entry.forget(weight, keep)
+            if not keep:  # nor a weak reference, for torch.utils.swap_tensors
+                _entries.pop(weight, None)
 
 
 class _Held(NamedTuple):
@@ -248,16 +262,19 @@ class WeightSupply:
 
     def _renew(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Quantizes what is out of date; remembers the result if all of it may be kept."""
-        with _lock, torch.inference_mode(False), torch.no_grad():
+        with lock, torch.inference_mode(False), torch.no_grad():
             if not all(self._may_keep([args[p] for p in w.positions]) for w in self._workspaces):
                 return tuple(buffer for w in self._workspaces for buffer in make_buffers(w, args).values())
+            for weight in (args[p] for w in self._workspaces for p in w.positions):
+                end_own_load(weight, dequantized)
             held = _Held((), [], [])
             tensors: list[torch.Tensor] = []
             for workspace in self._workspaces:
                 entry = _up_to_date([args[p] for p in workspace.positions], workspace, args)
                 held.entries.append(entry)
                 tensors += [entry.buffers[name] for name in workspace.quantizer.buffer_names()]
-                for position, ref, state in zip(workspace.positions, entry.weights, entry.states or (), strict=True):
+                for position, ref, state in zip(workspace.positions, entry.weights, entry.states, strict=True):
+                    assert state is not None
                     held.checks.append((position, ref, state.version, state.address, state.storage))
             self._release_sources(args)
             bundle = _Bundle(held._replace(tensors=tuple(tensors)))
@@ -338,25 +355,50 @@ def make_buffers(
 ) -> dict[str, torch.Tensor]:
     """The buffers by name, quantized now; `quantizer` for other usages than the workspace's."""
     quantizer = quantizer or workspace.quantizer
-    values = [values_of(args[p]).to(workspace.dtype).contiguous() for p in workspace.positions]
+    weights = [args[p] for p in workspace.positions]
+    kept = {i: part for i, weight in enumerate(weights) if (part := _kept_part(weight, workspace, quantizer))}
+    values = [dequantized(weight) if i in kept else values_of(weight) for i, weight in enumerate(weights)]
+    values = [value.to(workspace.dtype).contiguous() for value in values]
     if len(values) == 1:
         made = quantize_tensor(values[0], quantizer)
     elif isinstance(quantizer, Float8GroupedQuantizer):
         made = quantize_tensor(torch.stack(values), quantizer)
     else:
         made = quantize_stacked(values, quantizer, False)
-    return dict(zip(quantizer.buffer_names(), made, strict=True))
+    buffers = dict(zip(quantizer.buffer_names(), made, strict=True))
+    for index, part in kept.items():  # its own codes: quantized twice they may be others
+        for name, into in _part(buffers, quantizer, [value.shape[0] for value in values], index).items():
+            into.copy_(part[name])
+    return buffers
+
+
+def _part(
+    buffers: dict[str, torch.Tensor], quantizer: Quantizer, rows: Sequence[int], index: int
+) -> dict[str, torch.Tensor]:
+    """Views of what the buffers hold of one weight; rows: of each weight in them."""
+    if len(rows) == 1:
+        return buffers
+    if isinstance(quantizer, Float8GroupedQuantizer):
+        return {name: buffer.narrow(0, index, 1) for name, buffer in buffers.items()}
+    first, length = sum(rows[:index]), rows[index]
+    places = {"data": (0, first, length), "transpose": (1, first, length), "scale_inv": (0, index, 1)}
+    return {name: buffer.narrow(*places[name]) for name, buffer in buffers.items()}
+
+
+def _kept_part(weight: torch.Tensor, workspace: Workspace, quantizer: Quantizer) -> dict[str, torch.Tensor] | None:
+    """What is kept, in the same codes, of a dropped weight whose values are gone; None without all of the usages."""
+    if not is_dropped(weight) or FROZEN[weight].source is not None:
+        return None
+    for key, entry in _entries.get(weight, {}).items():
+        part = entry.part(weight) if key[:2] == workspace.kind else None
+        if part is not None and part.keys() >= set(quantizer.buffer_names()):
+            return part
+    return None
 
 
 def _up_to_date(weights: Sequence[torch.Tensor], workspace: Workspace, args: Sequence[Any]) -> Entry:
     """The entry with the usages that the workspace reads, of the weights' present values."""
-    table = _entries.setdefault(weights[0], {})
-    key = workspace.key(weights)
-    entry = entry_of(weights, workspace)
-    if entry is None:
-        for other in [k for k, e in table.items() if any(ref() is None for ref in e.weights)]:
-            del table[other]
-        entry = table[key] = Entry(weights)
+    entry = entry_of(weights, workspace) or Entry(weights)
     states = [_State.of(weight) for weight in weights]
     wanted, held = workspace.quantizer, entry.quantizer
     if held is not None:
@@ -367,10 +409,25 @@ def _up_to_date(weights: Sequence[torch.Tensor], workspace: Workspace, args: Seq
     made = make_buffers(workspace, args, wanted)
     if not written:  # a usage more: what is there stays where it is
         made |= entry.buffers
-    elif all(weight in FROZEN for weight in weights):
-        for name, buffer in entry.buffers.items():
-            made[name] = buffer.copy_(made[name])
+    elif all(weight in FROZEN for weight in weights) and all(
+        _form(made[n]) == _form(b) for n, b in entry.buffers.items()
+    ):
+        made |= {name: buffer.copy_(made[name]) for name, buffer in entry.buffers.items()}
     entry.expire()
     entry.buffers = {name: made[name] for name in wanted.buffer_names()}
-    entry.states, entry.quantizer = states, wanted
+    entry.states, entry.rows, entry.quantizer = [*states], [weight.shape[0] for weight in weights], wanted
+    _enter(entry, weights, workspace)
     return entry
+
+
+def _form(buffer: torch.Tensor) -> tuple[Any, ...]:
+    return buffer.shape, buffer.stride(), buffer.dtype, buffer.device
+
+
+def _enter(entry: Entry, weights: Sequence[torch.Tensor], workspace: Workspace) -> None:
+    """Each of the weights leads to the entry, and to none any more with a weight that is gone."""
+    for weight in weights:
+        table = _entries.setdefault(weight, {})
+        for other in [key for key, each in table.items() if any(ref() is None for ref in each.weights)]:
+            del table[other]
+        table[workspace.key(weights)] = entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -142,6 +143,54 @@ def test_a_write_on_another_stream() -> None:
             module.down.weight.mul_(2)
         torch.cuda.current_stream().wait_stream(other)
         torch.testing.assert_close(compiled(x), expected(copy_of(module), x), rtol=0, atol=0)
+
+
+def test_a_frozen_model_that_moves_between_devices() -> None:
+    module, x = te_dynamo.freeze(model().cpu()), tokens()
+    compiled = torch.compile(module, backend="te")
+    with torch.no_grad():
+        for device in ("cpu", "cuda", "cpu", "cuda"):
+            module.to(device)
+            for _ in range(2):
+                y = compiled(x.to(device))
+            assert y.device.type == device
+        torch.testing.assert_close(y, expected(copy_of(module), x), rtol=0, atol=0)
+
+
+def test_a_cuda_graph_of_another_shape_is_captured_anew() -> None:
+    module, x = te_dynamo.freeze(model()), tokens()
+    compiled = torch.compile(module, backend="te")
+    with torch.no_grad():
+        for hidden in (2 * WIDTH, 4 * WIDTH):
+            for linear in (module.gate, module.up):
+                linear.weight.data = torch.randn(hidden, WIDTH, device="cuda", dtype=torch.bfloat16)
+            module.down.weight.data = torch.randn(WIDTH, hidden, device="cuda", dtype=torch.bfloat16)
+            compiled(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = compiled(x)
+            graph.replay()
+            torch.testing.assert_close(out, expected(copy.deepcopy(module), x), rtol=0, atol=0)
+
+
+def test_a_load_that_fails_needs_room_for_one_weight() -> None:
+    module = te_dynamo.freeze(model(2048), drop_weights=True)
+    compiled, x = torch.compile(module, backend="te"), tokens(16, 2048)
+    with torch.no_grad():
+        before = compiled(x).clone()
+        wrong = {name: torch.zeros(3, 3) for name in module.state_dict()}
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            module.load_state_dict(wrong)
+        assert torch.cuda.memory_allocated() == held
+        values = 2 * module.down.weight.numel()
+        assert torch.cuda.max_memory_allocated() - held < 6 * values, (
+            "one in fp32, twice, and in bf16; all three would be 7"
+        )
+        torch.testing.assert_close(compiled(x), before, rtol=0, atol=0)
 
 
 def test_dropping_halves_the_memory() -> None:

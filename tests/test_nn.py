@@ -111,6 +111,17 @@ def test_copies_pickles_and_loads_keep_no_workspace(name: str) -> None:
         torch.testing.assert_close(call(other, x, False), call(other, x), rtol=0, atol=0)
     module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()})
     torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+    module._load_from_state_dict({k: v * 2 for k, v in module.state_dict().items()}, "", {}, True, [], [], [])
+    torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+
+
+def test_a_weight_of_another_form_is_quantized_anew() -> None:
+    module, x = made("Linear"), tokens()
+    call(module, x, True)
+    for weight in (torch.randn(96, 32), torch.randn(32, 96).t(), torch.randn(96, 32).bfloat16(), torch.randn(64, 32)):
+        module.weight.data, module.bias = weight, None
+        x = tokens().to(weight.dtype)
+        torch.testing.assert_close(call(module, x, weight.shape[0] == 96), call(module, x), rtol=0, atol=0)
 
 
 def test_numbers_are_those_of_the_plain_modules() -> None:

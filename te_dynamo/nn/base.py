@@ -35,7 +35,6 @@ class QuantizedModule(nn.Module):
         # Made here: while tracing, torch 2.11 calls no class method of a value.
         self._configs = [[self._config(x, weight) for weight in (False, True)] for x in (False, True)]
         self._workspaces: dict[str, QuantizedTensorStorage] = {}
-        self.register_load_state_dict_post_hook(_forget_workspaces)
 
     def extra_repr(self) -> str:
         return f"recipe={self.recipe.describe()}"
@@ -44,6 +43,7 @@ class QuantizedModule(nn.Module):
         return {**self.__dict__, "_workspaces": {}}
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        self._workspaces.clear()  # here, as some loaders run no hooks after it
         # Transformer Engine's state dicts have an entry for the history of its scales, which no recipe here has.
         given = {name: value for name, value in state_dict.items() if name != f"{prefix}_extra_state"}
         super()._load_from_state_dict(given, prefix, *others)
@@ -77,7 +77,3 @@ class QuantizedModule(nn.Module):
         if new is not None:
             self._workspaces[name] = new
         return held.with_usage(quantizer.rowwise, quantizer.columnwise).buffers()
-
-
-def _forget_workspaces(module: QuantizedModule, _: Any) -> None:
-    module._workspaces.clear()
