@@ -151,12 +151,9 @@ def _memory_was_written(tensors: Iterable[torch.Tensor]) -> None:
     """What is kept of weights in the memory of `tensors` is quantized anew at the next call."""
     plain = (torch.Tensor, torch.nn.Parameter)
     storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if type(tensor) in plain}
-    with _lock:
-        for table in _entries.values():
-            for entry in table.values():
-                if any(state.storage in storages for state in entry.states or ()):
-                    entry.states = None
-                    entry.expire()
+    with lock:
+        sharing = [w for w in list(_entries) if not is_dropped(w) and StorageWeakRef(w.untyped_storage()) in storages]
+        renew_weights(sharing)
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
