@@ -37,6 +37,7 @@ from te_dynamo.lowering.output_names import list_outputs_once
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
 from te_dynamo.lowering.static_launch import STATIC_LAUNCH, tell_workers
 from te_dynamo.options import Options
+from te_dynamo.passes.async_inputs import WaitsForInputs, plain_examples
 from te_dynamo.passes.cse import merge_common_subexpressions
 from te_dynamo.passes.fuser import check_choice, fuse
 from te_dynamo.passes.halves import put_halves_side_by_side
@@ -125,6 +126,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
 
     options = compilation.options
     _watch_for_freezing(example_inputs)
+    example_inputs, asynchronous = plain_examples(gm, example_inputs)
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
     with _disable_saved_tensors_hooks_during_tracing():
@@ -137,10 +139,12 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     _warn_if_left_for_cost(gm)
     compiler = _compile_with_inductor if options.codegen == "inductor" else _compile_eager
     if supplied is None:
-        return compiler(gm, example_inputs, compilation)
-    compiled = compiler(gm, [*(example_inputs[i] for i in supplied.kept), *supplied.buffers], compilation)
-    by_step, check = options.weight_cache == "step", options.weight_cache_check
-    return WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
+        compiled = compiler(gm, example_inputs, compilation)
+    else:
+        compiled = compiler(gm, [*(example_inputs[i] for i in supplied.kept), *supplied.buffers], compilation)
+        by_step, check = options.weight_cache == "step", options.weight_cache_check
+        compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
+    return WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
-"""What the two processes of test_distributed.py and test_gpu_distributed.py do: models as users share them out, compiled with backend "te".
+"""What the processes of test_distributed.py and test_gpu_distributed.py do: models as users share them out, compiled with backend "te".
 
-Each function runs in both; what it returns goes back to the test. Nothing here compares anything.
+Each function runs in all of them; what it returns goes back to the test. Nothing here compares anything.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def alone(
     return {"losses": losses, "gradients": gradients}
 
 
-# ---- tensor parallelism: each rank has its half of each weight, and the whole batch
+# ---- tensor parallelism: two ranks have a half of each weight each, and both the same part of the batch
 
 
 def tensor_parallel(
@@ -217,12 +217,15 @@ def tensor_parallel(
     options: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The plans of torch's tutorial and of torchtitan. sequence: tokens are shared out between the linears."""
+    """The plans of torchtitan. sequence: tokens are shared out between the linears.
+
+    Every two ranks have a part of the batch of their own; with fsdp their gradients meet.
+    """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     options = {"codegen": "eager", **(options or {})}
-    both = mesh(1, SIZE, names=("data", "tensor"))
+    both = mesh(torch.distributed.get_world_size() // SIZE, SIZE, names=("data", "tensor"))
     shared = model(dtype).to(device())
     for layer in shared.layers:
         layer.parts[0].heads //= SIZE
@@ -235,8 +238,9 @@ def tensor_parallel(
             fully_shard(layer, mesh=both["data"])
         fully_shard(shared, mesh=both["data"])
     call = torch.compile(shared, backend="te", options=options) if compiled == "whole" else shared
+    parts = (tensor.to(device()).chunk(both["data"].size())[both["data"].get_local_rank()] for tensor in batch())
     with te_dynamo.capture() as graphs:
-        loss = loss_of(call, *(tensor.to(device()) for tensor in batch()))
+        loss = loss_of(call, *parts)
         loss.backward()
     return {
         "losses": [loss.item()],
@@ -251,10 +255,14 @@ def tensor_parallel(
 
 
 def _tensor_plan(shared: Llama) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     column, row = ("parts.0.q", "parts.0.k", "parts.0.v", "parts.1.gate", "parts.1.up"), ("parts.0.o", "parts.1.down")
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
     for i in range(len(shared.layers)):
         plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in column}
         plan |= {f"layers.{i}.{name}": RowwiseParallel() for name in row}
@@ -270,13 +278,15 @@ def _sequence_plan(shared: Llama) -> dict[str, Any]:
         SequenceParallel,
     )
 
-    plan: dict[str, Any] = {
+    plan = _tensor_plan(shared)
+    for name, style in plan.items():
+        if isinstance(style, RowwiseParallel):
+            plan[name] = RowwiseParallel(output_layouts=Shard(1))
+    plan |= {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    for name, style in _tensor_plan(shared).items():
-        plan[name] = RowwiseParallel(output_layouts=Shard(1)) if isinstance(style, RowwiseParallel) else style
     for i in range(len(shared.layers)):
         for j in range(2):
             plan[f"layers.{i}.norms.{j}"] = SequenceParallel()

@@ -1,7 +1,7 @@
-"""Two processes that run functions together: gloo on the CPU, or NCCL with a GPU each; met over a file.
+"""Processes that run functions together: gloo on the CPU, or NCCL with a GPU each; met over a file.
 
-    with Ranks(folder) as ranks:                        # Ranks(folder, "cuda") on GPUs
-        first, second = ranks.run(function, *args)      # function(rank, *args), importable by name, in both
+    with Ranks(folder) as ranks:                        # Ranks(folder, "cuda") on GPUs, Ranks(folder, size=4) for more than two
+        first, second = ranks.run(function, *args)      # function(rank, *args), importable by name, in each
 
 The processes live for many calls, as importing torch takes longer than most of them. A call that hangs fails after its
 time, and the processes are replaced.
@@ -26,6 +26,7 @@ import torch
 __all__ = ["SIZE", "Ranks", "device", "mesh"]
 
 SIZE = 2
+"""How many processes share a batch or a weight."""
 
 
 def device() -> torch.device:
@@ -39,12 +40,12 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     wherever there is one, whatever the processes meet over."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device().type, shape or (SIZE,), mesh_dim_names=names)
+    return init_device_mesh(device().type, shape or (torch.distributed.get_world_size(),), mesh_dim_names=names)
 
 
 class Ranks:
-    def __init__(self, folder: pathlib.Path, device_type: str = "cpu") -> None:
-        self._folder, self._device_type, self._started = folder, device_type, 0
+    def __init__(self, folder: pathlib.Path, device_type: str = "cpu", size: int = SIZE) -> None:
+        self._folder, self._device_type, self._size, self._started = folder, device_type, size, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -64,10 +65,11 @@ class Ranks:
         answers = self._answers(seconds)
         failed = [(rank, text) for rank, (ok, text) in sorted(answers.items()) if not ok]
         if failed:
-            self._stop()  # the other one may wait in a collective
+            self._stop()  # the others may wait in a collective
             raise AssertionError("\n".join(f"{_name(body)}, rank {rank}:\n{text}" for rank, text in failed))
         return [
-            torch.load(io.BytesIO(answers[rank][1]), map_location="cpu", weights_only=False) for rank in range(SIZE)
+            torch.load(io.BytesIO(answers[rank][1]), map_location="cpu", weights_only=False)
+            for rank in range(self._size)
         ]
 
     def _answers(self, seconds: float) -> dict[int, tuple[bool, Any]]:
@@ -97,9 +99,10 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._started += 1
         meeting = self._folder / f"meeting_{self._started}"
-        for rank in range(SIZE):
+        for rank in range(self._size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._device_type, meeting, there), daemon=True)
+            of_this = (rank, self._size, self._device_type, meeting, there)
+            process = context.Process(target=_serve, args=of_this, daemon=True)
             process.start()
             there.close()  # or a process that died would never end the stream
             self._processes.append(process)
@@ -116,7 +119,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, device_type: str, meeting: pathlib.Path, pipe: Connection) -> None:
+def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
@@ -126,7 +129,7 @@ def _serve(rank: int, device_type: str, meeting: pathlib.Path, pipe: Connection)
         "nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{meeting}",
         rank=rank,
-        world_size=SIZE,
+        world_size=size,
         timeout=datetime.timedelta(seconds=60),
         device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
     )

@@ -1,4 +1,4 @@
-"""Training in two processes: what a rank computes is what one process computes of the same tokens and the same shards."""
+"""Training in two processes and in four: what a rank computes is what one process computes of the same tokens and the same shards."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ FP8 = 0.125
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(tmp_path_factory.mktemp("ranks")) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(tmp_path_factory.mktemp("four_ranks"), size=2 * SIZE) as processes:
         yield processes
 
 
@@ -67,7 +73,7 @@ def assert_trained_as(
     both: list[dict[str, Any]], expected: dict[str, Any], bound: float, of_losses: float | None = None
 ) -> None:
     """bound: on the relative error of every gradient; of the losses' mean a tenth of it, if not given."""
-    losses = [sum(pair) / SIZE for pair in zip(*(one["losses"] for one in both), strict=True)]
+    losses = [sum(each) / len(both) for each in zip(*(one["losses"] for one in both), strict=True)]
     assert losses == pytest.approx(expected["losses"], rel=bound / 10 if of_losses is None else of_losses)
     for one in both:
         assert one["gradients"].keys() == expected["gradients"].keys()
@@ -145,7 +151,7 @@ def test_mixed_precision_of_fsdp(ranks: Ranks) -> None:
 class shares(TorchFunctionMode):
     """Inside, the linears of these names are what the ranks compute, one after another: each of its half of the weight."""
 
-    def __init__(self, plain: torch.nn.Module, column: str = "[qkv]|gate|up", row: str = "o|down") -> None:
+    def __init__(self, plain: torch.nn.Module, column: str = "[qkv]|gate|up|head", row: str = "o|down") -> None:
         super().__init__()
         self._ways = {
             id(p): way
@@ -164,6 +170,10 @@ class shares(TorchFunctionMode):
         parts = zip(x.chunk(SIZE, -1), weight.chunk(SIZE, 1), strict=True)
         y = sum(F.linear(part, w.contiguous()) for part, w in parts)
         return y if bias is None else y + bias
+
+
+shares_of_blocks = functools.partial(shares, column="[qkv]|gate|up")
+"""The head is in its own precision, where shares give what the whole gives."""
 
 
 def test_tensor_parallel(ranks: Ranks) -> None:
@@ -185,8 +195,7 @@ def test_tensor_parallel(ranks: Ranks) -> None:
 def test_sequence_parallel(ranks: Ranks) -> None:
     """Norms between shards of the tokens; a gather before each column-parallel linear, a scatter after each row-parallel one."""
     both = ranks.run(rank_bodies.tensor_parallel, True)
-    column = functools.partial(shares, column="[qkv]|gate|up|head")
-    assert_trained_as(both, one_process(1, outside=column), SAME)
+    assert_trained_as(both, one_process(1, outside=shares), SAME)
     assert both[0]["linears"] == both[1]["linears"] == names([*LAYERS, "head"])
     assert both[0]["fusions"] == {
         ("forward", "fuse_activation_quantize"),
@@ -194,10 +203,24 @@ def test_sequence_parallel(ranks: Ranks) -> None:
     }
 
 
-def test_tensor_parallel_under_fsdp(ranks: Ranks) -> None:
-    both = ranks.run(rank_bodies.tensor_parallel, False, True, "blocks")
-    assert_trained_as(both, one_process(1, skip="head", outside=shares), SAME)
-    assert both[0]["linears"] == both[1]["linears"] == names(BLOCK)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_blocks(ranks: Ranks, codegen: str, sequence: bool) -> None:
+    """The first block's input is what the parallel embedding's collective will give: gradients reach the embedding through it."""
+    both = ranks.run(rank_bodies.tensor_parallel, sequence, False, "blocks", {"codegen": codegen}, seconds=240)
+    assert_trained_as(both, one_process(1, skip="head", outside=shares_of_blocks), SAME)
+    # The first block's graph, and that of the blocks whose input is a plain tensor.
+    assert both[0]["linears"] == both[1]["linears"] == names([*BLOCK, *BLOCK])
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_blocks_under_fsdp(four_ranks: Ranks, sequence: bool) -> None:
+    """Two by two: FSDP shares out each tensor-parallel shard, and the batch."""
+    each = four_ranks.run(rank_bodies.tensor_parallel, sequence, True, "blocks", seconds=240)
+    assert_trained_as(each, one_process(SIZE, skip="head", outside=shares_of_blocks), SAME)
+    assert_trained_as(each, one_process(1, skip="."), FP8)  # the whole batch at once, in fp32
+    for one in each:
+        assert one["linears"] == names([*BLOCK, *BLOCK])
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])

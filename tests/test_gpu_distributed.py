@@ -12,7 +12,16 @@ import pytest
 import rank_bodies
 import torch
 from ranks import SIZE, Ranks
-from test_distributed import BLOCK, LAYERS, assert_collectives, assert_trained_as, names, one_process, shares
+from test_distributed import (
+    BLOCK,
+    LAYERS,
+    assert_collectives,
+    assert_trained_as,
+    names,
+    one_process,
+    shares,
+    shares_of_blocks,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,8 +110,8 @@ def test_sequence_parallel(ranks: Ranks) -> None:
 
 def test_tensor_parallel_under_fsdp(ranks: Ranks) -> None:
     both = ranks.run(rank_bodies.tensor_parallel, False, True, "blocks", None, BF16)
-    assert_trained_as(both, one_process(1, skip="head", outside=shares, dtype=BF16), **ROUNDING)
-    assert both[0]["linears"] == both[1]["linears"] == names(BLOCK)
+    assert_trained_as(both, one_process(1, skip="head", outside=shares_of_blocks, dtype=BF16), **ROUNDING)
+    assert both[0]["linears"] == both[1]["linears"] == names([*BLOCK, *BLOCK])
 
 
 # ---- the rest

@@ -9,7 +9,16 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["OWNERS", "clean_path", "module_path", "parameter_name", "path_prefix", "sharing_prefixes", "source_line"]
+__all__ = [
+    "OWNERS",
+    "clean_path",
+    "module_path",
+    "parameter_name",
+    "path_prefix",
+    "sharing_prefixes",
+    "source_line",
+    "source_name",
+]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (root.py)."""
@@ -50,12 +59,15 @@ def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
 
 def parameter_name(placeholder: fx.Node | None) -> str:
     """A graph input as the compiled function spells it ("down_proj.weight"), "" where Dynamo does not say."""
+    return clean_path(source_name(placeholder))
+
+
+def source_name(placeholder: fx.Node | None) -> str:
+    """A graph input as Dynamo spells it ("L['x']"), "" where it does not say."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return ""
-    return clean_path(
-        source.name() if callable(source.name) else source.name
-    )  # a method up to torch 2.11, a property after
+    return source.name() if callable(source.name) else source.name  # a method up to torch 2.11, a property after
 
 
 def source_line(node: fx.Node) -> str:
