@@ -205,8 +205,8 @@ def _after_load(module: nn.Module, _: Any) -> None:
 
 # --- graphs that were compiled before ---------------------------------------------------------------------------
 
-_watched: list[tuple[weakref.ref[CodeType], set[int]]] = []
-"""Code that Dynamo compiled with backend "te", and the ids of the parameters it reads.
+_watched: dict[int, tuple[weakref.ref[CodeType], set[int]]] = {}
+"""Code that Dynamo compiled with backend "te", by its id, and the ids of the parameters it reads.
 
 Ids and no weak references, which would keep torch.utils.swap_tensors from swapping any model's parameters; of an id that
 another tensor has by then, code is compiled once more than it had to.
@@ -215,16 +215,18 @@ another tensor has by then, code is compiled once more than it had to.
 
 def watch(code: CodeType, parameters: Iterable[torch.Tensor]) -> None:
     """`code` is compiled again once one of `parameters` is frozen or not frozen any more."""
-    _watched[:] = [(ref, read) for ref, read in _watched if ref() is not None]
-    _watched.append((weakref.ref(code), {id(parameter) for parameter in parameters}))
+    for gone in [key for key, (ref, _) in _watched.items() if ref() is None]:
+        del _watched[gone]
+    read = _watched.setdefault(id(code), (weakref.ref(code), set()))[1]
+    read.update(map(id, parameters))
 
 
 def _compile_again(parameters: list[nn.Parameter]) -> None:
     reset_code: Callable[[CodeType], None] = torch._dynamo.eval_frame.reset_code
     ids = {id(parameter) for parameter in parameters}
     with torch._dynamo.convert_frame.compile_lock:  # as torch._dynamo.reset does
-        for entry in list(_watched):
-            code = entry[0]()
-            if code is not None and ids & entry[1]:
+        for key, (ref, read) in list(_watched.items()):
+            code = ref()
+            if code is not None and ids & read:
                 reset_code(code)
-                _watched.remove(entry)
+                del _watched[key]

@@ -148,8 +148,9 @@ def _check_type(name: str, value: Any) -> None:
 
     wanted = config.get_type(name)  # type: ignore[attr-defined]
     if not _is_of(wanted, value):
-        said = wanted.__name__ if isinstance(wanted, type) else str(wanted)
-        raise InvalidOptionError(f"te_dynamo: Inductor's option {name!r} takes a value of type {said}, got {value!r}")
+        raise InvalidOptionError(
+            f"te_dynamo: Inductor's option {name!r} takes a value of type {_name_of(wanted)}, got {value!r}"
+        )
 
 
 def _is_of(wanted: Any, value: Any) -> bool:
@@ -161,3 +162,12 @@ def _is_of(wanted: Any, value: Any) -> bool:
     if origin is not None:
         wanted = origin
     return not isinstance(wanted, type) or isinstance(value, wanted)
+
+
+def _name_of(wanted: Any) -> str:
+    origin = get_origin(wanted)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_name_of, get_args(wanted)))
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(wanted)))
+    return getattr(origin or wanted, "__name__", str(wanted))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +60,10 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
         ),
         ({3: 1}, "unknown option 3; valid: 'codegen'"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune' takes a value of type bool, got 'yes'"),
-        ({"joint_custom_pre_pass": 3}, "Inductor's option 'joint_custom_pre_pass' takes a value of type "),
+        (
+            {"joint_custom_pre_pass": 3},
+            "Inductor's option 'joint_custom_pre_pass' takes a value of type CustomGraphPass or Callable or ",
+        ),
         ({"cpp_wrapper": None}, "Inductor's option 'cpp_wrapper' takes a value of type bool, got None"),
         ({"profile_bandwidth_output": 3}, "Inductor's option 'profile_bandwidth_output' takes a value of type "),
         ({"layout_optimization": "on"}, "Inductor's option 'layout_optimization' takes a value of type bool, got 'on'"),
@@ -433,6 +438,45 @@ def test_tokens_that_data_counts_are_not_in_coverage() -> None:
     assert found.headline.endswith(
         "2 of 2 linears; 1 graph, 0 graph breaks; 1 linear of a length that data decides not counted"
     )
+
+
+@pytest.mark.parametrize("how", ["a function", "torch.compile", "Module.compile"])
+def test_a_caller_may_free_what_it_has_compiled(how: str) -> None:
+    """Matching looks for the compiled model on the Python stack."""
+    model, x = nn.Linear(32, 32), torch.randn(4, 32)
+    options: dict[str, Any] = {"backend": "te", "options": EAGER}
+    if how == "a function":
+        torch.compile(lambda model, x: model(x), **options)(model, x)
+    elif how == "torch.compile":
+        torch.compile(model, **options)(x)
+    else:
+        model.compile(**options)
+        model(x)
+    alive = weakref.ref(model), weakref.ref(x)
+    del model, x
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        (lambda m, x: m(x), 1),
+        (lambda m, x: F.gelu(m(x)), 1),
+        (lambda m, x: F.silu(m(x)) * m(x), 2),
+        (lambda m, x: m(F.rms_norm(x, (64,))), 1),
+        (lambda m, x: torch.chunk(m(x), 2, -1)[0], 1),
+    ],
+    ids=["linear", "gelu", "swiglu", "norm", "chunk"],
+)
+def test_a_jagged_tensor_is_left_with_a_reason(call: Callable[..., Any], left: int) -> None:
+    x = torch.nested.nested_tensor_from_jagged(torch.randn(48, 64), torch.tensor([0, 16, 20, 48]))
+    model = nn.Linear(64, 64, bias=False)
+    found = te_dynamo.explain(lambda x: call(model, x).values(), x, options=EAGER)
+    assert [row.reason for row in found.linears] == ["an operand is a nested tensor"] * left
+    assert {row.flops for row in found.linears} == {2 * 48 * 64 * 64}
+    expected = call(model, x).values()
+    torch.testing.assert_close(torch.compile(call, backend="te", options=EAGER)(model, x).values(), expected)
 
 
 def test_paths_in_a_model_that_a_function_closes_over() -> None:

@@ -17,6 +17,7 @@ from weight_writes import HIDDEN_WRITES, WRITES
 import te_dynamo
 from te_dynamo import weight_cache
 from te_dynamo.errors import TeError
+from te_dynamo.freeze import _watched
 from te_dynamo.frozen import is_dropped
 from te_dynamo.ops import LinearConfig
 from te_dynamo.recipe import Float8CurrentScaling
@@ -459,3 +460,17 @@ def test_a_mixtures_experts(quantized) -> None:
         gradients.append(torch.autograd.grad(te(model, **options)(leaf, ends).sum(), (leaf, *model.parameters())))
     for ours, theirs in zip(*gradients, strict=True):
         assert_same(ours, theirs)
+
+
+def test_what_is_watched_does_not_grow_with_compilations() -> None:
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)
+
+    before = len(_watched)
+    for _ in range(3):
+        torch._dynamo.reset()
+        model = linear()
+        te(call)(model, tokens(32, torch.float32))
+    assert len(_watched) <= before + 1
+    te_dynamo.freeze(model).requires_grad_(False)
+    assert len(_watched) <= before

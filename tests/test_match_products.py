@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from _match import Matched
@@ -144,6 +145,28 @@ def test_left_with_the_reason() -> None:
     for record, (_, reason) in zip(compiled.records, LEFT, strict=True):
         assert not record.matched and record.reason.startswith(reason) and record.recipe == ""
     assert "te.linear" not in compiled.text()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x: x @ m.kn,
+        lambda m, x: x @ m.nk.t(),
+        lambda m, x: torch.addmm(m.bias, x, m.kn),
+        lambda m, x: torch.einsum("bk,kn->bn", x, m.kn),
+        lambda m, x: torch.einsum("nk,bk->bn", m.nk, x),
+    ],
+)
+def test_an_input_that_learns_is_no_weight_beside_a_parameter(call: Callable[[Weights, Tensor], Tensor]) -> None:
+    compiled = Matched(Weights(call))
+    compiled(torch.randn(4, 32, requires_grad=True))
+    assert compiled.reasons() == [""]
+
+
+def test_a_parameter_on_the_left_of_an_input_that_learns() -> None:
+    compiled = Matched(Weights(lambda m, x: m.nk @ x))
+    compiled(torch.randn(32, 4, requires_grad=True))
+    assert compiled.reasons() == [LEFT[0][1] + " to have it in the recipe"]
 
 
 def test_attention_is_no_linear() -> None:

@@ -218,8 +218,8 @@ def named_by_rule(recipe_for: RecipeFor, module: str) -> bool:
 
 
 def hint(size: Any) -> int:
-    """The size, the one seen while tracing where dynamic, 0 where data decides it."""
+    """The size, the one seen while tracing where dynamic, 0 where data decides it or it is a nested tensor's lengths."""
     if isinstance(size, int):
         return size
-    node = size.node
-    return int(node.hint) if node.has_hint() else 0
+    seen = size.node.hint if size.node.has_hint() else 0
+    return seen if isinstance(seen, int) else 0

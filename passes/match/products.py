@@ -158,34 +158,42 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     a, b = tensor_of(left), tensor_of(right)
     if a is None or b is None or a.dim() < 1 or b.dim() < 1:
         return None
-    if is_parameter(right):
+    position = _position_of_weight(left, right)
+    if position == 1:
         return Product(left, right, None, True, _sizes(left, right, True), reason or _unsure(left, right))
-    if is_parameter(left):  # the columns of x are the rows of a linear
+    if position == 0:  # the columns of x are the rows of a linear
         rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
         reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
         return Product(right, left, None, False, (rows, *a.shape), reason)
     return None
 
 
+def _position_of_weight(*operands: Any) -> int | None:
+    """Which of two operands is the weight: a model's parameter rather than an input that learns, the right rather than the left."""
+    weights = [i for i in (1, 0) if is_parameter(operands[i])]
+    return max(weights, key=lambda i: _is_module_parameter(without_casts(operands[i])), default=None)
+
+
 def _unsure(x: Any, weight: Any) -> str:
     """Why x @ weight may be something else than a linear; "" where it is one."""
     if not _is_module_parameter(without_casts(weight)):
         return "its weight is an input that learns, no nn.Parameter; write F.linear to have it in the recipe"
-    return "a product of two parameters, no linear of an input" if is_parameter(x) else ""
+    return "a product of two parameters, no linear of an input" if _is_module_parameter(without_casts(x)) else ""
 
 
 def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
     a, b = tensor_of(x), tensor_of(weight)
     if a is None or b is None or a.dim() < 1 or b.dim() != 2:
         return ()
-    return (math.prod(a.shape[:-1]), b.shape[1 if transposed else 0], a.shape[-1])
+    rows = a.values().shape[:-1] if a.is_nested else a.shape[:-1]
+    return (math.prod(rows), b.shape[1 if transposed else 0], a.shape[-1])
 
 
 def _einsum(node: fx.Node) -> Product | None:
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    index = next((i for i in (1, 0) if len(operands) == 2 and is_parameter(operands[i])), None)
+    index = _position_of_weight(*operands) if len(operands) == 2 else None
     if index is None or not isinstance(equation, str) or any(tensor_of(o) is None for o in operands):
         return None
     x, weight = operands[1 - index], operands[index]

@@ -66,15 +66,20 @@ def _of_one_class(root: nn.Module | None, prefix: str | None, alike: set[str]) -
 
 
 def _compiled_model() -> nn.Module | None:
-    """The module that torch.compile was given, of the innermost compiled call on the Python stack."""
+    """The module that torch.compile was given, of the innermost compiled call on the Python stack.
+
+    Only frames of torch's own call are looked into: up to Python 3.12 a frame whose locals were read keeps them until it returns,
+    and a caller's `del model` would free nothing.
+    """
     from torch._dynamo.eval_frame import OptimizedModule
 
     frame = sys._getframe()
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, OptimizedModule):
-            return owner._orig_mod
-        if isinstance(owner, nn.Module) and getattr(owner, "_compiled_call_impl", None) is not None:
-            return owner
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            owner = frame.f_locals["self"]
+            if isinstance(owner, OptimizedModule):
+                return owner._orig_mod
+            if owner._compiled_call_impl is not None:
+                return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
