@@ -22,11 +22,14 @@ import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule
 
+from te_dynamo.advice import advise, require_coverage
 from te_dynamo.cache_key import cache_key
 from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.errors import InvalidOptionError
 from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.garbage import without_full_collections
+from te_dynamo.kernels.availability import kernels_available
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.compile_ahead import compiles_ahead
 from te_dynamo.lowering.cpp_scratch import allocate_for_all_programs
@@ -36,6 +39,7 @@ from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.output_names import list_outputs_once
 from te_dynamo.lowering.ptxas import use_torchs_ptxas
 from te_dynamo.lowering.static_launch import STATIC_LAUNCH, tell_workers
+from te_dynamo.ops.define import is_te
 from te_dynamo.options import Options
 from te_dynamo.passes.async_inputs import WaitsForInputs, plain_examples
 from te_dynamo.passes.cse import merge_common_subexpressions
@@ -44,6 +48,8 @@ from te_dynamo.passes.halves import put_halves_side_by_side
 from te_dynamo.passes.late_columns import make_columns_late
 from te_dynamo.passes.match import match
 from te_dynamo.passes.match.cost import LEFT_FOR_COST
+from te_dynamo.passes.match.root import compiled_model
+from te_dynamo.passes.match.where import source_line
 from te_dynamo.passes.operations import fuse_operations
 from te_dynamo.passes.recompute import save_products_only
 from te_dynamo.passes.usage import drop_unread_usages
@@ -71,6 +77,7 @@ def te(
     compilation = _Compilation(parsed, Report(), begin_graph())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
+        advise(compiled_model(), _is_whole(gm), parsed, compilation.report)
     except RestartAnalysis:
         abandon(compilation.index)
         raise
@@ -135,6 +142,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
             fuse_operations(gm, options, compilation.report)
         supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     compilation.record("match", gm.graph)
+    require_coverage(options, compilation.report)
     _warn_if_emulated(compilation.report, gm)
     _warn_if_left_for_cost(gm)
     compiler = _compile_with_inductor if options.codegen == "inductor" else _compile_eager
@@ -145,6 +153,13 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
         by_step, check = options.weight_cache == "step", options.weight_cache_check
         compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
     return WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
+
+
+def _is_whole(gm: GraphModule) -> bool:
+    """Whether Dynamo has made one graph of what it compiles: none came before a break, and none after it."""
+    code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
+    resumes = code is not None and code[0].co_name.startswith("torch_dynamo_resume_in")
+    return not resumes and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True)
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:
@@ -189,6 +204,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         finally:
             _phase.reset(token)
 
+    patches: dict[str, Any] = {STATIC_LAUNCH: True, **dict(compilation.options.inductor)}
+    _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
     allocate_for_all_programs()
     compile_when_defined()
@@ -196,7 +213,6 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
     launch_early_kernels_early()  # last: what it adds to a kernel's definition is compiled too
     tell_workers()
     use_torchs_ptxas()
-    patches: dict[str, Any] = {STATIC_LAUNCH: True, **dict(compilation.options.inductor)}
     key = cache_key(compilation.options, fusion_key())
     for hook, stage in (
         ("joint_custom_pre_pass", compilation.joint),
@@ -206,6 +222,24 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         patches[hook] = _chained(hook, stage, patches, key)
     with without_full_collections():
         return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+
+
+def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
+    """Raises InvalidOptionError where a wrapper in C++ would have to call the references."""
+    from torch._inductor import config
+
+    if not patches.get("cpp_wrapper", config.cpp_wrapper):
+        return
+    for node in (node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes):
+        value = next((x.meta.get("example_value") for x in node.all_input_nodes), None) if is_te(node.target) else None
+        available = kernels_available(value.device) if isinstance(value, torch.Tensor) else None
+        if available is not None and not available.ok:
+            line = source_line(node)
+            raise InvalidOptionError(
+                f"te_dynamo: cpp_wrapper needs kernels for every te operation, and {available.reason} "
+                f"(first met: {node.target}{f', {line}' if line else ''}): leave cpp_wrapper out, or the linears in the model's precision "
+                "by recipe=None"
+            )
 
 
 def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, Any], key: str) -> Any:
@@ -225,9 +259,9 @@ def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, An
 
         def uuid(self) -> Any:
             theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            return (
-                (hook, key, *theirs) if all(theirs) else None
-            )  # None: torch caches nothing, for it cannot tell a change
+            if not all(theirs):
+                return None  # torch caches nothing, for it could not tell a change
+            return (hook, key, *theirs)
 
     return Stage()
 
@@ -265,8 +299,6 @@ _warned: set[str] = set()
 
 def _warn_if_emulated(report: Report, gm: GraphModule) -> None:
     """One warning a process for each reason why the reference runs in place of the kernels."""
-    from te_dynamo.kernels.availability import kernels_available
-
     if not any(record.matched for record in report.matches):
         return
     for node in gm.graph.nodes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
+from te_dynamo.report import MatchRecord
+
+__all__ = ["CoverageError", "InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
 
 
 class TeError(Exception):
@@ -28,6 +30,22 @@ class InvalidOptionError(TeError, ValueError):
         valid = ", ".join([*map(repr, known), *([others_are] if others_are else [])])
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {valid}"
         return cls(f"te_dynamo: unknown {what} {name!r}; {hint}")
+
+
+class CoverageError(TeError):
+    """Less of a graph is in a recipe than `require_coverage` asks for."""
+
+    @classmethod
+    def of(cls, share: float, required: float, left: Sequence[MatchRecord]) -> CoverageError:
+        """Lists what was left, the largest first."""
+        rows = [
+            f"    {match.module or '(no module)'} ({match.source}), {' x '.join(match.shape)}: {match.reason}"
+            for match in sorted(left, key=lambda match: -match.flops)
+        ]
+        return cls(
+            f"te_dynamo: {share:.1%} of the linear FLOPs of this graph are in a recipe, and require_coverage asks for {required:.1%}. "
+            "Left, the largest first:\n" + "\n".join(rows)
+        )
 
 
 class QuantizationError(TeError, ValueError):

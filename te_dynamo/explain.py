@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from te_dynamo.capture import capture
-from te_dynamo.report import MatchRecord, Report, WorkspaceRecord
+from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -49,10 +49,8 @@ class Explanation:
 
     @property
     def coverage(self) -> float:
-        """The share of linear FLOPs that runs in a recipe, 0 to 1; 0.0 for a model without linears. A linear on as many tokens as
-        data decides (an expert's) counts nothing."""
-        total = sum(match.flops for match in self.linears)
-        return sum(match.flops for match in self.linears if match.matched) / total if total else 0.0
+        """The share of linear FLOPs that runs in a recipe, 0 to 1: `coverage` in te_dynamo/report.py."""
+        return coverage(self.linears)
 
     @property
     def headline(self) -> str:
@@ -90,7 +88,7 @@ class Explanation:
             "weights": [dataclasses.asdict(weight) for weight in self._kept_weights()],
             "graph_breaks": [dataclasses.asdict(stop) for stop in self.graph_breaks],
             "graphs": len(self.reports),
-            "notes": [note for report in self.reports for note in report.notes],
+            "notes": self._notes(),
         }
 
     def to_html(self, path: Any) -> None:
@@ -103,6 +101,10 @@ class Explanation:
         text = io.StringIO()
         self._render(Console(file=text, width=160, color_system=None))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def _notes(self) -> list[str]:
+        """Each once, though several graphs have it."""
+        return list(dict.fromkeys(note for report in self.reports for note in report.notes))
 
     def _fusions(self) -> Counter[tuple[str, str]]:
         counts: Counter[tuple[str, str]] = Counter()
@@ -151,7 +153,7 @@ class Explanation:
                 ("source", "reason"),
                 ((stop.source, stop.reason) for stop in self.graph_breaks),
             ),
-            ("notes", ("note",), ((note,) for report in self.reports for note in report.notes)),
+            ("notes", ("note",), ((note,) for note in self._notes())),
         )
         for title, columns, rows in tables:
             cells = [tuple(map(str, row)) for row in rows]

@@ -16,7 +16,7 @@ __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
 _WEIGHT_CACHES = (None, "step")
-_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory")
+_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory", "require_coverage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Options:
     weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
     weight_cache_check: compares what is kept with the weights before each call, for debugging.
     low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
+    require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1.
     inductor: options passed on to Inductor, a mode's included.
     """
 
@@ -42,6 +43,7 @@ class Options:
     weight_cache: str | None = None
     weight_cache_check: bool = False
     low_memory: bool = True
+    require_coverage: float = 0.0
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -63,6 +65,7 @@ class Options:
             weight_cache=weight_cache,
             weight_cache_check=_flag("weight_cache_check", options),
             low_memory=_flag("low_memory", options, default=True),
+            require_coverage=_share("require_coverage", options),
             inductor=tuple(sorted(inductor.items())),
         )
 
@@ -120,6 +123,13 @@ def _flag(name: str, options: Mapping[str, Any], default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value
+
+
+def _share(name: str, options: Mapping[str, Any]) -> float:
+    value = options.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InvalidOptionError(f"te_dynamo: option {name!r} takes a share from 0 to 1, got {value!r}")
+    return float(value)
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-__all__ = ["MatchRecord", "Report", "WorkspaceRecord"]
+__all__ = ["MatchRecord", "Report", "WorkspaceRecord", "coverage"]
 
 
 @dataclasses.dataclass
@@ -62,3 +63,10 @@ class Report:
     """(phase, te op, what runs it: a kernel's name or "reference")"""
     workspaces: list[WorkspaceRecord] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def coverage(linears: Sequence[MatchRecord]) -> float:
+    """The share of linear FLOPs that runs in a recipe, 0 to 1; 0.0 without any. A linear on as many tokens as data decides (an
+    expert's) counts nothing."""
+    total = sum(match.flops for match in linears)
+    return sum(match.flops for match in linears if match.matched) / total if total else 0.0

@@ -13,6 +13,7 @@ import textwrap
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
         ({"max_autotone": True}, "unknown option 'max_autotone'; did you mean 'max_autotune'"),
         (
             {"zzzzzz": 1},
-            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'rules', 'weight_cache', ",
+            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'require_coverage', 'rules', ",
         ),
         ({3: 1}, "unknown option 3; valid: 'codegen'"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune' takes a value of type bool, got 'yes'"),
@@ -477,6 +478,46 @@ def test_a_jagged_tensor_is_left_with_a_reason(call: Callable[..., Any], left: i
     assert {row.flops for row in found.linears} == {2 * 48 * 64 * 64}
     expected = call(model, x).values()
     torch.testing.assert_close(torch.compile(call, backend="te", options=EAGER)(model, x).values(), expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te_dynamo.nn.Linear(32, 32),
+        lambda: te_dynamo.nn.LayerNormMLP(32, 64),
+        lambda: te_dynamo.Sequential(te_dynamo.ops.BasicLinear(32, 32)),
+    ],
+    ids=["Linear", "LayerNormMLP", "Sequential"],
+)
+def test_export_refuses_what_no_file_can_hold(make: Callable[[], nn.Module], strict: bool) -> None:
+    """torch.export.save would write a file that cannot be read, AOTInductor fails on its arguments."""
+    with pytest.raises(Exception, match=r"te::\w+ cannot be exported: .* compile what is loaded: ") as caught:
+        torch.export.export(make(), (torch.randn(16, 32),), strict=strict)
+    assert "torch.export.load(path).module()" in str(caught.value)
+
+
+def test_what_is_loaded_is_compiled(tmp_path: Path) -> None:
+    model, x = nn.Sequential(linear(), nn.GELU(), linear()), torch.randn(16, 32)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    assert te_dynamo.explain(loaded, x, options=EAGER).coverage == 1.0
+    torch.testing.assert_close(te(loaded)(x), te(model)(x), rtol=0, atol=0)
+
+
+def test_a_wrapper_in_c_plus_plus_calls_no_reference() -> None:
+    model, x = linear(), torch.randn(16, 32)
+    options = {"cpp_wrapper": True, "codegen": "inductor"}
+    with pytest.raises(
+        Exception, match=r"cpp_wrapper needs kernels for every te operation, and device cpu has no .*test_bad"
+    ):
+        te(model, **options)(x)
+
+
+@pytest.mark.slow
+def test_a_wrapper_in_c_plus_plus_runs_a_model_in_its_own_precision() -> None:
+    model, x = linear(), torch.randn(16, 32)
+    torch.testing.assert_close(te(model, cpp_wrapper=True, codegen="inductor", recipe=None)(x), model(x))
 
 
 def test_paths_in_a_model_that_a_function_closes_over() -> None:

@@ -19,13 +19,13 @@ from torch import fx, nn
 
 from te_dynamo.passes.match.where import OWNERS, clean_path, parameter_name, path_prefix, sharing_prefixes
 
-__all__ = ["in_whole_model"]
+__all__ = ["compiled_model", "in_whole_model"]
 
 
 @contextlib.contextmanager
 def in_whole_model(graph: fx.Graph, example_inputs: Sequence[Any]) -> Iterator[None]:
     """Inside, `path_prefix` holds for `graph`, `sharing_prefixes` too, and its placeholders know their OWNERS."""
-    root = _compiled_model()
+    root = compiled_model()
     paths = {} if root is None else {name: p for name, p in root.named_parameters(remove_duplicate=False)}
     names: dict[int, list[str]] = {}
     for name, parameter in paths.items():
@@ -65,7 +65,7 @@ def _of_one_class(root: nn.Module | None, prefix: str | None, alike: set[str]) -
     return tuple(sorted(other for other in alike if classes.get(other) is classes.get(prefix)))
 
 
-def _compiled_model() -> nn.Module | None:
+def compiled_model() -> nn.Module | None:
     """The module that torch.compile was given, of the innermost compiled call on the Python stack.
 
     Only frames of torch's own call are looked into: up to Python 3.12 a frame whose locals were read keeps them until it returns,

@@ -46,6 +46,8 @@ def te_op(
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Decorator: registers `te::<function name>` and returns its overload.
 
+    Tracing it by torch.export raises TeError.
+
     reference: plain PyTorch, any device; must not return an input. A result with other strides than the fake's is copied.
     kernel: the Triton launcher (CUDA of compute capability 9.0 or newer); None where the operation has no kernel of its own
         and the reference, made of aten operations, is what Inductor should compile.
@@ -58,7 +60,7 @@ def te_op(
         schema = torch.library.infer_schema(fake, mutates_args=())
         called = _with_contiguous_results(reference)
         definition = torch.library.custom_op(name, called, mutates_args=(), schema=schema)
-        definition.register_fake(fake)
+        definition.register_fake(_not_exported(name, fake))
         if kernel is not None:
             definition.register_kernel("cuda", _kernel_or_reference(kernel, called))
         definition.register_autograd(
@@ -71,6 +73,22 @@ def te_op(
         return overload
 
     return decorate
+
+
+def _not_exported(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake; TeError while torch.export traces, whose files cannot hold an operation's config or quantizer."""
+
+    @functools.wraps(fake)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            raise TeError(
+                f"{name} cannot be exported: torch.export.save and AOTInductor do not keep the values that say how it quantizes. Export "
+                "the model with modules of torch.nn in place of te_dynamo's, and compile what is loaded: torch.compile("
+                'torch.export.load(path).module(), backend="te")'
+            )
+        return fake(*args, **kwargs)
+
+    return run
 
 
 def _with_contiguous_results(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,143 @@
+"""Warnings, once a model, where it runs otherwise than was probably meant; require_coverage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import te_dynamo
+from te_dynamo.errors import CoverageError, InvalidOptionError
+from te_dynamo.options import Options
+
+EAGER = {"codegen": "eager"}
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    """The warnings of this package's that are about the model."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    texts = [str(warning.message) for warning in caught]
+    return [
+        text.removeprefix("te_dynamo: ") for text in texts if text.startswith("te_dynamo: ") and "kernels" not in text
+    ]
+
+
+def run(model: Any, x: Tensor | None = None, **options: Any) -> list[str]:
+    compiled = torch.compile(model, backend="te", options={**EAGER, **options})
+    return told(lambda: compiled(torch.randn(16, 32) if x is None else x))
+
+
+def mlp(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+
+
+def test_nothing_is_said_of_a_model_that_runs_as_meant() -> None:
+    assert run(mlp(), rules=[(r"^2$", None)]) == []
+    assert run(nn.Conv1d(16, 16, 3), recipe=None) == []
+    assert run(torch.sin) == []
+
+
+def test_no_linear_in_a_recipe() -> None:
+    model = mlp(30)
+    (text,) = run(model)
+    assert text.startswith("no linear of the model is in a recipe: 1 x N = 30, K = 32: ")
+    assert "; 1 x N = 32, K = 30: " in text and text.endswith(". te_dynamo.explain has a row for each")
+    assert run(model) == [], "once a model"
+    assert run(mlp(30)) == [text]
+    assert run(mlp(30), recipe=None) == [], "as asked for"
+    assert te_dynamo.explain(model, torch.randn(16, 32), options=EAGER).to_dict()["notes"] == [text]
+
+
+def test_no_linear_at_all() -> None:
+    assert run(nn.Conv1d(16, 16, 3)) == ["no linear was found in the model: it runs as with Inductor alone"]
+
+
+class Broken(nn.Module):
+    """Two graphs; in the first no linear is in a recipe."""
+
+    def __init__(self, second: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 30), nn.Linear(32, second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return y.sum() + self.second(x)
+
+
+def test_all_graphs_of_a_model_count() -> None:
+    assert run(Broken(64)) == []
+    (text,) = run(Broken(30))
+    assert text.startswith("no linear of the model is in a recipe")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("lm_haed", "; did you mean 'lm_head'?"),
+        (r"^layers\.(0|1)\.upp$", "; did you mean 'layers.1.up' or 'layers.0.up'"),
+        ("zzzz", ""),
+    ],
+)
+def test_a_rule_that_no_module_path_matches(pattern: str, hint: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 32)}) for _ in range(2))
+            self.lm_head = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer["up"](x)
+            return self.lm_head(x)
+
+    model = Model()
+    (text,) = run(model, rules=[(pattern, None), ("lm_head", None)])
+    assert text.startswith(f"no module path of the model matches the rule {pattern!r}{hint}")
+    (text,) = run(lambda x: model(x), rules=[(pattern, None), ("lm_head", None)])
+    assert text.startswith(f"no module path of the model matches the rule {pattern!r}")
+
+
+@pytest.mark.parametrize("package", ["torchao", "transformer_engine", "bitsandbytes", "transformers.integrations"])
+def test_linears_that_another_package_quantizes(package: str) -> None:
+    linear = type("Fp8Linear", (nn.Linear,), {"__module__": f"{package}.float8"})
+    model = nn.Sequential(linear(32, 32), nn.Linear(32, 32), linear(32, 32))
+    (text,) = run(model)
+    assert text.startswith(f"2 linears of the model are {package}'s own ('0' first)")
+
+
+def test_a_cache_that_keeps_nothing() -> None:
+    model, step = nn.Linear(32, 32), {"weight_cache": "step"}
+    assert run(model, **step) == []
+    weight = torch.randn(32, 32)  # no parameter
+    (text,) = run(lambda x: torch.nn.functional.linear(x, weight), **step)
+    assert text.startswith('weight_cache="step" keeps nothing of the 1 linears of this graph')
+
+
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_require_coverage(codegen: str) -> None:
+    model, x = mlp(), torch.randn(16, 32)
+    run(model, require_coverage=1.0, codegen=codegen)
+    run(model, require_coverage=0.5, rules=[("2", None)], codegen=codegen)
+    with pytest.raises(
+        BackendCompilerFailed, match=r"50\.0% of the linear FLOPs of this graph are in a recipe"
+    ) as caught:
+        run(model, x, require_coverage=0.9, rules=[("2", None)], codegen=codegen)
+    assert isinstance(caught.value.inner_exception, CoverageError)
+    row = str(caught.value).partition("the largest first:\n")[2].splitlines()[0]
+    assert row.startswith("    2 (") and row.endswith("), 16 x 32 x 64: rule '2' leaves it in the model's precision")
+    run(torch.sin, require_coverage=1.0)
+
+
+@pytest.mark.parametrize("value", [True, "0.9", 1.5, -0.1])
+def test_a_required_coverage_is_a_share(value: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="option 'require_coverage' takes a share from 0 to 1, got "):
+        Options.parse({"require_coverage": value})
