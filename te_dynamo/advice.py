@@ -130,6 +130,6 @@ def _quantized_already(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str
                 break
     for package, paths in found.items():
         yield (
-            f"{len(paths)} linears of the model are {package}'s own ({paths[0]!r} first): they quantize by themselves and are not in "
-            "a recipe; build the model without them to have te_dynamo do it"
+            f"linears of {package} are in the model ({len(paths)}, {paths[0]!r} first): they quantize by themselves and are in no recipe; "
+            "build the model without them to have te_dynamo do it"
         )
