@@ -158,20 +158,28 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     a, b = tensor_of(left), tensor_of(right)
     if a is None or b is None or a.dim() < 1 or b.dim() < 1:
         return None
-    if is_parameter(right):
+    weight = _weight_of(left, right)
+    if weight is right:
         return Product(left, right, None, True, _sizes(left, right, True), reason or _unsure(left, right))
-    if is_parameter(left):  # the columns of x are the rows of a linear
+    if weight is left:  # the columns of x are the rows of a linear
         rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
         reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
         return Product(right, left, None, False, (rows, *a.shape), reason)
     return None
 
 
+def _weight_of(first: Any, second: Any) -> fx.Node | None:
+    """Which of a product's operands is its weight, None for neither: an nn.Parameter before an input that learns, the second before the first."""
+    found = [operand for operand in (second, first) if is_parameter(operand)]
+    return max(found, key=lambda operand: _is_module_parameter(without_casts(operand)), default=None)
+
+
 def _unsure(x: Any, weight: Any) -> str:
     """Why x @ weight may be something else than a linear; "" where it is one."""
     if not _is_module_parameter(without_casts(weight)):
         return "its weight is an input that learns, no nn.Parameter; write F.linear to have it in the recipe"
-    return "a product of two parameters, no linear of an input" if is_parameter(x) else ""
+    both = is_parameter(x) and _is_module_parameter(without_casts(x))
+    return "a product of two parameters, no linear of an input" if both else ""
 
 
 def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
@@ -185,10 +193,11 @@ def _einsum(node: fx.Node) -> Product | None:
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    index = next((i for i in (1, 0) if len(operands) == 2 and is_parameter(operands[i])), None)
-    if index is None or not isinstance(equation, str) or any(tensor_of(o) is None for o in operands):
+    weight = _weight_of(*operands) if len(operands) == 2 else None
+    if weight is None or not isinstance(equation, str) or any(tensor_of(o) is None for o in operands):
         return None
-    x, weight = operands[1 - index], operands[index]
+    index = 1 if operands[1] is weight else 0
+    x = operands[1 - index]
     inputs, _, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     transposed = _contracts_last(terms[1 - index], terms[index], output) if len(terms) == 2 else None
