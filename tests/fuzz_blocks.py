@@ -15,6 +15,7 @@ __all__ = [
     "MATCHED",
     "NORMS",
     "NORM_MODULES",
+    "STRIDED",
     "STYLES",
     "VIEWS",
     "Around",
@@ -253,8 +254,6 @@ VIEWS = {
     "rows": "{x}.reshape(-1, {k})",
     "there and back": "{x}.reshape(-1, {k}).reshape({x}.shape)",
     "one more": "{x}.unsqueeze(0)",
-    "columns swapped twice": "{x}.mT.contiguous().mT",
-    "transposed rows": "{x}.transpose(0, -2)",
     "unflatten": "{x}.unflatten(-1, (2, -1)).flatten(-2)",
     "heads swapped": "{x}.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)",
     "flipped": "{x}.flip(-1)",
@@ -268,6 +267,15 @@ VIEWS = {
     "stacked": "torch.stack([{x}, {x}]).sum(0)",
     "expanded": "({x}.unsqueeze(0).expand(2, *{x}.shape) * 0.5).sum(0)",
 }
+
+STRIDED = {
+    "columns of a wider one": "torch.cat([{x}, {x}], -1)[..., :{k}]",
+    "every other column": "torch.cat([{x}, {x}], -1)[..., ::2]",
+    "by columns": "{x}.reshape(-1, {k}).t().contiguous().t()",
+    "transposed rows": "{x}.reshape(1, -1, {k}).transpose(0, 1)",
+    "one row for all": "{x}.reshape(-1, {k}).mean(0, keepdim=True).expand(16, {k})",
+}
+"""Results that do not lie in memory as their shape says."""
 
 IN_PLACE = ["{x}.add_(1)", "{x}.mul_(0.5)", "{x} += 0.25", "{x} *= 2", "{x}.relu_()", "F.silu({x}, inplace=True)"]
 

@@ -14,6 +14,7 @@ from fuzz_blocks import (
     IN_PLACE,
     NORM_MODULES,
     NORMS,
+    STRIDED,
     STYLES,
     VIEWS,
     Around,
@@ -157,7 +158,9 @@ class Program:
             *([f"optimizer = {UPDATES[self.update]}"] if "optim" in UPDATES[self.update] else []),
             f"for step, leading in enumerate({self.leading}):",
             "    torch.manual_seed(step)",
-            f"    x = torch.randn(*leading, {self.width}).to({self.dtype}).requires_grad_({self.input_requires_grad})",
+            f"    x = torch.randn(*leading, {self.width})",
+            f"    x.view(-1, {self.width})[-1:] *= 3",
+            f"    x = x.to({self.dtype}).requires_grad_({self.input_requires_grad})",
             f"    with torch.autocast('cpu', torch.bfloat16, enabled={self.autocast}), torch.set_grad_enabled({not self.inference}):",
             "        out = compiled(x)",
             "    out = [y for y in torch.utils._pytree.tree_leaves(out) if y.requires_grad]",
@@ -210,7 +213,8 @@ _norms = st.builds(Norm, st.sampled_from([*NORM_MODULES, *NORMS]))
 _with_linears = st.one_of(
     _linears, _gated, _shared, _plain_shared, st.builds(Twice, st.sampled_from(["", *ACTIVATIONS]))
 )
-_between = st.one_of(_activations, _norms, _expressions, st.sampled_from([*map(InPlace, IN_PLACE)]))
+_strided = st.sampled_from([*map(Expression, STRIDED.values())])
+_between = st.one_of(_activations, _norms, _expressions, _strided, st.sampled_from([*map(InPlace, IN_PLACE)]))
 _leaves = st.one_of(_with_linears, _between, _with_linears)
 
 
