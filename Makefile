@@ -1,4 +1,4 @@
-# make test | test-slow | test-all | test-gpu | lint | demo
+# make test | test-slow | test-all | test-gpu | fuzz | lint | demo
 #
 # PYTHON is used as it is when it holds a CUDA build of torch 2.11 or newer. Otherwise a .venv is made from it, with the
 # CPU set pinned in constraints/cpu.txt.
@@ -27,7 +27,7 @@ JOBS ?= 2
 SIDE_BY_SIDE = $$($(RUN) -c "import importlib.util as u; print('-n $(JOBS) --dist worksteal' if u.find_spec('xdist') else '')")
 
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet
-.PHONY: test test-slow test-all test-gpu lint demo clean
+.PHONY: test test-slow test-all test-gpu fuzz lint demo clean
 .DELETE_ON_ERROR:
 
 test: $(STAMP)test                                ## the suite without the slow and the GPU tests
@@ -41,6 +41,13 @@ test-all: $(STAMP)test $(STAMP)demo               ## everything this machine can
 
 test-gpu: $(STAMP)test                            ## the tests that need a GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+# SEED=1 draws the models of that seed again.
+SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
+
+fuzz: $(STAMP)test                                ## N models drawn at random (N=2000): tests/test_fuzz.py
+	@echo "make fuzz N=$(or $(N),100) SEED=$(SEED)"
+	FUZZ_MODELS=$(or $(N),100) FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/test_fuzz.py --show-capture=no --tb=short $(ARGS)
 
 lint: $(STAMP)dev
 	$(RUN) -m ruff check .

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from te_dynamo.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 
-__all__ = ["quantized_linears", "rounded"]
+__all__ = ["quantized_linear", "quantized_linears", "rounded"]
 
 
 def rounded(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Tensor:
@@ -29,10 +29,20 @@ def rounded(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Tensor:
     Of x in fp32, which holds the result of 16 bits too. Read columnwise it has rows of zeros up to a multiple of 16: a Hadamard transform spreads values over those too.
     """
     alone = quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
-    matrix = x.detach().float().flatten(0, -2)
+    matrix = _rows(x.detach().float())
     if columnwise:
         matrix = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % 16))
     return alone.quantize(matrix.contiguous()).dequantize().double()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x of any rank as [M, K]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """x @ weight^T + bias and its gradients in `recipe`, the results in x's dtype."""
+    return _Linear.apply(x, weight, bias, recipe)
 
 
 @dataclasses.dataclass
@@ -52,7 +62,7 @@ class quantized_linears(TorchFunctionMode):
         if func is not F.linear or (recipe := self._recipe(args[1])) is None:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
-        return _Linear.apply(x, weight, bias, recipe)
+        return quantized_linear(x, weight, bias, recipe)
 
     def _recipe(self, weight: Tensor) -> Recipe | None:
         return next((recipe for other, recipe in self.recipes.items() if other is weight), self.recipe)
@@ -65,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.recipe = recipe
         product = rounded(x, recipe.input_quantizer(), False) @ rounded(weight, recipe.weight_quantizer(), False).t()
         out = product if bias is None else product + bias.double()
-        return out.to(x.dtype).unflatten(0, x.shape[:-1])
+        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -73,10 +83,10 @@ class _Linear(torch.autograd.Function):
         recipe = ctx.recipe
         if recipe.backward == "high_precision":
             dx = dy.double() @ weight.double()
-            dw = dy.double().flatten(0, -2).t() @ x.double().flatten(0, -2)
+            dw = _rows(dy.double()).t() @ _rows(x.double())
         else:
             grad = recipe.grad_output_quantizer()
             dx = rounded(dy, grad, False) @ rounded(weight, recipe.weight_quantizer(), True)[: weight.shape[0]]
             dw = rounded(dy, grad, True).t() @ rounded(x, recipe.input_quantizer(), True)
-        db = dy.double().flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        db = _rows(dy.double()).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return dx.to(x.dtype).reshape(x.shape), dw.to(weight.dtype), db, None

@@ -178,7 +178,8 @@ def _unsure(x: Any, weight: Any) -> str:
     """Why x @ weight may be something else than a linear; "" where it is one."""
     if not _is_module_parameter(without_casts(weight)):
         return "its weight is an input that learns, no nn.Parameter; write F.linear to have it in the recipe"
-    return "a product of two parameters, no linear of an input" if _is_module_parameter(without_casts(x)) else ""
+    both = is_parameter(x) and _is_module_parameter(without_casts(x))
+    return "a product of two parameters, no linear of an input" if both else ""
 
 
 def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
