@@ -50,7 +50,7 @@ OUTPUTS = {
     "and the input": "{y}, x",
     "and one between": "{y}, {first}",
     "twice": "{y}, {y}",
-    "and detached": "{y}, {y}.detach()",
+    "and detached": "{y} * 1, {y}.detach()",
     "and a view": "{y}, {y}.reshape(-1)",
     "in a dict": "{{'y': {y}, 'first': {first}}}",
 }

@@ -48,7 +48,7 @@ class Mismatch(AssertionError):
 
 
 class NotAProgramError(Exception):
-    """Eager raises too."""
+    """Eager raises too, or torch.compile(backend="aot_eager")."""
 
 
 class Failure(Exception):
@@ -203,6 +203,15 @@ def compare_kept(program: Program, fused: Compiled) -> None:
     compare_bits("kept weights and none", kept.steps, fused.steps)
 
 
+def _raises(program: Program, call: Any) -> bool:
+    """Whether the program fails in `call`, in eager or in torch's own compiler."""
+    try:
+        run(program, call, getattr(call, "_orig_mod", call))
+    except Exception:
+        return True
+    return False
+
+
 def _finite(weights: dict[str, Tensor]) -> bool:
     return all(bool(w.isfinite().all()) for w in weights.values())
 
@@ -210,14 +219,18 @@ def _finite(weights: dict[str, Tensor]) -> bool:
 def check(program: Program, *against: str) -> list[float]:
     """Compares a program to its oracle, and to itself compiled otherwise; the tolerances by the tensors' norms.
 
-    Raises Mismatch; NotAProgramError where eager raises too; OutOfRangeError.
+    Raises Mismatch; NotAProgramError where eager or torch's own compiler raises too; OutOfRangeError.
     """
     model = program.model()
+    if _raises(program, model):
+        raise NotAProgramError
     try:
-        run(program, model, model)
-    except (RuntimeError, IndexError) as error:
-        raise NotAProgramError from error
-    fused = compiled_run(program)
+        fused = compiled_run(program)
+    except Exception as error:
+        torch._dynamo.reset()
+        if _raises(program, torch.compile(model, backend="aot_eager", dynamic=program.dynamic)):
+            raise NotAProgramError from error
+        raise
     # Weights that overflow are of no use to a step; if wrong gradients made them so, the step before shows it.
     weights = list(itertools.takewhile(_finite, (step.weights for step in fused.steps)))
     program = dataclasses.replace(program, leading=program.leading[: len(weights)])
