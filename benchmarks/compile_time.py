@@ -89,10 +89,10 @@ def timed_stages() -> Iterator[dict[str, float]]:
 @contextlib.contextmanager
 def kernels_everywhere() -> Iterator[None]:
     """Graphs are lowered to kernels where no GPU is, too."""
-    from te_dynamo.kernels.availability import Availability
+    from te_dynamo.kernels.runtime.availability import Availability
 
     with contextlib.ExitStack() as stack:
-        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.availability"):
+        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.runtime.availability"):
             stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
         yield
 

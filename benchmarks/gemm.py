@@ -1,8 +1,8 @@
 """Speed of the FP8 GEMM on one GPU, beside cuBLASLt's.
 
     python benchmarks/gemm.py                  the tile that the product chooses, each shape, fast and slow accumulation
-    python benchmarks/gemm.py --sweep          every candidate tile: what `kernels/gemm_tiles.py` is written from
-    python benchmarks/gemm.py --format block   Float8 block scaling and MXFP8 of 128, and `kernels/gemm_block_tiles.py`
+    python benchmarks/gemm.py --sweep          every candidate tile: what `kernels/gemm/tiles.py` is written from
+    python benchmarks/gemm.py --format block   Float8 block scaling and MXFP8 of 128, and `kernels/gemm/block_tiles.py`
 
 TFLOP/s, medians over a cold L2, normal-random data, all providers of one shape interleaved in one process. `*` marks
 the tile that the product takes, `+` the fastest one when that is another; the one of 12 warps is the specialized kernel's.
@@ -23,18 +23,17 @@ from typing import Any
 import torch
 import triton
 
-from te_dynamo.kernels.float8_block import quantize_block
-from te_dynamo.kernels.gemm import gemm_kernel, gemm_with_tile, kernel_options
-from te_dynamo.kernels.gemm_block import block_kernel_options, gemm_block_kernel, gemm_block_with_tile
-from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out
-from te_dynamo.kernels.gemm_block_tiles import (
+from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel, gemm_block_with_tile
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.block_tiles import (
     BLOCK_TILES,
     SPECIALIZED_BLOCK,
     choose_block_tile,
     specialized_block_is_faster,
 )
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_out
-from te_dynamo.kernels.gemm_tiles import (
+from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_with_tile, kernel_options
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.tiles import (
     SPECIALIZED,
     SPECIALIZED_FAST,
     TILES,
@@ -44,7 +43,8 @@ from te_dynamo.kernels.gemm_tiles import (
     specialized_is_faster,
     specialized_tile,
 )
-from te_dynamo.kernels.launch import multiprocessor_count
+from te_dynamo.kernels.quantize.float8_block import quantize_block
+from te_dynamo.kernels.runtime.launch import multiprocessor_count
 
 SHAPES: list[tuple[str, int, int, int]] = [
     ("SwiGLU 4096/14336 up: fprop, down: dgrad", 8192, 14336, 4096),

@@ -1,7 +1,7 @@
 """Speed of a mixture's experts on one GPU: the grouped FP8 GEMMs, and a training step of all experts.
 
     python benchmarks/grouped.py               each product, beside bf16's grouped_mm and loops over the experts; the steps
-    python benchmarks/grouped.py --sweep       every candidate tile: what `kernels/gemm_grouped_tiles.py` is written from
+    python benchmarks/grouped.py --sweep       every candidate tile: what `kernels/gemm/grouped_tiles.py` is written from
 
 TFLOP/s and microseconds, medians over a cold L2 (short ones in CUDA graphs), normal-random data, providers interleaved.
 Groups have the sizes of tokens that choose their experts at random, with unequal favour, so that none is a round number;
@@ -22,17 +22,17 @@ import torch.nn.functional as F
 from gemm import Provider, measure, parsed, time_once
 from models import Experts
 
-from te_dynamo.kernels.gemm import gemm
-from te_dynamo.kernels.gemm_grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
-from te_dynamo.kernels.gemm_grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm_grouped_tiles import (
+from te_dynamo.kernels.gemm.current import gemm
+from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
+from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm.grouped_tiles import (
     GROUPED_TILES,
     choose_columns_tile,
     choose_rows_tile,
     columns_specialized_is_faster,
 )
-from te_dynamo.kernels.gemm_tiles import Tile
-from te_dynamo.kernels.launch import multiprocessor_count
+from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.runtime.launch import multiprocessor_count
 
 # label, tokens (times experts a token), experts, N, K of one projection
 SHAPES: list[tuple[str, int, int, int, int]] = [

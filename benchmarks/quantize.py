@@ -17,18 +17,18 @@ from typing import Any
 import torch
 import triton
 
-from te_dynamo.kernels.activation import activation_backward_quantize
-from te_dynamo.kernels.float8_block import BlockTile, quantize_block
-from te_dynamo.kernels.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
-from te_dynamo.kernels.norm import rms_norm_quantize
-from te_dynamo.kernels.norm_add import add_rms_norm_quantize
-from te_dynamo.kernels.nvfp4 import quantize_nvfp4, random_key
-from te_dynamo.kernels.quantize import Tile, quantize
-from te_dynamo.kernels.quantize_bias_grad import quantize_bias_grad
-from te_dynamo.kernels.swiglu import swiglu_backward_quantize, swiglu_quantize
-from te_dynamo.kernels.swiglu_halves import swiglu_backward_quantize_halves
-from te_dynamo.kernels.swiglu_in_place import swiglu_backward_quantize_in_place
-from te_dynamo.kernels.transpose import transpose
+from te_dynamo.kernels.activation.activation import activation_backward_quantize
+from te_dynamo.kernels.activation.swiglu import swiglu_backward_quantize, swiglu_quantize
+from te_dynamo.kernels.activation.swiglu_halves import swiglu_backward_quantize_halves
+from te_dynamo.kernels.activation.swiglu_in_place import swiglu_backward_quantize_in_place
+from te_dynamo.kernels.norm.add import add_rms_norm_quantize
+from te_dynamo.kernels.norm.norm import rms_norm_quantize
+from te_dynamo.kernels.quantize.bias_grad import quantize_bias_grad
+from te_dynamo.kernels.quantize.current import Tile, quantize
+from te_dynamo.kernels.quantize.float8_block import BlockTile, quantize_block
+from te_dynamo.kernels.quantize.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
+from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4, random_key
+from te_dynamo.kernels.quantize.transpose import transpose
 
 SHAPES = ((8192, 4096), (8192, 14336), (14336, 4096))
 BOTH = (torch.float8_e4m3fn, True, True, False, 0.0)

@@ -96,7 +96,7 @@ class Traffic:
 def launch_bytes(tensors: list[tuple[str, torch.Tensor]]) -> int:
     """Bytes of the (argument name, tensor) pairs of one launch: each tensor once, an argument updated in place twice.
 
-    A tensor that stands in for an argument which is not there (kernels/launch.py) is one that is given anyway.
+    A tensor that stands in for an argument which is not there (kernels/runtime/launch.py) is one that is given anyway.
     """
     sizes: dict[int, int] = {}
     for name, tensor in tensors:

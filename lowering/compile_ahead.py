@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels._triton import INSTALLED
-from te_dynamo.kernels.launch import compiling_only
+from te_dynamo.kernels.runtime._triton import INSTALLED
+from te_dynamo.kernels.runtime.launch import compiling_only
 
 __all__ = ["compile_ahead", "compiles_ahead"]
 

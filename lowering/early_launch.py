@@ -1,4 +1,4 @@
-"""How Inductor's code launches a kernel before its predecessor ends (kernels/early.py).
+"""How Inductor's code launches a kernel before its predecessor ends (kernels/runtime/dependent_launch.py).
 
 Inductor takes a launch's attributes from the kernel's description in the code that it writes, and has no way to set this one for a
 kernel that it did not write itself. A launch of ours says so by the kernel's constant EARLY.

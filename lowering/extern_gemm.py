@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from te_dynamo.kernels.availability import kernels_available
-from te_dynamo.kernels.gemm_add import add_runs_specialized, gemm_add_specialized_out, is_aligned
-from te_dynamo.kernels.gemm_block_specialized import gemm_block_specialized_out, runs_block_specialized
-from te_dynamo.kernels.gemm_grouped_specialized import columns_run_specialized, columns_specialized_out
-from te_dynamo.kernels.gemm_specialized import (
+from te_dynamo.kernels.gemm.add import add_runs_specialized, gemm_add_specialized_out, is_aligned
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out, runs_block_specialized
+from te_dynamo.kernels.gemm.grouped_specialized import columns_run_specialized, columns_specialized_out
+from te_dynamo.kernels.gemm.specialized import (
     gemm_specialized_out,
     runs_specialized,
     stacked_runs_specialized,
     stacked_specialized_out,
 )
-from te_dynamo.kernels.gemm_swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
+from te_dynamo.kernels.gemm.swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
+from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.compile_ahead import compile_ahead
 from te_dynamo.lowering.extern_in_place import call_into_last, can_write_into_addend
 from te_dynamo.ops.fakes import fake_mode_of

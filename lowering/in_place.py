@@ -15,8 +15,12 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Node
 
-from te_dynamo.kernels.gemm_add import adds_in_launch, gemm_add_in_place, is_aligned
-from te_dynamo.kernels.swiglu_in_place import COLUMNS_MULTIPLE, MOST_COLUMNS, swiglu_backward_quantize_in_place
+from te_dynamo.kernels.activation.swiglu_in_place import (
+    COLUMNS_MULTIPLE,
+    MOST_COLUMNS,
+    swiglu_backward_quantize_in_place,
+)
+from te_dynamo.kernels.gemm.add import adds_in_launch, gemm_add_in_place, is_aligned
 from te_dynamo.ops import is_te
 from te_dynamo.ops.gemm import gemm_add
 from te_dynamo.ops.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.errors import LoweringError
-from te_dynamo.kernels.availability import kernels_available
+from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern_gemm import is_extern
 from te_dynamo.lowering.fake_values import trust_lowered_values, values_are_right
 from te_dynamo.lowering.mutation import analyse_once

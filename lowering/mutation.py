@@ -1,7 +1,7 @@
 """Which tensors a launch writes, as its kernel says, or found out once for each kernel and its constants.
 
 torch compiles a kernel to Triton's IR to see what it writes: up to four times a launch, 50 ms and more each, while a model of many
-layers launches few different kernels many times. A kernel that says what it writes (kernels/writes.py) is not compiled. Of
+layers launches few different kernels many times. A kernel that says what it writes (kernels/runtime/writes.py) is not compiled. Of
 another of ours the answer depends on the kernel, its constants and the dtypes of its tensors alone, so that one answer serves every layer.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
 from te_dynamo._compat import as_analysed, mutation_analysis_name
-from te_dynamo.kernels.writes import updated, written
+from te_dynamo.kernels.runtime.writes import updated, written
 
 __all__ = ["analyse_once"]
 

@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from te_dynamo.kernels._triton import INSTALLED
+from te_dynamo.kernels.runtime._triton import INSTALLED
 
 __all__ = ["use_torchs_ptxas"]
 

@@ -29,7 +29,7 @@ from te_dynamo.errors import InvalidOptionError
 from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.garbage import without_full_collections
-from te_dynamo.kernels.availability import kernels_available
+from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.compile_ahead import compiles_ahead
 from te_dynamo.lowering.cpp_scratch import allocate_for_all_programs

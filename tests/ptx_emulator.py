@@ -12,7 +12,7 @@ __all__ = ["PtxEmulator"]
 
 class PtxEmulator:
     """Outputs are $0, $1, ..., then come the arguments. Registers hold uint32 patterns, of 64 bits uint64. Knows the instructions
-    of kernels/e2m1_assembly.py, hadamard_amax_assembly.py, shared_tile.py, block_words.py and gemm_swiglu.py.
+    of kernels/quantize/e2m1_assembly.py, hadamard_amax_assembly.py, shared_tile.py, block_words.py and gemm_swiglu.py.
 
     All threads execute an instruction before any executes the next. Shared memory stays from one piece to the next, one program's."""
 

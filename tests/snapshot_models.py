@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from te_dynamo import capture
 from te_dynamo.capture import Captured
-from te_dynamo.kernels.availability import Availability
+from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.testing import capture_on_fake_cuda
 
 HIDDEN, FFN, HEADS = 64, 128, 2
@@ -179,7 +179,7 @@ def snapshot(model: type[nn.Module], shape: Sequence[int], device: str, **option
 def kernels_everywhere() -> Iterator[None]:
     """Inside, the package takes every device for one with kernels: what lowering writes for a GPU shows without one."""
     with contextlib.ExitStack() as stack:
-        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.availability"):
+        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.runtime.availability"):
             stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
         yield
 

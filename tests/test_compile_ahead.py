@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from te_dynamo.kernels.launch import compiling_only, is_recording, launch
+from te_dynamo.kernels.runtime.launch import compiling_only, is_recording, launch
 from te_dynamo.lowering.compile_ahead import compile_ahead, compiles_ahead
 from te_dynamo.lowering.extern_gemm import _EXTERNS, _compile_kernel_of
 from te_dynamo.testing import fake_cuda

@@ -1,4 +1,4 @@
-"""kernels/early.py: kernels of few rows wait before they touch memory, are launched early in Inductor's code, and miss nothing."""
+"""kernels/runtime/dependent_launch.py: kernels of few rows wait before they touch memory, are launched early in Inductor's code, and miss nothing."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,14 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import run_and_get_code
 
 import te_dynamo
-from te_dynamo.kernels import gemm, gemm_decode, gemm_decode_swiglu, quantize, swiglu, swiglu_kernels
-from te_dynamo.kernels._triton import INSTALLED
-from te_dynamo.kernels.early import starts_early
-from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.kernels.activation import swiglu, swiglu_kernels
+from te_dynamo.kernels.gemm import current as gemm
+from te_dynamo.kernels.gemm import decode as gemm_decode
+from te_dynamo.kernels.gemm import decode_swiglu as gemm_decode_swiglu
+from te_dynamo.kernels.quantize import current as quantize
+from te_dynamo.kernels.runtime._triton import INSTALLED
+from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.lowering.early_launch import launch_early_kernels_early
 
 F8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"

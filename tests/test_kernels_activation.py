@@ -18,9 +18,9 @@ from kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels import activation as act
-from te_dynamo.kernels import swiglu as glu
-from te_dynamo.kernels.quantize import quantize, quantize_reference
+from te_dynamo.kernels.activation import activation as act
+from te_dynamo.kernels.activation import swiglu as glu
+from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = ((E4M3, True, True, False, 0.0), (E5M2, False, True, True, 0.0), (E4M3, True, False, False, 1.0))

@@ -19,7 +19,7 @@ from kernel_cases import (
 )
 from test_kernels_quantize import FORMATS, values_of
 
-from te_dynamo.kernels.float8_block import quantize_block, quantize_block_reference
+from te_dynamo.kernels.quantize.float8_block import quantize_block, quantize_block_reference
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272), (2000, 2000))

@@ -17,9 +17,9 @@ from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kern
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from te_dynamo.kernels.gemm import gemm_kernel, gemm_reduce_kernel, kernel_options
-from te_dynamo.kernels.gemm_tiles import TILES, Tile, choose_tile
-from te_dynamo.kernels.ptx import PtxReport, compile_for
+from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_reduce_kernel, kernel_options
+from te_dynamo.kernels.gemm.tiles import TILES, Tile, choose_tile
+from te_dynamo.kernels.runtime.compiled_code import PtxReport, compile_for
 
 SHARED_BYTES = 227 * 1024
 

@@ -17,11 +17,11 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.float8_block import block_tile, quantize_block, quantize_block_kernel
-from te_dynamo.kernels.fp8 import cast_launches
-from te_dynamo.kernels.gemm_block import block_kernel_options, gemm_block_kernel
-from te_dynamo.kernels.gemm_block_tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
-from te_dynamo.kernels.ptx import PtxReport
+from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel
+from te_dynamo.kernels.gemm.block_tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
+from te_dynamo.kernels.quantize.float8_block import block_tile, quantize_block, quantize_block_kernel
+from te_dynamo.kernels.runtime.compiled_code import PtxReport
+from te_dynamo.kernels.tiles.fp8 import cast_launches
 
 E4M3 = torch.float8_e4m3fn
 TORCH_TYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_kernels_compile import SHARED_BYTES, TRITON_TYPES, Case, compile_case, written
 
-from te_dynamo.kernels.gemm_grouped import gemm_grouped_columns_kernel, gemm_grouped_kernel, grouped_options
-from te_dynamo.kernels.gemm_grouped_tiles import GROUPED_TILES
-from te_dynamo.kernels.gemm_tiles import Tile
-from te_dynamo.kernels.quantize_grouped import PARTIALS, grouped_amax_kernel, grouped_cast_kernel
+from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_kernel, gemm_grouped_kernel, grouped_options
+from te_dynamo.kernels.gemm.grouped_tiles import GROUPED_TILES
+from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.quantize.grouped import PARTIALS, grouped_amax_kernel, grouped_cast_kernel
 
 MIXES = {
     "e4m3.e4m3": ("*fp8e4nv", "*fp8e4nv"),

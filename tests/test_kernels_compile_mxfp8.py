@@ -17,9 +17,9 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels import mxfp8
-from te_dynamo.kernels.fp8 import cast_launches
-from te_dynamo.kernels.gemm_mxfp8_sm100 import CONSTANTS, OPTIONS, gemm_mxfp8_kernel
+from te_dynamo.kernels.gemm.mxfp8_sm100 import CONSTANTS, OPTIONS, gemm_mxfp8_kernel
+from te_dynamo.kernels.quantize import mxfp8
+from te_dynamo.kernels.tiles.fp8 import cast_launches
 
 USAGES = ((True, True), (True, False), (False, True))
 INPUTS = {"*bf16": 2, "*fp16": 2, "*fp32": 4}

@@ -18,8 +18,8 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels import nvfp4, nvfp4_kernels, shared_tile
-from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.quantize import nvfp4, nvfp4_kernels, shared_tile
+from te_dynamo.kernels.quantize.current import PARTIALS
 
 ROW = ("data", "scale_inv", "amax")
 COLUMN = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
@@ -208,7 +208,7 @@ def test_blocks_of_columns_stay_in_a_thread() -> None:
 
 @pytest.mark.parametrize("form", ["plain", "two_d", "gradient"])
 def test_a_warp_reads_the_rows_that_it_has_written(form: str) -> None:
-    """Each of the four groups of rows is one warp's, which waits for no other: kernels/shared_tile.py."""
+    """Each of the four groups of rows is one warp's, which waits for no other: kernels/quantize/shared_tile.py."""
     report = compile_case(quantize_case(form, "*bf16", (True, True)))
     layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*)", report.ttgir))
     places = {"st.shared.v2": ("4x32", "[1, 32]"), "ld.shared.v4": ("16x8", "[4, 8]")}

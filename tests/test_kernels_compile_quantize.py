@@ -18,8 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from te_dynamo.kernels import activation, fp8, norm, quantize, swiglu, swiglu_halves, swiglu_kernels
-from te_dynamo.kernels.quantize_bias_grad import stripes
+from te_dynamo.kernels.activation import activation, swiglu, swiglu_halves, swiglu_kernels
+from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.quantize import current as quantize
+from te_dynamo.kernels.quantize.bias_grad import stripes
+from te_dynamo.kernels.tiles import fp8
 from te_dynamo.lowering.mutation import analyse_once
 
 TARGET = GPUTarget("cuda", 90, 32)

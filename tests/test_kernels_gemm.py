@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from te_dynamo.kernels.gemm import gemm, gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm_tiles import TILES, choose_tile
-from te_dynamo.kernels.launch import size_hint
+from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm.tiles import TILES, choose_tile
+from te_dynamo.kernels.runtime.launch import size_hint
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FMAX = {E4M3: 448.0, E5M2: 57344.0}

@@ -17,19 +17,19 @@ import pytest
 import torch
 from test_kernels_gemm import E4M3, E5M2, OUT, on_gpu, operands
 
-from te_dynamo.kernels import gemm as gemm_kernels
-from te_dynamo.kernels import gemm_decode as decode_kernels
-from te_dynamo.kernels.gemm import gemm, gemm_reference, gemm_with_tile, kernel_options
-from te_dynamo.kernels.gemm_add import (
+from te_dynamo.kernels.gemm import current as gemm_kernels
+from te_dynamo.kernels.gemm import decode as decode_kernels
+from te_dynamo.kernels.gemm.add import (
     adds_in_launch,
     gemm_add,
     gemm_add_in_place,
     gemm_add_reference,
     gemm_add_specialized_out,
 )
-from te_dynamo.kernels.gemm_decode import DecodeTile, decode_options, decode_tile
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
-from te_dynamo.kernels.gemm_tiles import TILES, Tile, choose_tile
+from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile, kernel_options
+from te_dynamo.kernels.gemm.decode import DecodeTile, decode_options, decode_tile
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
+from te_dynamo.kernels.gemm.tiles import TILES, Tile, choose_tile
 
 
 def addend_of(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -97,7 +97,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_machine_code_for_large_products(dtype: torch.dtype, fast: bool) -> None:
     """As deep a ring as without an addend, and no result waits for memory but through it."""
-    from te_dynamo.kernels.ptx import compile_for
+    from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     options = specialized_options(True, dtype.itemsize, fast)
     warps = options.pop("num_warps")
@@ -119,7 +119,7 @@ def tiles(dtype: torch.dtype) -> list[Tile]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_machine_code_of_the_tiles(dtype: torch.dtype) -> None:
-    from te_dynamo.kernels.ptx import compile_for
+    from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     for tile in tiles(dtype):
         options = kernel_options(tile, 1024, True)
@@ -133,7 +133,7 @@ def test_machine_code_of_the_tiles(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_machine_code_of_a_few_rows(fast: bool) -> None:
-    from te_dynamo.kernels.ptx import compile_for
+    from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     tile = decode_tile(16, 14336, 4096, fast, True, 132)
     assert tile is not None

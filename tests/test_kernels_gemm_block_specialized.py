@@ -10,16 +10,16 @@ from test_kernels_gemm_block import BLOCKS, E4M3, E5M2, OUT, e8m0, in_float64, o
 from test_kernels_gemm_specialized import train
 from torch import fx, nn
 
-from te_dynamo.kernels.gemm_block import gemm_block, gemm_block_with_tile
-from te_dynamo.kernels.gemm_block_specialized import (
+from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_with_tile
+from te_dynamo.kernels.gemm.block_specialized import (
     decode_kernel,
     gemm_block_specialized_kernel,
     gemm_block_specialized_out,
     runs_block_specialized,
     specialized_block_options,
 )
-from te_dynamo.kernels.gemm_block_tiles import BLOCK_TILES, specialized_block_is_faster
-from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.kernels.gemm.block_tiles import BLOCK_TILES, specialized_block_is_faster
+from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering.lower import lower
 from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda

@@ -1,4 +1,4 @@
-"""kernels/gemm_decode.py: the machine code, the choice, the numbers in Triton's interpreter, the bits on a GPU.
+"""kernels/gemm/decode.py: the machine code, the choice, the numbers in Triton's interpreter, the bits on a GPU.
 
 Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_dynamo.kernels import gemm_decode as kernels
-from te_dynamo.kernels.gemm import gemm, gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm_amax import gemm_amax
-from te_dynamo.kernels.gemm_decode import DecodeTile, decode_options, decode_tile
-from te_dynamo.kernels.gemm_stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
-from te_dynamo.kernels.gemm_tiles import Tile, choose_stacked_tile
-from te_dynamo.kernels.stacking import Stacking
+from te_dynamo.kernels.gemm import decode as kernels
+from te_dynamo.kernels.gemm.amax import gemm_amax
+from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm.decode import DecodeTile, decode_options, decode_tile
+from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
+from te_dynamo.kernels.gemm.tiles import Tile, choose_stacked_tile
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 SHAPES = [(1, 14336, 4096), (16, 4096, 14336), (33, 14336, 4096), (64, 28672, 4096), (7, 4112, 4144)]
 
@@ -61,7 +61,7 @@ def test_rings() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_machine_code(m: int, n: int, k: int, fast: bool, partials: int) -> None:
-    from te_dynamo.kernels.ptx import compile_for
+    from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     tile = chosen(m, n, k, fast)
     options = decode_options(tile, n, k, tile.split_k == 1, None, partials, True)

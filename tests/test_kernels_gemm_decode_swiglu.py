@@ -1,4 +1,4 @@
-"""kernels/gemm_decode_swiglu.py: the choice, the machine code, the numbers in Triton's interpreter, the bits on a GPU.
+"""kernels/gemm/decode_swiglu.py: the choice, the machine code, the numbers in Triton's interpreter, the bits on a GPU.
 
 Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_dynamo.kernels import gemm_decode_swiglu as kernels
-from te_dynamo.kernels._triton import tl, triton
-from te_dynamo.kernels.gemm_decode import DecodeTile
-from te_dynamo.kernels.gemm_decode_swiglu import swiglu_decode_options, swiglu_decode_tile
-from te_dynamo.kernels.gemm_stacked import gemm_stacked
-from te_dynamo.kernels.gemm_swiglu import gemm_swiglu, gemm_swiglu_reference
-from te_dynamo.kernels.swiglu import swiglu_partial_amaxes, swiglu_reference
+from te_dynamo.kernels.activation.swiglu import swiglu_partial_amaxes, swiglu_reference
+from te_dynamo.kernels.gemm import decode_swiglu as kernels
+from te_dynamo.kernels.gemm.decode import DecodeTile
+from te_dynamo.kernels.gemm.decode_swiglu import swiglu_decode_options, swiglu_decode_tile
+from te_dynamo.kernels.gemm.stacked import gemm_stacked
+from te_dynamo.kernels.gemm.swiglu import gemm_swiglu, gemm_swiglu_reference
+from te_dynamo.kernels.runtime._triton import tl, triton
 
 SHAPES = [(1, 14336, 4096), (16, 2048, 4096), (33, 14336, 4096), (64, 14336, 4096), (7, 2176, 2064)]
 
@@ -49,7 +49,7 @@ def test_the_choice(fast: bool) -> None:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "width", "k"), SHAPES)
 def test_machine_code(m: int, width: int, k: int, fast: bool) -> None:
-    from te_dynamo.kernels.ptx import compile_for
+    from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     tile = chosen(m, width, k, fast)
     options = swiglu_decode_options(tile, width, k, 0, True)

@@ -10,16 +10,16 @@ from test_kernels_gemm import OUT, on_gpu, relative_error
 from test_kernels_grouped import column_operands, offsets
 from torch import fx
 
-from te_dynamo.kernels.gemm import gemm_reference
-from te_dynamo.kernels.gemm_grouped import gemm_grouped_columns, gemm_grouped_columns_reference
-from te_dynamo.kernels.gemm_grouped_specialized import (
+from te_dynamo.kernels.gemm.current import gemm_reference
+from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns, gemm_grouped_columns_reference
+from te_dynamo.kernels.gemm.grouped_specialized import (
     columns_specialized_options,
     columns_specialized_out,
     gemm_grouped_columns_specialized_kernel,
 )
-from te_dynamo.kernels.gemm_grouped_tiles import columns_specialized_is_faster
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_out
-from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.kernels.gemm.grouped_tiles import columns_specialized_is_faster
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
 

@@ -9,10 +9,10 @@ from test_kernels_compile import MIXES, SHARED_BYTES, TRITON_TYPES
 from test_kernels_gemm import E4M3, E5M2, OUT, in_float64, on_gpu, operands, relative_error
 from torch import fx, nn
 
-from te_dynamo.kernels.gemm import gemm, gemm_with_tile
-from te_dynamo.kernels.gemm_specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
-from te_dynamo.kernels.gemm_tiles import TILES, specialized_is_faster
-from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.kernels.gemm.current import gemm, gemm_with_tile
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
+from te_dynamo.kernels.gemm.tiles import TILES, specialized_is_faster
+from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda, graph_text
 

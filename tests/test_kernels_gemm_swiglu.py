@@ -14,10 +14,15 @@ from test_kernels_compile import SHARED_BYTES
 from test_kernels_gemm import E4M3, E5M2, on_gpu, operands
 from torch import fx
 
-from te_dynamo.kernels.availability import Availability
-from te_dynamo.kernels.gemm_specialized import stacked_specialized_out
-from te_dynamo.kernels.gemm_stacked import gemm_stacked, gemm_stacked_reference
-from te_dynamo.kernels.gemm_swiglu import (
+from te_dynamo.kernels.activation.swiglu import (
+    swiglu_partial_amaxes,
+    swiglu_quantize,
+    swiglu_quantize_reference,
+    swiglu_reference,
+)
+from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
+from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference
+from te_dynamo.kernels.gemm.swiglu import (
     BOUND,
     gemm_swiglu,
     gemm_swiglu_kernel,
@@ -25,8 +30,8 @@ from te_dynamo.kernels.gemm_swiglu import (
     gemm_swiglu_reference,
     gemm_swiglu_specialized,
 )
-from te_dynamo.kernels.ptx import compile_for
-from te_dynamo.kernels.swiglu import swiglu_partial_amaxes, swiglu_quantize, swiglu_quantize_reference, swiglu_reference
+from te_dynamo.kernels.runtime.availability import Availability
+from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering import extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda

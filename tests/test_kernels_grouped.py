@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from te_dynamo.kernels.gemm import gemm_reference
-from te_dynamo.kernels.gemm_grouped import (
+from te_dynamo.kernels.gemm.current import gemm_reference
+from te_dynamo.kernels.gemm.grouped import (
     gemm_grouped,
     gemm_grouped_columns,
     gemm_grouped_columns_reference,
@@ -23,9 +23,9 @@ from te_dynamo.kernels.gemm_grouped import (
     gemm_grouped_reference,
     gemm_grouped_with_tile,
 )
-from te_dynamo.kernels.gemm_grouped_tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
-from te_dynamo.kernels.quantize import quantize_reference
-from te_dynamo.kernels.quantize_grouped import quantize_grouped, quantize_grouped_reference
+from te_dynamo.kernels.gemm.grouped_tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
+from te_dynamo.kernels.quantize.current import quantize_reference
+from te_dynamo.kernels.quantize.grouped import quantize_grouped, quantize_grouped_reference
 
 E4M3, E5M2 = FP8_DTYPES
 OUT = [torch.bfloat16, torch.float16, torch.float32]

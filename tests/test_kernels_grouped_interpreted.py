@@ -16,8 +16,8 @@ import pytest
 import torch
 from test_kernels_grouped import column_operands, exact_columns, offsets, relative_error
 
-from te_dynamo.kernels import gemm_grouped as kernels
-from te_dynamo.kernels.gemm_tiles import Tile
+from te_dynamo.kernels.gemm import grouped as kernels
+from te_dynamo.kernels.gemm.tiles import Tile
 
 TILES = [Tile(32, 32, 32, 4, 3, fast, tflops=1, halves=halves) for fast, halves in ((True, False), (False, True))]
 TILES.append(Tile(32, 32, 32, 4, 3, fast=False, tflops=1))

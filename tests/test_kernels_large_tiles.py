@@ -9,7 +9,9 @@ import pytest
 import torch
 from kernel_cases import DTYPES, assert_same_bits, gpu, make_input, needs_cuda
 
-from te_dynamo.kernels import activation, norm, quantize, swiglu
+from te_dynamo.kernels.activation import activation, swiglu
+from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.quantize import current as quantize
 
 pytestmark = [gpu, needs_cuda]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, FP8_DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from test_kernels_quantize import FORMATS, values_of
 
-from te_dynamo.kernels.mxfp8 import (
+from te_dynamo.kernels.quantize.mxfp8 import (
     SCALE_BLOCKS,
     dequantize_mxfp8,
     dequantize_mxfp8_reference,

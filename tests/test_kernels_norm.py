@@ -16,8 +16,8 @@ from kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels import norm
-from te_dynamo.kernels.quantize import quantize, quantize_reference
+from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RMS_MODES = ((False, False), (True, False), (False, True))  # cast_before_weight, zero_centered

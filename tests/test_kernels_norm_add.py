@@ -7,7 +7,8 @@ import torch
 from kernel_cases import DTYPES, RAGGED_SHAPES, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from test_kernels_compile_quantize import assert_no_spills, compile_kernel, reduction_layouts
 
-from te_dynamo.kernels import norm, norm_add
+from te_dynamo.kernels.norm import add as norm_add
+from te_dynamo.kernels.norm import norm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = (E4M3, True, True, False, 0.0)

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
-from te_dynamo.kernels.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
-from te_dynamo.kernels.nvfp4 import (
+from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
+from te_dynamo.kernels.quantize.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
     dequantize_nvfp4_reference,

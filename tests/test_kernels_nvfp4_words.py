@@ -34,9 +34,9 @@ from test_kernels_nvfp4 import (
     reference,
 )
 
-from te_dynamo.kernels import e2m1, nvfp4
-from te_dynamo.kernels import e2m1_assembly as assembly
-from te_dynamo.kernels.hadamard_amax_assembly import amax_of_column_words
+from te_dynamo.kernels.quantize import e2m1, nvfp4
+from te_dynamo.kernels.quantize import e2m1_assembly as assembly
+from te_dynamo.kernels.quantize.hadamard_amax_assembly import amax_of_column_words
 
 # -- blocks on the emulator ------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
 def main() -> None:
     import interpreted
 
-    from te_dynamo.kernels import fp8
+    from te_dynamo.kernels.tiles import fp8
 
     interpreted.install()
     np.seterr(all="ignore")

@@ -27,7 +27,7 @@ from kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels.quantize import quantize, quantize_reference
+from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
 SHAPES = ((1, 32), (128, 128), (303, 300), (256, 272))
 FORMATS = {torch.float8_e4m3fn: (3, 7, 448.0, 0x7F), torch.float8_e5m2: (2, 15, 57344.0, 0x7F)}

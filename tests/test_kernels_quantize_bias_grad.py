@@ -7,8 +7,8 @@ import torch
 from kernel_cases import DTYPES, INPUT_KINDS, RAGGED_SHAPES, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from test_kernels_compile_quantize import assert_no_spills, compile_kernel
 
-from te_dynamo.kernels import quantize_bias_grad as kernels
-from te_dynamo.kernels.quantize import PARTIALS, quantize, quantize_reference
+from te_dynamo.kernels.quantize import bias_grad as kernels
+from te_dynamo.kernels.quantize.current import PARTIALS, quantize, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = (E5M2, True, True, False, 0.0)

@@ -10,35 +10,35 @@ from kernel_cases import assert_same_bits, gpu, make_input, needs_cuda, run_pois
 from test_kernels_compile import MIXES, SHARED_BYTES, Case, compile_case, written
 from test_kernels_gemm import E4M3, E5M2, FMAX, relative_error
 
-from te_dynamo.kernels import quantize as plain
-from te_dynamo.kernels import swiglu
-from te_dynamo.kernels.gemm import gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm_specialized import (
+from te_dynamo.kernels.activation import swiglu
+from te_dynamo.kernels.gemm.current import gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm.specialized import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
     stacked_specialized_out,
 )
-from te_dynamo.kernels.gemm_stacked import (
+from te_dynamo.kernels.gemm.stacked import (
     gemm_stacked,
     gemm_stacked_kernel,
     gemm_stacked_reference,
     stacked_options,
 )
-from te_dynamo.kernels.gemm_tiles import (
+from te_dynamo.kernels.gemm.tiles import (
     TILES,
     choose_stacked_tile,
     choose_tile,
     stacked_is_faster,
     stacked_is_specialized,
 )
-from te_dynamo.kernels.ptx import compile_for
-from te_dynamo.kernels.quantize_stacked import (
+from te_dynamo.kernels.quantize import current as plain
+from te_dynamo.kernels.quantize.stacked import (
     quantize_stacked,
     quantize_stacked_kernel,
     quantize_stacked_reference,
 )
-from te_dynamo.kernels.stacking import Stacking
+from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 PAIR, TRIPLE = (256, 384), (256, 128, 128)
 OPTIONS = (E4M3, True, True, False, 0.0)

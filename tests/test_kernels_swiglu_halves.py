@@ -26,8 +26,12 @@ from kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels import activation_functions, fp8, quantize, quarters, swiglu, swiglu_in_place, swiglu_kernels
-from te_dynamo.kernels import swiglu_halves as kernels
+from te_dynamo.kernels.activation import functions as activation_functions
+from te_dynamo.kernels.activation import swiglu, swiglu_in_place, swiglu_kernels
+from te_dynamo.kernels.activation import swiglu_halves as kernels
+from te_dynamo.kernels.quantize import current as quantize
+from te_dynamo.kernels.tiles import fp8
+from te_dynamo.kernels.tiles import row_quarters as quarters
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = (

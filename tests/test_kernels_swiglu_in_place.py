@@ -8,10 +8,10 @@ import pytest
 import torch
 from kernel_cases import FP8_DTYPES, assert_same_bits, gpu, make_input, needs_cuda
 
-from te_dynamo.kernels import swiglu
-from te_dynamo.kernels import swiglu_in_place as kernels
-from te_dynamo.kernels.ptx import compile_for
-from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.activation import swiglu
+from te_dynamo.kernels.activation import swiglu_in_place as kernels
+from te_dynamo.kernels.quantize.current import PARTIALS
+from te_dynamo.kernels.runtime.compiled_code import compile_for
 
 E5M2 = torch.float8_e5m2
 

@@ -17,8 +17,8 @@ from kernel_cases import (
 )
 from test_kernels_compile_quantize import assert_no_spills, compile_kernel
 
-from te_dynamo.kernels import transpose as kernels
-from te_dynamo.kernels.quantize import CAST_TILE, quantize, quantize_reference
+from te_dynamo.kernels.quantize import transpose as kernels
+from te_dynamo.kernels.quantize.current import CAST_TILE, quantize, quantize_reference
 
 
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch._inductor.async_compile import AsyncCompile
 
-from te_dynamo.kernels._triton import INSTALLED
+from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.lowering.launchers import with_launchers
 from te_dynamo.lowering.static_launch import _telling
 

@@ -13,8 +13,8 @@ import torch
 from test_kernels_gemm import operands
 from torch import Tensor
 
-from te_dynamo.kernels.availability import Availability
-from te_dynamo.kernels.gemm import gemm_reference
+from te_dynamo.kernels.gemm.current import gemm_reference
+from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.lowering import extern_gemm
 
 te = torch.ops.te

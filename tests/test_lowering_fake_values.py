@@ -15,7 +15,7 @@ from torch._inductor import fx_utils
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_dynamo.kernels._triton import INSTALLED
+from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.lowering.fake_values import _is_right
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantizers import Float8CurrentScalingQuantizer

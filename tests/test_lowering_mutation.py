@@ -17,9 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.fake_cuda import capture_on_fake_cuda, fake_cuda
-from te_dynamo.kernels._triton import INSTALLED
-from te_dynamo.kernels.swiglu_in_place import swiglu_backward_quantize_in_place
-from te_dynamo.kernels.writes import updated, updates, writes, written
+from te_dynamo.kernels.activation.swiglu_in_place import swiglu_backward_quantize_in_place
+from te_dynamo.kernels.runtime._triton import INSTALLED
+from te_dynamo.kernels.runtime.writes import updated, updates, writes, written
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.mutation import _description, _remembered
 
@@ -120,7 +120,7 @@ def test_what_the_analysis_can_see_decides() -> None:
     analyse = mock.Mock(side_effect=lambda kernel, kwargs, _: sorted(kwargs))
     answer = _remembered(analyse)
     parameters = [SimpleNamespace(name="SIZE", is_constexpr=True), SimpleNamespace(name="m", is_constexpr=False)]
-    kernel = _kernel("te_dynamo.kernels.quantize", parameters)
+    kernel = _kernel("te_dynamo.kernels.quantize.current", parameters)
     bf16, fp32 = torch.empty(2, dtype=torch.bfloat16), torch.empty(2)
     for arguments in (
         {"x": bf16, "m": 32, "SIZE": 128},

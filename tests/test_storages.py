@@ -17,8 +17,8 @@ from te_dynamo import (
     TensorProto,
 )
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels import nvfp4
-from te_dynamo.kernels.mxfp8 import dequantize_mxfp8_reference
+from te_dynamo.kernels.quantize import nvfp4
+from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
 from te_dynamo.storages.nvfp4 import HADAMARD_SIGNS
 
 SHAPE = (3, 20, 84)

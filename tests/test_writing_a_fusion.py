@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from snapshot_models import kernels_everywhere, launches
 
 import te_dynamo
-from te_dynamo.kernels.ptx import compile_for
+from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.testing import capture_on_fake_cuda
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels import activation as kernels
+from te_dynamo.kernels.activation import activation as kernels
 from te_dynamo.ops.define import expand_in_compiler, te_op
 from te_dynamo.ops.fakes import column_sums, like, quantized
 from te_dynamo.ops.quantize import takes_quantizer

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.errors import TeError
-from te_dynamo.kernels.availability import kernels_available
+from te_dynamo.kernels.runtime.availability import kernels_available
 
 __all__ = ["KERNELS", "NAMESPACE", "REFERENCE_ONLY", "expand_in_compiler", "is_te", "te_op"]
 

@@ -4,12 +4,12 @@ from typing import Optional
 
 import torch
 
-from te_dynamo.kernels import gemm as kernels
-from te_dynamo.kernels import gemm_add as add_kernels
-from te_dynamo.kernels.gemm_add import add_runs_specialized, adds_in_launch
-from te_dynamo.kernels.gemm_amax import gemm_amax as launch_gemm_amax
-from te_dynamo.kernels.gemm_amax import gemm_amax_reference, has_amax
-from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.gemm import add as add_kernels
+from te_dynamo.kernels.gemm import current as kernels
+from te_dynamo.kernels.gemm.add import add_runs_specialized, adds_in_launch
+from te_dynamo.kernels.gemm.amax import gemm_amax as launch_gemm_amax
+from te_dynamo.kernels.gemm.amax import gemm_amax_reference, has_amax
+from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import column_sums, plain
 

@@ -4,9 +4,9 @@ from typing import Optional
 
 import torch
 
-from te_dynamo.kernels import gemm_block as kernels
-from te_dynamo.kernels.gemm_mxfp8_sm100 import applies_block_scales
-from te_dynamo.kernels.mxfp8 import gemm_mxfp8
+from te_dynamo.kernels.gemm import block as kernels
+from te_dynamo.kernels.gemm.mxfp8_sm100 import applies_block_scales
+from te_dynamo.kernels.quantize.mxfp8 import gemm_mxfp8
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from te_dynamo.kernels import gemm_grouped as kernels
+from te_dynamo.kernels.gemm import grouped as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain
 

@@ -4,7 +4,7 @@ from typing import Optional
 
 import torch
 
-from te_dynamo.kernels import mxfp8 as kernels
+from te_dynamo.kernels.quantize import mxfp8 as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain
 

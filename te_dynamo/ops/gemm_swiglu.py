@@ -2,8 +2,8 @@
 
 import torch
 
-from te_dynamo.kernels import gemm_swiglu as kernels
-from te_dynamo.kernels.quantize import PARTIALS
+from te_dynamo.kernels.gemm import swiglu as kernels
+from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain
 

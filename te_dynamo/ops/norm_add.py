@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 
-from te_dynamo.kernels import norm_add as kernels
+from te_dynamo.kernels.norm import add as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import like, quantized, row_statistic
 from te_dynamo.ops.quantize import takes_quantizer

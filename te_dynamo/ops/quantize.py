@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels import float8_block, mxfp8, nvfp4
-from te_dynamo.kernels import quantize as kernels
-from te_dynamo.kernels import quantize_grouped as grouped
+from te_dynamo.kernels.quantize import current as kernels
+from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4
+from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import quantized
 from te_dynamo.quantizers import (

@@ -2,7 +2,7 @@
 
 import torch
 
-from te_dynamo.kernels import quantize_bias_grad as kernels
+from te_dynamo.kernels.quantize import bias_grad as kernels
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import column_sums, quantized
 from te_dynamo.ops.quantize import takes_quantizer

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from te_dynamo.kernels import gemm_stacked as gemm_kernels
-from te_dynamo.kernels import quantize_stacked as kernels
-from te_dynamo.kernels.gemm_decode import decode_tile
-from te_dynamo.kernels.gemm_tiles import stacked_is_faster
-from te_dynamo.kernels.launch import is_hopper, multiprocessor_count, size_hint
-from te_dynamo.kernels.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
+from te_dynamo.kernels.gemm import stacked as gemm_kernels
+from te_dynamo.kernels.gemm.decode import decode_tile
+from te_dynamo.kernels.gemm.tiles import stacked_is_faster
+from te_dynamo.kernels.quantize import stacked as kernels
+from te_dynamo.kernels.runtime.launch import is_hopper, multiprocessor_count, size_hint
+from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain, quantized_stack
 from te_dynamo.ops.quantize import takes_quantizer

@@ -4,9 +4,9 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.kernels import swiglu as kernels
-from te_dynamo.kernels import swiglu_halves
-from te_dynamo.kernels.fp8 import rows_and_columns
+from te_dynamo.kernels.activation import swiglu as kernels
+from te_dynamo.kernels.activation import swiglu_halves
+from te_dynamo.kernels.tiles.fp8 import rows_and_columns
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import like, plain, quantized, quantized_stack
 from te_dynamo.ops.quantize import takes_quantizer

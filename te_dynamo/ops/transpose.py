@@ -2,8 +2,8 @@
 
 import torch
 
-from te_dynamo.kernels import transpose as kernels
-from te_dynamo.kernels.fp8 import round_up, rows_and_columns
+from te_dynamo.kernels.quantize import transpose as kernels
+from te_dynamo.kernels.tiles.fp8 import round_up, rows_and_columns
 from te_dynamo.ops.define import te_op
 from te_dynamo.ops.fakes import plain
 

@@ -11,7 +11,7 @@ from te_dynamo.storages.blocks import spread
 __all__ = ["NVFP4TensorStorage"]
 
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Those of te_dynamo.kernels.nvfp4, which says what the transform is; storages do not read kernels."""
+"""Those of te_dynamo.kernels.quantize.nvfp4, which says what the transform is; storages do not read kernels."""
 
 
 class NVFP4TensorStorage(QuantizedTensorStorage):

@@ -1,0 +1,477 @@
+"""Activations, their backward, and both fused with quantization.
+
+    gelu       x * Phi(x)                    gelu_tanh  x * sigmoid(2 * sqrt(2/pi) * (x + 0.044715 x^3))
+    silu       x * sigmoid(x)                relu       max(x, 0)
+
+All arithmetic is fp32 with one rounding, to the input's dtype, at the end. A fused function is two
+launches: the amax of the rounded result, then the result again, cast (kernels/tiles/fp8.py); the cheap function
+is computed twice and its result never read back. The same device functions (functions.py) serve fused
+and unfused kernels: fused equals unfused plus `quantize`, bit for bit. Backward with a bias gradient sums columns in
+the first launch, in parts, and adds up the parts in the second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from te_dynamo.kernels.activation.functions import activate, activate_backward
+from te_dynamo.kernels.quantize.bias_grad import stripe, stripes
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
+from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.fp8 import (
+    Fp8Buffers,
+    amaxes_of_four,
+    larger_or_nan,
+    load_scale,
+    load_tile,
+    load_values,
+    program_count,
+    rounded,
+    rows_and_columns,
+    store_quantized_tile,
+    store_rounded_amax,
+    store_tile,
+    tile_from_the_end,
+    tile_origin,
+    tile_total,
+    widened,
+)
+from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
+
+__all__ = [
+    "KINDS",
+    "activation",
+    "activation_backward",
+    "activation_backward_quantize",
+    "activation_backward_quantize_reference",
+    "activation_backward_reference",
+    "activation_quantize",
+    "activation_quantize_reference",
+    "activation_reference",
+    "check_kind",
+]
+
+KINDS = ("gelu", "gelu_tanh", "silu", "relu")
+
+
+FORWARD_TILE: Tile = (128, 64, 4)
+BACKWARD_TILE: Tile = (256, 64, 8)
+"""Of the cast launches on an H200 for GELU."""
+
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def check_kind(kind: str) -> None:
+    """Raises ValueError for an activation that does not exist."""
+    if kind not in KINDS:
+        raise ValueError(f"activation: expected one of {', '.join(KINDS)}, got {kind!r}")
+
+
+def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`activation` in plain PyTorch."""
+    check_kind(kind)
+    value = x.to(torch.float32)
+    if kind == "relu":
+        value = F.relu(value)
+    elif kind == "silu":
+        value = F.silu(value)
+    else:
+        value = F.gelu(value, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return value.to(x.dtype)
+
+
+def activation_backward_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`activation_backward` in plain PyTorch."""
+    check_kind(kind)
+    grad, value = dy.to(torch.float32), x.to(torch.float32)
+    if kind == "relu":
+        dx = torch.ops.aten.threshold_backward(grad, value, 0)
+    elif kind == "silu":
+        dx = torch.ops.aten.silu_backward(grad, value)
+    else:
+        dx = torch.ops.aten.gelu_backward(grad, value, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return dx.to(x.dtype)
+
+
+def activation_quantize_reference(
+    x: torch.Tensor,
+    kind: str,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    keep_output: bool,
+) -> list[torch.Tensor]:
+    """`activation_quantize` in plain PyTorch."""
+    y = activation_reference(x, kind)
+    return [
+        *([y] if keep_output else []),
+        *quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps),
+    ]
+
+
+def activation_backward_quantize_reference(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    keep_output: bool,
+    bias_grad: bool,
+) -> list[torch.Tensor]:
+    """`activation_backward_quantize` in plain PyTorch."""
+    dx = activation_backward_reference(dy, x, kind)
+    result = [dx] if keep_output else []
+    if bias_grad:
+        result.append(dx.reshape(-1, dx.shape[-1]).sum(0, dtype=torch.float32))
+    return [*result, *quantize_reference(dx, fp8_dtype, rowwise, columnwise, power_of_two, eps)]
+
+
+# --- kernels: x -> f(x), and (dy, x) -> dy f'(x) ------------------------------------------------------------
+
+
+@triton.jit
+def _result_tile(
+    dy,
+    x,
+    row,
+    column,
+    M,
+    K,
+    KIND: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Tile of the result in fp32; zero outside [M, K]."""
+    value = widened(load_values(x, row, column, K, M, K, BLOCK_M, BLOCK_K))
+    if BACKWARD:
+        grad = widened(load_values(dy, row, column, K, M, K, BLOCK_M, BLOCK_K))
+        return activate_backward(grad, value, KIND)
+    else:
+        return activate(value, KIND)
+
+
+@writes("partials")
+@triton.jit
+def activation_amax_kernel(
+    dy,
+    x,
+    partials,
+    M,
+    K,
+    KIND: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
+    amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        result = _result_tile(dy, x, row, column, M, K, KIND, BACKWARD, BLOCK_M, BLOCK_K)
+        amaxes = larger_or_nan(amaxes, amaxes_of_four(result, BLOCK_M, BLOCK_K))
+    store_rounded_amax(partials, amaxes, x.dtype.element_ty)
+
+
+@writes("partials", "sums")
+@triton.jit
+def activation_backward_sums_kernel(
+    dy,
+    x,
+    partials,
+    sums,
+    M,
+    K,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """partials[program] = amax of dx over its tiles, sums [PARTS, K] = sums of the rounded dx: of every PARTS-th tile down a
+    stripe of columns (`quantize_bias_grad.stripe`), with the sums in registers."""
+    part, column = stripe(K, BLOCK_K)
+    amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for row in range(tl.where(part < PARTS, part * BLOCK_M, M), M, PARTS * BLOCK_M):
+        result = _result_tile(dy, x, row, column, M, K, KIND, True, BLOCK_M, BLOCK_K)
+        amaxes = larger_or_nan(amaxes, amaxes_of_four(result, BLOCK_M, BLOCK_K))
+        total += widened(rounded(result, x.dtype.element_ty))
+    store_rounded_amax(partials, amaxes, x.dtype.element_ty)
+    store_tile(sums, tl.sum(total, axis=0)[None, :], part, column, PARTS, K, 1, BLOCK_K)
+
+
+@triton.jit
+def _add_parts(sums, dbias, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """dbias [K] = the sum of sums [PARTS, K] over its parts: BLOCK_K columns a program, as far as there are any."""
+    for column in range(tl.program_id(0) * BLOCK_K, K, tl.num_programs(0) * BLOCK_K):
+        total = tl.zeros((32, BLOCK_K), tl.float32)
+        for part in range(0, PARTS, 32):
+            total += load_tile(sums, tl.cast(part, tl.int32), column, K, PARTS, K, 32, BLOCK_K)
+        columns = column + tl.arange(0, BLOCK_K)
+        tl.store(dbias + columns, tl.sum(total, axis=0), mask=columns < K)
+
+
+@triton.jit
+def _backward_quarter(
+    dy,
+    x,
+    y,
+    scale,
+    row,
+    column,
+    M,
+    K,
+    KIND: tl.constexpr,
+    KEEP_OUTPUT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    J: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Codes of quarter J of dx; writes it in x's dtype if it is kept."""
+    value = load_quarter(x, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+    grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+    result = rounded(activate_backward(grad, value, KIND), x.dtype.element_ty)
+    if KEEP_OUTPUT:
+        store_quarter(y, result, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+    return quarter_codes(result, scale, DTYPE)
+
+
+@writes(y="KEEP_OUTPUT", dbias="PARTS", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
+@triton.jit
+def activation_write_kernel(
+    dy,
+    x,
+    partials,
+    sums,
+    y,
+    dbias,
+    data,
+    transpose,
+    scale_inv,
+    M,
+    K,
+    KIND: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    KEEP_OUTPUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every tile of the result to every output that is asked for; dbias from sums [PARTS, K], unless PARTS is 0."""
+    if PARTS > 0:
+        _add_parts(sums, dbias, K, PARTS, BLOCK_K)
+    if ROWWISE or COLUMNWISE:
+        scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        if COLUMNWISE and BACKWARD:
+            DTYPE: tl.constexpr = transpose.dtype.element_ty
+            c0 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K)
+            c1 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K)
+            c2 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K)
+            c3 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K)
+            store_codes((c0, c1, c2, c3), (row, column, K, M, K), data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
+        else:
+            result = _result_tile(dy, x, row, column, M, K, KIND, BACKWARD, BLOCK_M, BLOCK_K)
+            result = rounded(result, x.dtype.element_ty)
+            if KEEP_OUTPUT:
+                store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+            if ROWWISE or COLUMNWISE:
+                store_quantized_tile(
+                    result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+                )
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """f(x) in x's shape and dtype (bf16, fp16 or fp32). Raises ValueError for an unknown kind."""
+    return _write(x, x, kind, backward=False)
+
+
+def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """dx = dy * f'(x) in x's shape and dtype."""
+    return _write(dy, x, kind, backward=True)
+
+
+def activation_quantize(
+    x: torch.Tensor,
+    kind: str,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    keep_output: bool,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[f(x)?, data?, transpose?, scale_inv], equal to `activation` then `quantize`."""
+    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
+    return _quantize(x, x, kind, False, *quantization, keep_output, False, tile)
+
+
+def activation_backward_quantize(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    keep_output: bool,
+    bias_grad: bool,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[dx?, dbias?, data?, transpose?, scale_inv], equal to `activation_backward` then `quantize`.
+
+    dbias (fp32 [K]) is the sum of the rounded dx over its rows.
+    """
+    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
+    return _quantize(dy, x, kind, True, *quantization, keep_output, bias_grad, tile)
+
+
+def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torch.Tensor:
+    check_kind(kind)
+    dy, x = dy.contiguous(), x.contiguous()
+    rows, columns = rows_and_columns(x)
+    y = torch.empty_like(x)
+    block_m, block_k, warps = amax_tile(columns)
+    launch(
+        activation_write_kernel,
+        (program_count(rows, columns, block_m, block_k, x.device),),
+        dy=dy,
+        x=x,
+        partials=x,
+        sums=x,
+        y=y,
+        dbias=x,
+        data=x,
+        transpose=x,
+        scale_inv=x,
+        M=rows,
+        K=columns,
+        KIND=kind,
+        BACKWARD=backward,
+        KEEP_OUTPUT=True,
+        PARTS=0,
+        FMAX=1.0,
+        EPS=0.0,
+        POWER_OF_TWO=False,
+        ROWWISE=False,
+        COLUMNWISE=False,
+        PARTIALS=1,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return y
+
+
+def _quantize(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    backward: bool,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    keep_output: bool,
+    bias_grad: bool,
+    tile: Tile | None,
+) -> list[torch.Tensor]:
+    check_kind(kind)
+    dy, x = dy.contiguous(), x.contiguous()
+    rows, columns = rows_and_columns(x)
+    function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
+    partials, sums = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function), x)
+    dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
+    large = write_tile(backward, x.element_size())
+    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, large)
+    y = torch.empty_like(x) if keep_output else x
+    buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
+    for number, usage in enumerate(buffers.launches(x.element_size())):
+        launch(
+            activation_write_kernel,
+            (program_count(rows, columns, block_m, block_k, x.device),),
+            **function,
+            partials=partials,
+            sums=sums,
+            y=y,
+            dbias=dbias[0] if dbias else x,
+            M=rows,
+            K=columns,
+            KEEP_OUTPUT=keep_output and number == 0,
+            PARTS=sums.shape[0] if dbias and number == 0 else 0,
+            **buffers.pointers(unused=x),
+            **buffers.constants(power_of_two, eps),
+            **usage,
+            PARTIALS=PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
+    return [*([y] if keep_output else []), *dbias, *buffers.as_list()]
+
+
+def write_tile(backward: bool, itemsize: int) -> Tile:
+    """The large tile of the second launch; of backward with 4-byte elements half of it fits in registers."""
+    rows, columns, warps = BACKWARD_TILE
+    return (rows * 2 // itemsize, columns, warps) if backward else FORWARD_TILE
+
+
+def _amaxes(function: dict[str, Any]) -> torch.Tensor:
+    """fp32 [PARTIALS], whose maximum is the amax of the function's rounded result."""
+    rows, columns = rows_and_columns(function["x"])
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=function["x"].device)
+    block_m, block_k, warps = amax_tile(columns)
+    tile = {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
+    launch(activation_amax_kernel, (PARTIALS,), **function, partials=partials, M=rows, K=columns, **tile)
+    return partials
+
+
+def _amaxes_and_sums(dy: torch.Tensor, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partial amaxes, partial sums [parts, K]) of the rounded dx, from one launch that reads both tensors."""
+    rows, columns = rows_and_columns(x)
+    block_m, block_k, parts = stripes(columns)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
+    sums = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
+    launch(
+        activation_backward_sums_kernel,
+        (PARTIALS,),
+        dy=dy,
+        x=x,
+        partials=partials,
+        sums=sums,
+        M=rows,
+        K=columns,
+        KIND=kind,
+        PARTS=parts,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=8,
+    )
+    return partials, sums

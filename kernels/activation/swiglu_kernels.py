@@ -1,0 +1,274 @@
+"""The Triton kernels of kernels/activation/swiglu.py, which says what they compute and launches them."""
+
+from __future__ import annotations
+
+from te_dynamo.kernels.activation.functions import activate, activate_backward
+from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.dependent_launch import wait_for_predecessor
+from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.fp8 import (
+    abs_bits,
+    amaxes_of_four,
+    larger_or_nan,
+    load_scale,
+    load_tile,
+    rounded,
+    store_partial_amax,
+    store_quantized_tile,
+    store_rounded_amax,
+    store_tile,
+    tile_from_the_end,
+    tile_origin,
+    tile_total,
+)
+from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
+
+__all__ = [
+    "gradients",
+    "swiglu_amax_kernel",
+    "swiglu_backward_amax_kernel",
+    "swiglu_backward_write_kernel",
+    "swiglu_write_kernel",
+]
+
+
+# --- kernels: forward ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile of swiglu(gate, up), rounded to gate's dtype; zero outside [M, K]."""
+    g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
+    u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
+    return rounded(activate(g, "silu") * u, gate.dtype.element_ty)
+
+
+@writes("partials")
+@triton.jit
+def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
+    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        bits = tl.maximum(bits, abs_bits(result))
+    store_partial_amax(partials, bits)
+
+
+@writes(y="KEEP_OUTPUT", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
+@triton.jit
+def swiglu_write_kernel(
+    gate,
+    up,
+    partials,
+    y,
+    data,
+    transpose,
+    scale_inv,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    KEEP_OUTPUT: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every tile of the result to every output that is asked for."""
+    wait_for_predecessor(EARLY)
+    if ROWWISE or COLUMNWISE:
+        scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        if KEEP_OUTPUT:
+            store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE or COLUMNWISE:
+            store_quantized_tile(
+                result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
+            )
+
+
+# --- kernels: backward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _backward_tiles(
+    dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Tiles of (dgate, dup) in fp32; zero outside [M, K]."""
+    grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
+    g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
+    u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
+    return gradients(grad, g, u)
+
+
+@triton.jit
+def gradients(dy, gate, up):
+    """(dgate, dup) in fp32."""
+    return activate_backward(dy * up, gate, "silu"), dy * activate(gate, "silu")
+
+
+@triton.jit
+def _backward_quarter(
+    given,
+    KEEP_OUTPUT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    J: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Codes of quarter J of (dgate, dup); writes them in gate's dtype if they are kept."""
+    dy, gate, up, dgate, dup, gate_scale, up_scale, row, column, gate_stride, up_stride, grad_stride, M, K = given
+    grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
+    g = load_quarter(gate, row, column, gate_stride, M, K, J, BLOCK_M, BLOCK_K)
+    u = load_quarter(up, row, column, up_stride, M, K, J, BLOCK_M, BLOCK_K)
+    g, u = gradients(grad, g, u)
+    g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
+    if KEEP_OUTPUT:
+        store_quarter(dgate, g, row, column, grad_stride, M, K, J, BLOCK_M, BLOCK_K)
+        store_quarter(dup, u, row, column, grad_stride, M, K, J, BLOCK_M, BLOCK_K)
+    return quarter_codes(g, gate_scale, DTYPE), quarter_codes(u, up_scale, DTYPE)
+
+
+@writes("gate_partials", up_partials="not ONE_AMAX")
+@triton.jit
+def swiglu_backward_amax_kernel(
+    dy,
+    gate,
+    up,
+    gate_partials,
+    up_partials,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    ONE_AMAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Partial amaxes of dgate and of dup over every PARTIALS-th tile; with ONE_AMAX of both together, in gate_partials."""
+    gate_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
+    if not ONE_AMAX:
+        up_amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dgate, BLOCK_M, BLOCK_K))
+        if ONE_AMAX:
+            gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
+        else:
+            up_amaxes = larger_or_nan(up_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
+    store_rounded_amax(gate_partials, gate_amaxes, gate.dtype.element_ty)
+    if not ONE_AMAX:
+        store_rounded_amax(up_partials, up_amaxes, gate.dtype.element_ty)
+
+
+@writes(
+    dgate="KEEP_OUTPUT",
+    dup="KEEP_OUTPUT and GATE_HALF == -1",
+    gate_data="ROWWISE",
+    gate_transpose="COLUMNWISE",
+    gate_scale_inv="ROWWISE or COLUMNWISE",
+    up_data="ROWWISE and GATE_HALF == -1 and not STACKED",
+    up_transpose="COLUMNWISE and GATE_HALF == -1 and not STACKED",
+    up_scale_inv="(ROWWISE or COLUMNWISE) and GATE_HALF == -1 and not STACKED",
+)
+@triton.jit
+def swiglu_backward_write_kernel(
+    dy,
+    gate,
+    up,
+    gate_partials,
+    up_partials,
+    dgate,
+    dup,
+    gate_data,
+    gate_transpose,
+    gate_scale_inv,
+    up_data,
+    up_transpose,
+    up_scale_inv,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    KEEP_OUTPUT: tl.constexpr,
+    STACKED: tl.constexpr,
+    GATE_HALF: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every tile of dgate and dup to every output that is asked for; with STACKED the gate's buffers hold both, side by side.
+
+    GATE_HALF: 0 or 1 where both are halves of one tensor, dgate this one: its output is `dgate`, its buffers the gate's, its
+    partial amaxes the gate's; -1 elsewhere.
+    """
+    data_stride = K
+    grad_stride = K
+    if GATE_HALF != -1:
+        data_stride = 2 * K
+        grad_stride = 2 * K
+        second_transpose = gate_transpose + tl.cast(K, tl.int64) * ((M + 15) // 16 * 16)
+        if GATE_HALF == 0:
+            dup = dgate + K
+            up_data = gate_data + K
+            up_transpose = second_transpose
+        else:
+            dup = dgate
+            dgate += K
+            up_data = gate_data
+            gate_data += K
+            up_transpose = gate_transpose
+            gate_transpose = second_transpose
+    if STACKED:
+        data_stride = 2 * K
+        up_data = gate_data + K
+        up_transpose = gate_transpose + tl.cast(K, tl.int64) * ((M + 15) // 16 * 16)
+        up_scale_inv = gate_scale_inv + 1
+    if ROWWISE or COLUMNWISE:
+        g_scale = load_scale(gate_partials, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+        u_scale = g_scale
+        if GATE_HALF == -1:
+            u_scale = load_scale(up_partials, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
+        if COLUMNWISE:
+            DTYPE: tl.constexpr = gate_transpose.dtype.element_ty
+            given = (dy, gate, up, dgate, dup, g_scale, u_scale, row, column, gate_stride, up_stride, grad_stride, M, K)
+            g0, u0 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K)
+            g1, u1 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K)
+            g2, u2 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K)
+            g3, u3 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K)
+            place = (row, column, data_stride, M, K)
+            store_codes((g0, g1, g2, g3), place, gate_data, gate_transpose, ROWWISE, BLOCK_M, BLOCK_K)
+            store_codes((u0, u1, u2, u3), place, up_data, up_transpose, ROWWISE, BLOCK_M, BLOCK_K)
+        else:
+            g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+            g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
+            if KEEP_OUTPUT:
+                store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K, grad_stride)
+                store_tile(dup, u, row, column, M, K, BLOCK_M, BLOCK_K, grad_stride)
+            if ROWWISE:
+                store_quantized_tile(
+                    g, g_scale, row, column, M, K, gate_data, gate_data, True, False, BLOCK_M, BLOCK_K, data_stride
+                )
+                store_quantized_tile(
+                    u, u_scale, row, column, M, K, up_data, up_data, True, False, BLOCK_M, BLOCK_K, data_stride
+                )

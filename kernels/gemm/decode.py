@@ -1,0 +1,197 @@
+"""FP8 GEMM of a few rows, whose time is that of reading the weight: the product of kernels/gemm/current.py, its operands exchanged.
+
+    C[M, N] = round((B[N, K] @ A[M, K]^T)^T * (a_scale_inv * b_scale_inv[segment of n]) + bias[N])
+
+The weight has the tensor core's 64 rows and A its columns, of which there may be 16, so that little is loaded for rows that
+do not exist. One tile a program, several programs a multiprocessor: what is in flight, not what is computed, decides. Loads
+are by pointers: making a tensor descriptor takes a program as long as reading some blocks.
+
+Bit for bit the other kernels with as many parts of K, and with B stacked by rows those of kernels/gemm/stacked.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
+from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS, starts_early, wait_for_predecessor
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
+from te_dynamo.kernels.tiles.stacking import Stacking
+
+__all__ = ["DecodeTile", "decode_tile", "gemm_decode_kernel", "launch_decode"]
+
+_SMALLEST_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
+_MOST_PARTS = 4
+_SHORTEST_PART = 2048  # of K: what shorter ones save, adding them up costs
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTile:
+    """One way to run it. fast: for fast accumulation; slow takes 128 products between two fp32 additions."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fast: bool
+    split_k: int
+
+
+def decode_tile(
+    m: int | torch.SymInt, n: int, k: int, fast_accum: bool, hopper: bool, multiprocessors: int
+) -> DecodeTile | None:
+    """How C[m, n] = A[m, k] @ B[n, k]^T runs here; None where the other kernels should.
+
+    They should on other devices than Hopper, for more rows, for a number of rows that is not known, and for small weights.
+    """
+    if not hopper or not isinstance(m, int) or not 0 < m <= FEW_ROWS or n * k < _SMALLEST_WEIGHT:
+        return None
+    block_m, block_n, tiles = max(16, triton.next_power_of_2(m)), 64, triton.cdiv(n, 64)
+    block_k, split = 256 if fast_accum else 128, 1
+    while split < _MOST_PARTS and 2 * split * tiles <= multiprocessors and k > 2 * split * _SHORTEST_PART:
+        split *= 2
+    # The deepest ring of which a multiprocessor holds as many as there are for it: all programs run at once.
+    programs = triton.cdiv(split * tiles, multiprocessors)
+    if block_m > 32 and programs > 2:
+        block_k, stages = 128, 3
+    elif fast_accum:
+        stages = 3 if block_m > 32 and programs > 1 else 4
+    else:
+        stages = 6 if programs > 1 else 8  # alone, nothing else reads while a program adds
+    return DecodeTile(block_m, block_n, block_k, 4, stages, fast_accum, split)
+
+
+def launch_decode(
+    tile: DecodeTile,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    stacking: Stacking | None = None,
+    partials: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+) -> None:
+    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N.
+
+    partials: fp32, as many as there are programs or more, or None; their maximum becomes the amax of C, which is whole.
+    addend:   None, or what is added to C, which is whole, once that is rounded; it may be c.
+    """
+    m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    # A pointer that is never used stands in for a tensor that is not there: torch wants every argument.
+    optional = [a_scale_inv if x is None else x for x in (bias, partials)]
+    launch(
+        gemm_decode_kernel,
+        (triton.cdiv(n, tile.block_n) * tile.split_k,),
+        *(a, a_scale_inv, b, b_scale_inv, optional[0], c, addend, optional[1], m, n, k),
+        **decode_options(
+            tile,
+            n,
+            k,
+            bias is not None,
+            stacking,
+            0 if partials is None else partials.shape[0],
+            starts_early(m, a.device),
+        ),
+    )
+
+
+def decode_options(
+    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int, early: bool
+) -> dict[str, Any]:
+    """The constant arguments and compile options of `gemm_decode_kernel`."""
+    edges = {"EDGE_1": n, "EDGE_2": n}
+    if stacking is not None:
+        edges = {name: value for name, value in stacking.constants().items() if name in edges}
+    return {
+        "HAS_BIAS": has_bias,
+        "FAST": tile.fast,
+        "SPLIT_K": tile.split_k,
+        "PARTIALS": partials,
+        "EVEN": n % tile.block_n == 0 and k % (tile.block_k * tile.split_k) == 0,
+        "EARLY": early,
+        **edges,
+        "STAGES": tile.num_stages,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps,
+    }
+
+
+@writes("c", partials="PARTIALS")
+@triton.jit
+def gemm_decode_kernel(
+    a,
+    a_scale_inv,
+    b,
+    b_scale_inv,
+    bias,
+    c,
+    addend,
+    partials,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    FAST: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+    EDGE_1: tl.constexpr,
+    EDGE_2: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]. EVEN: N and K fill whole tiles.
+
+    PARTIALS: places for an amax of C, or 0. addend: None, or what is added to C once that is rounded; it may be c.
+    """
+    column = tl.program_id(0) // SPLIT_K * BLOCK_N
+    part = tl.program_id(0) % SPLIT_K
+    blocks = tl.cdiv(K, BLOCK_K * SPLIT_K)
+    rows = tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    wait_for_predecessor(EARLY)
+    segment = (column >= EDGE_1).to(tl.int32) + (column >= EDGE_2).to(tl.int32)
+    scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + segment)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in tl.range(blocks, num_stages=STAGES):
+        k = (part * blocks + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+        # The weight is read once; x, by every program, stays in the cache.
+        x_mask = (rows < M)[:, None] if EVEN else (rows < M)[:, None] & (k < K)[None, :]
+        x = tl.load(a + rows[:, None] * K + k[None, :], mask=x_mask, other=0.0)
+        weight = b + columns.to(tl.int64)[:, None] * K + k[None, :]
+        if EVEN:
+            y = tl.load(weight, eviction_policy="evict_first")
+        else:
+            y = tl.load(
+                weight, mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"
+            )
+        if FAST:
+            total = tl.dot(y, x.T, total)
+        else:
+            total += tl.dot(y, x.T)
+    if SPLIT_K == 1:
+        total = libdevice.mul_rn(total, scale)
+        if HAS_BIAS:
+            total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+    target = c + part.to(tl.int64) * M * N
+    inside = (columns < N)[:, None] & (rows < M)[None, :]
+    result = total.to(c.dtype.element_ty)
+    if addend is not None:
+        other = tl.load(addend + rows.to(tl.int64)[None, :] * N + columns[:, None], mask=inside, other=0.0)
+        result = (result.to(tl.float32) + other.to(tl.float32)).to(c.dtype.element_ty)
+    tl.store(target + rows.to(tl.int64)[None, :] * N + columns[:, None], result, mask=inside)
+    if PARTIALS > 0:
+        store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)

@@ -1,0 +1,332 @@
+"""MXFP8: float8 data with one power of two for every block of 32 or 128 values, held as an 8-bit exponent (E8M0).
+
+    e = E8M0(max|block| * (1 / fmax)), rounded up
+    q = cast(clamp(x * 2^(127 - e), -fmax, fmax)),   x ~ q * 2^(e - 127)
+
+Code 0 is 2^-127, also for a block of zeros; 254 is the largest, also for a block with an infinity; 255 is NaN, and makes
+every element of its block NaN. (Rule: OCP Microscaling Formats v1.0, with the scale rounded up so that nothing saturates.)
+
+Of x read as [M, K], n^m being n rounded up to a multiple of m, and every padding zero:
+
+| usage | blocks | data | scale_inv, uint8 |
+| --- | --- | --- | --- |
+| rowwise, either block | 1 x block | [M, K] | (M^128, ceil(K/32)^4) |
+| columnwise, blocks of 32 | 32 x 1 | [M, K] | (ceil(M/32)^4, K^128) |
+| columnwise, blocks of 128 | 128 x 1 | [K, M^16], transposed | (K^128, ceil(M/32)^4): the rowwise form of x^T |
+
+A block of 128 has its code four times, once for every 32 values, so that both are the same format to who reads it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from te_dynamo.kernels.gemm.mxfp8_sm100 import applies_block_scales, gemm_mxfp8_sm100
+from te_dynamo.kernels.quantize.mxfp8_kernels import (
+    dequantize_mxfp8_kernel,
+    quantize_mxfp8_128_kernel,
+    quantize_mxfp8_kernel,
+)
+from te_dynamo.kernels.runtime._triton import triton
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
+from te_dynamo.kernels.tiles.blocks import grouped_grid
+from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, round_up, rows_and_columns, zero_padded
+
+__all__ = [
+    "SCALE_BLOCKS",
+    "dequantize_mxfp8",
+    "quantize_mxfp8",
+    "dequantize_mxfp8_reference",
+    "gemm_mxfp8",
+    "gemm_mxfp8_reference",
+    "quantize_mxfp8_reference",
+    "swizzle_scales",
+]
+
+SCALE_BLOCKS = (32, 128)
+
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def quantize_mxfp8_reference(
+    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale_block: int, swizzled: bool = False
+) -> list[torch.Tensor]:
+    """`quantize_mxfp8` in plain PyTorch, on any device."""
+    check_scale_block(scale_block)
+    rows, columns = rows_and_columns(x)
+    matrix = x.reshape(rows, columns)
+    buffers = list(_quantize_rows(matrix, fp8_dtype, scale_block)) if rowwise else []
+    if columnwise:
+        data, scale_inv = _quantize_rows(matrix.t(), fp8_dtype, scale_block)
+        if scale_block == 32:
+            buffers += [data.t().contiguous(), scale_inv if swizzled else scale_inv.t().contiguous()]
+        else:
+            buffers += [zero_padded(data, data.shape[0], round_up(data.shape[1], 16)), scale_inv]
+    if swizzled:
+        buffers[1::2] = [swizzle_scales(scale_inv) for scale_inv in buffers[1::2]]
+    return buffers
+
+
+def dequantize_mxfp8_reference(
+    data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantize_mxfp8` in plain PyTorch, on any device."""
+    if columnwise:
+        return dequantize_mxfp8_reference(data.t(), scale_inv.t(), False, dtype).t().contiguous()
+    rows, columns = data.shape
+    codes = scale_inv[:rows].repeat_interleave(32, dim=1)[:, :columns].to(torch.int32)
+    bits = torch.where(codes == 0, 0x00400000, codes << 23)  # 2^(code - 127); 2^-127 is a denormal
+    bits = torch.where(codes == 255, 0x7FC00000, bits)
+    return (data.to(torch.float32) * bits.view(torch.float32)).to(dtype)
+
+
+def gemm_mxfp8_reference(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_columnwise: bool,
+    b_columnwise: bool,
+) -> torch.Tensor:
+    """`gemm_mxfp8` in plain PyTorch on any device, products and sums in fp32."""
+    check_operands(a, b, bias, a_columnwise, b_columnwise)
+    value_a = dequantize_mxfp8_reference(a, a_scale_inv, a_columnwise, torch.float32)
+    value_b = dequantize_mxfp8_reference(b, b_scale_inv, b_columnwise, torch.float32)
+    value = (value_a.t() if a_columnwise else value_a) @ (value_b if b_columnwise else value_b.t())
+    if bias is not None:
+        value = value + bias.float()
+    return value.to(out_dtype)
+
+
+def swizzle_scales(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Rowwise scales [R, C] (R a multiple of 128, C of 4) in the order in which tensor cores read them, of the same shape.
+
+    Code (i, j) goes to ((i / 128) * (C / 4) + j / 4) * 512 + (i % 32) * 16 + ((i % 128) / 32) * 4 + j % 4. Columnwise scales of
+    blocks of 32 are swizzled as their transpose: give that. (Source: cuBLAS, 1D block scaling factors layout.)
+    """
+    rows, columns = scale_inv.shape
+    tiles = scale_inv.reshape(rows // 128, 4, 32, columns // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def check_scale_block(scale_block: int) -> None:
+    """Raises ValueError for a block size that the format does not have here."""
+    if scale_block not in SCALE_BLOCKS:
+        raise ValueError(f"te mxfp8: scale_block must be 32 or 128, got {scale_block}")
+
+
+def check_operands(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, a_columnwise: bool, b_columnwise: bool
+) -> None:
+    """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise ValueError("te gemm_mxfp8: e5m2 x e5m2 is not supported; hold one operand in e4m3")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0 if a_columnwise else 1] != b.shape[0 if b_columnwise else 1]:
+        wanted = f"a [{'K, M' if a_columnwise else 'M, K'}] and b [{'K, N' if b_columnwise else 'N, K'}]"
+        raise ValueError(f"te gemm_mxfp8: expected {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None and tuple(bias.shape) != (b.shape[1 if b_columnwise else 0],):
+        raise ValueError(f"te gemm_mxfp8: expected bias [{b.shape[1 if b_columnwise else 0]}], got {tuple(bias.shape)}")
+
+
+def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data [R, C] and codes (R^128, ceil(C/32)^4) of x [R, C] in blocks along its rows."""
+    rows, columns = x.shape
+    padded = zero_padded(x.to(torch.float32), rows, round_up(columns, scale_block))
+    blocks = padded.reshape(rows, padded.shape[1] // scale_block, scale_block)
+    codes = _codes(blocks.abs().amax(-1), fp8_dtype)
+    bits = torch.where(codes == 254, 0x00400000, (254 - codes) << 23)  # 2^(127 - code); 2^-127 is a denormal
+    bits = torch.where(codes == 255, 0x7FC00000, bits)
+    value = (blocks * bits.view(torch.float32).unsqueeze(-1)).flatten(1)[:, :columns]
+    fmax = torch.finfo(fp8_dtype).max
+    value = value.clamp(-fmax, fmax)
+    value = value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
+    codes = codes.repeat_interleave(scale_block // 32, dim=1)[:, : -(-columns // 32)]
+    scale_inv = zero_padded(codes.to(torch.uint8), round_up(rows, 128), round_up(codes.shape[1], 4))
+    return value.to(fp8_dtype), scale_inv
+
+
+def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
+    """E8M0 of amax * (1 / fmax), fp32, rounded up: int32. A code is the exponent field, plus one where anything follows it."""
+    bits = (amax * (1.0 / torch.finfo(fp8_dtype).max)).view(torch.int32)
+    rounded = ((bits + 0x7FFFFF) >> 23).clamp(max=254)
+    rounded = torch.where(bits <= 0x00400000, 0, rounded)  # up to 2^-127, which is what code 0 means
+    return torch.where(amax.isnan(), 255, rounded)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def quantize_mxfp8(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    scale_block: int,
+    swizzled: bool = False,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
+
+    x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
+    swizzled: scales as tensor cores read them (`swizzle_scales`), the columnwise ones of blocks of 32 as (K^128, ceil(M/32)^4).
+    One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or `tile_128`.
+    Raises ValueError for another scale_block.
+    """
+    check_scale_block(scale_block)
+    x = x.contiguous()
+    rows, columns = rows_and_columns(x)
+    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    if isinstance(rows, int) and rows * columns == 0:
+        return buffers
+    arguments = {
+        "x": x,
+        "data": buffers[0] if rowwise else x,
+        "scale_inv": buffers[1] if rowwise else x,
+        "columnwise_data": buffers[-2] if columnwise else x,
+        "columnwise_scale_inv": buffers[-1] if columnwise else x,
+        "M": rows,
+        "K": columns,
+        "FMAX": torch.finfo(fp8_dtype).max,
+        "SWIZZLED": swizzled,
+    }
+    arguments |= {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
+    launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
+    for by_rows, by_columns in launches:
+        usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
+        if scale_block == 128 and by_columns:
+            _, group, warps = tile or tile_128(arguments["PACKED"])
+            launch(
+                quantize_mxfp8_128_kernel,
+                grouped_grid(rows, columns, 128, group),
+                **arguments,
+                **usage,
+                GROUP_M=group,
+                num_warps=warps,
+            )
+        else:
+            block_m, block_k, warps = tile or (
+                tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
+            )
+            grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
+            blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
+            launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
+    return buffers
+
+
+def dequantize_mxfp8(
+    data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, dtype: torch.dtype, tile: Tile = (32, 128, 4)
+) -> torch.Tensor:
+    """The values [R, C] of data [R, C] on a CUDA device, in `dtype`, each rounded once; R may be symbolic.
+
+    columnwise: scale_inv is (ceil(R/32)^4, C^128), of blocks of 32 along columns; otherwise (R^128, ceil(C/32)^4), of blocks along
+    rows, which is also the form of columnwise buffers of blocks of 128: their values are those of x^T. bfloat16 holds every
+    value exactly that is neither below 2^-133 nor beyond 2^128.
+    """
+    rows, columns = data.shape
+    values = torch.empty((rows, columns), dtype=dtype, device=data.device)
+    if isinstance(rows, int) and rows * columns == 0:
+        return values
+    block_m, block_k, warps = tile
+    launch(
+        dequantize_mxfp8_kernel,
+        (triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k),),
+        data=data,
+        scale_inv=scale_inv,
+        values=values,
+        M=rows,
+        K=columns,
+        COLUMNWISE=columnwise,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return values
+
+
+def gemm_mxfp8(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_columnwise: bool,
+    b_columnwise: bool,
+) -> torch.Tensor:
+    """C[M, N] = round(A[M, K] @ B[N, K]^T + bias[N]) of the values that the operands hold, on a CUDA device.
+
+    a [M, K], or columnwise data [K, M]; b [N, K], or [K, N]; scales plain, as `quantize_mxfp8` returns them with them. Tensor
+    cores that know block scales (sm_100) multiply the float8 data, if its rows are whole 16 bytes. Elsewhere both operands
+    become bf16, which holds all values exactly, and multiply as such. The product is fp32, bias is added to that.
+    Raises ValueError for e5m2 by e5m2 and for shapes that do not go together.
+    """
+    check_operands(a, b, bias, a_columnwise, b_columnwise)
+    if applies_block_scales(a.device) and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0:
+        a_swizzled = swizzle_scales(a_scale_inv.t() if a_columnwise else a_scale_inv)
+        b_swizzled = swizzle_scales(b_scale_inv.t() if b_columnwise else b_scale_inv)
+        return gemm_mxfp8_sm100(a, a_swizzled, b, b_swizzled, bias, out_dtype, a_columnwise, b_columnwise)
+    value_a = dequantize_mxfp8(a, a_scale_inv, a_columnwise, torch.bfloat16)
+    value_b = dequantize_mxfp8(b, b_scale_inv, b_columnwise, torch.bfloat16)
+    left, right = value_a.t() if a_columnwise else value_a, value_b if b_columnwise else value_b.t()
+    if bias is None and out_dtype == torch.bfloat16:
+        return torch.mm(left, right)
+    product = torch.mm(left, right, out_dtype=torch.float32)
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+def _allocate(
+    rows: Size,
+    columns: Size,
+    device: torch.device,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    scale_block: int,
+    swizzled: bool,
+) -> list[torch.Tensor]:
+    """The buffers that `quantize_mxfp8` fills."""
+    shapes: list[tuple[Size, Size]] = []
+    if rowwise:
+        shapes += [(rows, columns), (round_up(rows, 128), round_up(columns, 128) // 32)]
+    if columnwise:
+        shapes += [(columns, round_up(rows, 16)) if scale_block == 128 else (rows, columns)]
+        by_columns = (round_up(columns, 128), round_up(rows, 128) // 32)
+        shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
+    dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
+
+
+# --- tile choice --------------------------------------------------------------------------------------------
+
+
+Tile = tuple[int, int, int]
+"""(rows, columns, warps); rows divide 128, columns the tensor's, rounded up to 128. Of blocks of 128 along columns: (128, rows of
+tiles walked together, warps)."""
+
+
+def tile_128(packed: bool) -> Tile:
+    """Of blocks of 128 along columns, the fastest on an H200; values that are not packed need twice the registers."""
+    return (128, 4, 4) if packed else (128, 8, 8)
+
+
+def row_tile(columns: Size, packed: bool, swizzled: bool) -> Tile:
+    """Without columnwise data: packed, as wide as fills whole sectors with the codes of a row; swizzled, they lie apart."""
+    if not packed:
+        return tile_32(columns) if isinstance(columns, int) and columns % 16 else (64, 128, 4)
+    wide = isinstance(columns, int) and not swizzled
+    block_k = math.gcd(round_up(columns, 128), 1024) if wide else 128
+    return 8192 // block_k, block_k, 4
+
+
+def tile_32(columns: Size) -> Tile:
+    """Of blocks of 32 with columnwise data, the fastest on an H200 at 8192x4096 (benchmarks/quantize.py --sweep).
+
+    Where rows of x are not whole vectors, a thread has an address for every element, and so fewer of them.
+    """
+    return (32, 128, 8) if isinstance(columns, int) and columns % 16 else (32, 128, 2)

@@ -1,0 +1,503 @@
+"""The Triton kernels of kernels/quantize/mxfp8.py, which says what they compute and launches them.
+
+x in bf16 with rows of whole 16 bytes (PACKED) is quantized as words of two neighbours: kernels/tiles/block_words.py.
+"""
+
+from __future__ import annotations
+
+from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.block_words import (
+    all_bits,
+    cast_rows,
+    column_pair_amax,
+    exponents,
+    high_halves,
+    larger_halves,
+    load_words,
+    low_halves,
+    magnitudes,
+    row_pair_amax,
+    store_column_codes,
+    store_row_codes,
+)
+from te_dynamo.kernels.tiles.blocks import (
+    column_amax,
+    decode_e8m0,
+    grouped_tile,
+    interleave,
+    load_quarters,
+    row_amax,
+    store_columns,
+    store_quarter,
+    widened_again,
+)
+from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask, tile_offsets, tile_origin
+
+__all__ = ["dequantize_mxfp8_kernel", "quantize_mxfp8_128_kernel", "quantize_mxfp8_kernel"]
+
+
+# --- scales -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def code_and_multiplier(amax_bits, FMAX: tl.constexpr):
+    """Of blocks whose amaxes have these bit patterns, the code (int32) and 2^(127 - code), as in the reference."""
+    INVERSE: tl.constexpr = 1.0 / FMAX
+    bits = (amax_bits.to(tl.float32, bitcast=True) * INVERSE).to(tl.int32, bitcast=True)
+    # As unsigned, 255 comes from infinity and 256 from NaN: one more than the codes.
+    code = ((bits.to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23).to(tl.int32)
+    beyond = code > 254
+    code = tl.where(bits <= 0x00400000, 0, tl.where(beyond, code - 1, code))
+    # The bit makes 2^-127 of the zero that code 254 gives, and NaN of the infinity that code 255 gives.
+    multiplier = ((254 - code) << 23) | tl.where(beyond, 0x00400000, 0)
+    return code, multiplier.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_codes(amaxes, FMAX: tl.constexpr):
+    """(codes, multipliers in bf16) of `code_and_multiplier`, two in a word as their amaxes are."""
+    above = exponents(amaxes, FMAX)
+    special = all_bits(amaxes + 0x00800080)  # infinities and NaN
+    nan = all_bits(amaxes + 0x007F007F)
+    codes = ((above >> 7) & ~special) | ((0x00FE00FE | (nan & 0x00010001)) & special)
+    # 2^-127 for the infinite: subnormal.
+    multipliers = ((0x7F007F00 - above) & ~special) | ((0x00400040 | (nan & 0x7F807F80)) & special)
+    return codes, multipliers
+
+
+@triton.jit
+def scale_offsets(i, j, PER_ROW, SWIZZLED: tl.constexpr):
+    """Where code (i, j) of rowwise scales lies, PER_ROW codes a row (swizzled: `swizzle_scales`)."""
+    if SWIZZLED:
+        return ((i // 128) * (PER_ROW // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
+    return i * PER_ROW + j
+
+
+@triton.jit
+def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
+    """Where the code of block j of column i lies in the columnwise scales of blocks of 32 of a [M, K] tensor."""
+    if SWIZZLED:
+        return scale_offsets(i, j, tl.cdiv(M, 128) * 4, SWIZZLED)
+    return j * (tl.cdiv(K, 128) * 128) + i
+
+
+@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
+@triton.jit
+def quantize_mxfp8_kernel(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Blocks of 32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
+
+    Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
+    conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 rows,
+    128 rows each): no program divides for its tile.
+    """
+    row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
+    column = tl.program_id(0) * BLOCK_K
+    if PACKED:
+        quantize_words(
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            ROWWISE,
+            COLUMNWISE,
+            SWIZZLED,
+            SCALE_BLOCK,
+            BLOCK_M,
+            BLOCK_K,
+            WHOLE,
+        )
+    else:
+        quantize_elements(
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            ROWWISE,
+            COLUMNWISE,
+            SWIZZLED,
+            SCALE_BLOCK,
+            BLOCK_M,
+            BLOCK_K,
+        )
+
+
+@triton.jit
+def half_rows(J: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M / 2]: the J-th 16 rows of each 32, or the J-th half of fewer."""
+    COUNT: tl.constexpr = min(BLOCK_M // 2, 16)
+    i = tl.arange(0, BLOCK_M // 2)
+    return i // COUNT * (2 * COUNT) + J * COUNT + i % COUNT
+
+
+@triton.jit
+def half_words(row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of the words [BLOCK_M / 2, BLOCK_K / 2] of the rows of half J (`half_rows`) in a [M, K / 2] tensor: (offset of the tile's
+    first, offsets of all from there, which of them lie inside)."""
+    stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
+    rows = half_rows(J, BLOCK_M)
+    words = tl.max_contiguous(tl.arange(0, BLOCK_K // 2), 4)
+    mask = (row + rows < M)[:, None] & (column // 2 + words < stride)[None, :]
+    return tl.cast(row, tl.int64) * stride + column // 2, rows[:, None] * stride + words[None, :], mask
+
+
+@triton.jit
+def load_half(x, row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """These words of x, zero outside."""
+    corner, offsets, mask = half_words(row, column, M, K, J, BLOCK_M, BLOCK_K)
+    words = (x.to(tl.pointer_type(tl.int32)) + corner) + offsets
+    return tl.load(words) if WHOLE else tl.load(words, mask=mask, other=0)
+
+
+@triton.jit
+def store_half(
+    data,
+    words,
+    multipliers,
+    row,
+    column,
+    M,
+    K,
+    J: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Writes the codes of these words times multipliers (bf16, of the same shape) to data [M, K]."""
+    corner, offsets, mask = half_words(row, column, M, K, J, BLOCK_M, BLOCK_K)
+    places = (data.to(tl.pointer_type(tl.int16)) + corner) + offsets
+    codes = cast_rows(words, multipliers, data.dtype.element_ty)
+    if WHOLE:
+        tl.store(places, codes)
+    else:
+        tl.store(places, codes, mask=mask)
+
+
+@triton.jit
+def along_rows(words, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
+    """words [R, B] repeated N times each: [R, N B]."""
+    return tl.reshape(tl.broadcast_to(words[:, :, None], (R, B, N)), (R, B * N))
+
+
+@triton.jit
+def four_times(code, first, BLOCKS):
+    """Words of each code four times, of the blocks of 32 from `first` on: zero past the last of BLOCKS."""
+    missing = tl.maximum(first + 4 - BLOCKS, 0)
+    return code * (0x01010101 >> (missing * 8))
+
+
+@triton.jit
+def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, SCALE_BLOCK: tl.constexpr):
+    """Writes the codes (int32 [R, B]) of the blocks from `column` on of these rows to rowwise scales, that of a block of 128
+    four times, as a word: zero past K."""
+    blocks = column // 32 + tl.arange(0, code.shape[1])[None, :] * (SCALE_BLOCK // 32)
+    places = scale_inv + scale_offsets(rows[:, None], blocks, tl.cdiv(K, 128) * 4, SWIZZLED)
+    if SCALE_BLOCK == 32:
+        tl.store(places, code.to(tl.uint8))
+    else:
+        words = four_times(code, blocks, tl.cdiv(K, 32))
+        tl.store(places.to(tl.pointer_type(tl.int32), bitcast=True), words)
+
+
+@triton.jit
+def quantize_words(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The tile at (row, column) in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
+    R: tl.constexpr = BLOCK_M // 2
+    W: tl.constexpr = BLOCK_K // 2
+    B: tl.constexpr = BLOCK_K // SCALE_BLOCK
+    upper = load_half(x, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+    lower = load_half(x, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+    if ROWWISE:
+        # Four words of a thread first; then two rows share a word.
+        high = tl.reduce(tl.reshape(magnitudes(upper), (R, W // 4, 4)), 2, larger_halves)
+        low = tl.reduce(tl.reshape(magnitudes(lower), (R, W // 4, 4)), 2, larger_halves)
+        both = larger_halves(low_halves(high, low), high_halves(high, low))
+        codes, multipliers = word_codes(tl.reduce(tl.reshape(both, (R, B, W // 4 // B)), 2, larger_halves), FMAX)
+        store_row_blocks(scale_inv, codes & 0xFF, row + half_rows(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
+        store_row_blocks(scale_inv, codes >> 16, row + half_rows(1, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
+        multiplier = along_rows(low_halves(multipliers, multipliers), R, B, W // B)
+        store_half(data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+        multiplier = along_rows(high_halves(multipliers, multipliers), R, B, W // B)
+        store_half(data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+    if COLUMNWISE:
+        most = tl.reshape(larger_halves(magnitudes(upper), magnitudes(lower)), (BLOCK_M // 32, 16, W))
+        codes, multipliers = word_codes(tl.reduce(most, 1, larger_halves), FMAX)
+        columns = column + 2 * tl.arange(0, W)[None, :]
+        blocks = row // 32 + tl.arange(0, BLOCK_M // 32)[:, None]
+        left = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        if SWIZZLED:
+            tl.store(columnwise_scale_inv + left, codes.to(tl.uint8))
+            right = columnwise_scale_offsets(columns + 1, blocks, M, K, SWIZZLED)
+            tl.store(columnwise_scale_inv + right, (codes >> 16).to(tl.uint8))
+        else:
+            pairs = (codes | (codes >> 8)).to(tl.uint16)
+            tl.store(columnwise_scale_inv.to(tl.pointer_type(tl.uint16)) + left // 2, pairs)
+        multiplier = tl.reshape(tl.broadcast_to(multipliers[:, None, :], (BLOCK_M // 32, 16, W)), (R, W))
+        store_half(columnwise_data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(columnwise_data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+
+
+@triton.jit
+def quantize_elements(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tile at (row, column) of x of any dtype."""
+    BLOCKS_M: tl.constexpr = BLOCK_M // 32
+    BLOCKS_K: tl.constexpr = BLOCK_K // SCALE_BLOCK
+    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    value = tl.load(x + offsets, mask=mask, other=0.0)
+    bits = abs_bits(value)
+    columns = column + tl.arange(0, BLOCK_K)[None, :]
+    if ROWWISE:
+        amax = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS_K, SCALE_BLOCK)), axis=2)
+        code, multiplier = code_and_multiplier(amax, FMAX)
+        scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, SCALE_BLOCK)) * multiplier[:, :, None]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
+        tl.store(data + offsets, quantized, mask=mask)
+        store_row_blocks(scale_inv, code, row + tl.arange(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
+    if COLUMNWISE:
+        amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
+        code, multiplier = code_and_multiplier(amax, FMAX)
+        scaled = tl.reshape(widened_again(value), (BLOCKS_M, 32, BLOCK_K)) * multiplier[:, None, :]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(columnwise_data.dtype.element_ty)
+        tl.store(columnwise_data + offsets, quantized, mask=mask)
+        blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
+        code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
+
+
+@triton.jit
+def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
+    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32.
+
+    Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
+    leaves alone costs the memory a whole sector, read and written."""
+    places = scale_offsets(first_i + tl.arange(0, 128), first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
+    words = four_times(code, first_j, BLOCKS)
+    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
+
+
+@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
+@triton.jit
+def quantize_mxfp8_128_kernel(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
+    row, column = grouped_tile(128, GROUP_M)
+    if row >= M:
+        return
+    if PACKED:
+        quantize_words_128(
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            ROWWISE,
+            COLUMNWISE,
+            SWIZZLED,
+            WHOLE,
+        )
+    else:
+        quantize_elements_128(
+            x,
+            data,
+            scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            row,
+            column,
+            M,
+            K,
+            FMAX,
+            ROWWISE,
+            COLUMNWISE,
+            SWIZZLED,
+        )
+
+
+@triton.jit
+def quantize_words_128(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The tile at (row, column) of bf16 x: kernels/tiles/block_words.py."""
+    x0 = load_words(x, row, column, M, K, 0, 128, WHOLE)
+    x1 = load_words(x, row, column, M, K, 1, 128, WHOLE)
+    x2 = load_words(x, row, column, M, K, 2, 128, WHOLE)
+    x3 = load_words(x, row, column, M, K, 3, 128, WHOLE)
+    # Every scale before the first cast: fewer registers than in any other order.
+    if ROWWISE:
+        upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
+        lower_codes, lower = word_codes(row_pair_amax(x2, x3, 128), FMAX)
+        codes = interleave(upper_codes & 0xFF, upper_codes >> 16, lower_codes & 0xFF, lower_codes >> 16, 128)
+        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
+    if COLUMNWISE:
+        codes, columns = word_codes(column_pair_amax(x0, x1, x2, x3), FMAX)
+        codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
+        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
+    if ROWWISE:
+        store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, 128, WHOLE)
+    if COLUMNWISE:
+        store_column_codes(columnwise_data, x0, x1, x2, x3, columns, row, column, M, K, 128, WHOLE)
+
+
+@triton.jit
+def quantize_elements_128(
+    x,
+    data,
+    scale_inv,
+    columnwise_data,
+    columnwise_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+):
+    """The tile at (row, column) of x of any dtype: kernels/tiles/blocks.py."""
+    x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
+    # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
+    if ROWWISE:
+        code_0, multiplier_0 = code_and_multiplier(row_amax(x0), FMAX)
+        code_1, multiplier_1 = code_and_multiplier(row_amax(x1), FMAX)
+        code_2, multiplier_2 = code_and_multiplier(row_amax(x2), FMAX)
+        code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
+    if COLUMNWISE:
+        column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
+        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
+    if ROWWISE:
+        store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
+        store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
+        store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
+        store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
+        row_code = interleave(code_0, code_1, code_2, code_3, 128)
+        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
+    if COLUMNWISE:
+        store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
+
+
+@writes("values")
+@triton.jit
+def dequantize_mxfp8_kernel(
+    data,
+    scale_inv,
+    values,
+    M,
+    K,
+    COLUMNWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """values [M, K] = data * 2^(code - 127), rounded once; codes lie as COLUMNWISE says (the module's table)."""
+    BLOCKS_M: tl.constexpr = BLOCK_M // 32 if COLUMNWISE else BLOCK_M
+    BLOCKS_K: tl.constexpr = BLOCK_K if COLUMNWISE else BLOCK_K // 32
+    row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
+    offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
+    quantized = tl.load(data + offsets, mask=mask, other=0.0)
+    i = (row // 32 if COLUMNWISE else row) + tl.arange(0, BLOCKS_M)[:, None]
+    j = (column if COLUMNWISE else column // 32) + tl.arange(0, BLOCKS_K)[None, :]
+    stride = tl.cdiv(K, 128) * (128 if COLUMNWISE else 4)
+    power = decode_e8m0(tl.load(scale_inv + i * stride + j))
+    if COLUMNWISE:
+        value = tl.reshape(quantized.to(tl.float32), (BLOCKS_M, 32, BLOCK_K)) * power[:, None, :]
+    else:
+        value = tl.reshape(quantized.to(tl.float32), (BLOCK_M, BLOCKS_K, 32)) * power[:, :, None]
+    tl.store(values + offsets, tl.reshape(value, (BLOCK_M, BLOCK_K)).to(values.dtype.element_ty), mask=mask)

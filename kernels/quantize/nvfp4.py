@@ -1,0 +1,503 @@
+"""x -> NVFP4: e2m1 elements, one e4m3 scale for 16 of them, one fp32 amax a tensor.
+
+    S     = min(2688 / amax, largest fp32), 1 where amax is 0 or inf           amax = max|x|
+    scale = e4m3(min(block_amax * (S * (1/6)), 448))
+    enc   = min(1 / (scale * (1/S)), largest fp32), 0 where amax is NaN
+    q     = e2m1(clamp(x * enc, -6, 6))            x ~ q * scale * amax / 2688
+
+All arithmetic is fp32, every operation rounded on its own. A block is 16 consecutive elements of a row (rowwise) or
+of a column (columnwise), or 16x16 with `two_d`, whose scales rows and columns share. Tensors are read as [M, K].
+
+| buffer | shape | holds |
+| --- | --- | --- |
+| data | [M, K^16/2] uint8 | codes of x, the element of the even column in the low four bits |
+| scale_inv | [M^128, ceil(K/16)^4] uint8 | the bits of the e4m3 scales |
+| amax | [1] fp32 | |
+| columnwise_data, columnwise_scale_inv, columnwise_amax | the same with M and K exchanged | of x^T |
+
+^n is rounded up to a multiple of n; what is past M, K or their blocks is zero.
+
+Rounding is to the nearest, ties to the even code; -0 keeps its sign. A NaN in x makes amax and every scale NaN, so
+that the whole tensor reads back as NaN, and so does what is multiplied by it; every code is then 0.
+
+`hadamard`: x^T is first multiplied from the right, 16 columns at a time, by diag(HADAMARD_SIGNS) H16 / 4, H16 being
+Sylvester's matrix. That matrix is orthogonal, so the product of two tensors that are both transformed along the
+contracted dimension needs no inverse. columnwise_amax is then that of the transformed tensor, and where M is no
+multiple of 16 the last block, zero past M before the transform, keeps all of its 16 outputs.
+
+`stochastic_rounding`: q is one of v's two neighbours, the upper in magnitude with probability t rounded to a multiple of 2^-9, t the
+distance from the lower in steps and v = |x| * enc: v 2^-14 is rounded to fp16, whose exponents are then those of e2m1 with
+nine bits below each code, and nine random bits are added, 6 being the most that comes of it. (Blackwell's instruction takes 32 bits
+for four elements.)
+
+`random`, int32 [2] (`random_key`), is the key of a hash of each block's number in the data, from which its elements take their
+bits (`random_bits`); columns take the key with its words exchanged. Nothing else is read, and the same key gives the
+same bits on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_dynamo.kernels.quantize import shared_tile
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, quantize_amax_kernel
+from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
+from te_dynamo.kernels.quantize.nvfp4_kernels import (
+    dequantize_nvfp4_kernel,
+    hadamard_amax_kernel,
+    nvfp4_epilogue_kernel,
+    quantize_nvfp4_kernel,
+    words_amax_kernel,
+)
+from te_dynamo.kernels.runtime._triton import triton
+from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.tiles.block_words import packs
+from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
+
+__all__ = [
+    "HADAMARD_SIGNS",
+    "dequantize_nvfp4",
+    "dequantize_nvfp4_reference",
+    "gemm_nvfp4",
+    "gemm_nvfp4_reference",
+    "hadamard_reference",
+    "quantize_nvfp4",
+    "quantize_nvfp4_reference",
+    "random_key",
+]
+
+BLOCK = 16
+"""Elements with one scale."""
+
+TENSOR_MAX = 2688.0
+"""Largest scale (448) times largest element (6): what amax becomes."""
+
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
+
+TILE: Tile = (128, 128, 4)
+"""(rows, columns, warps) of a program: what the scales are padded to, and as many threads as hold it in pieces of 16 rows and
+one load's columns. 4-byte elements, half as many a load, take twice the warps."""
+
+WORDS_TILE: Tile = (*shared_tile.SHAPE, 4)
+"""Of a program that quantizes words, or transforms them for their amax: 64 values a thread."""
+
+WORDS_AMAX = (4096, 8)
+"""(words, warps) of a program of the amax launch of words."""
+
+STRIP = 4
+"""Tiles below each other that a program quantizes where columns are wanted and rows are whole strips."""
+
+PROGRAMS_PER_MULTIPROCESSOR = {(True, True): 4, (True, False): 6, (False, True): 4}
+"""By (rowwise, columnwise), of a launch that quantizes words: as many as are resident of 128 registers a thread, the fastest on an
+H200 at 8192x14336. Of other input two are, and four run."""
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def random_key(device: torch.device | None = None, generator: torch.Generator | None = None) -> torch.Tensor:
+    """64 random bits, int32 [2], for one stochastic rounding; from torch's default generator where none is given."""
+    return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device, generator=generator)
+
+
+# --- reference: quantize ------------------------------------------------------------------------------------
+
+
+def quantize_nvfp4_reference(
+    x: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool,
+    hadamard: bool,
+    stochastic_rounding: bool,
+    random: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """[data, scale_inv, amax] if rowwise, then [columnwise_data, columnwise_scale_inv, columnwise_amax] if columnwise.
+
+    x: any rank >= 1, bf16, fp16 or fp32, on any device. random: see the module; read if `stochastic_rounding`.
+    Raises ValueError for `two_d` with `hadamard`, and for stochastic rounding without its key.
+    """
+    check_options(two_d, hadamard, stochastic_rounding, random)
+    rows, columns = rows_and_columns(x)
+    matrix = x.reshape(rows, columns).to(torch.float32)
+    key = random if stochastic_rounding else None
+    buffers = []
+    if rowwise:
+        buffers += quantize_rows(matrix, two_d, key)
+    if columnwise:
+        turned = hadamard_reference(matrix.t()) if hadamard else matrix.t()
+        buffers += quantize_rows(turned, two_d, None if key is None else key.flip(0))
+    return buffers
+
+
+def check_options(two_d: bool, hadamard: bool, stochastic_rounding: bool, random: torch.Tensor | None) -> None:
+    """Raises ValueError, saying what is wrong, for options that exclude each other."""
+    if two_d and hadamard:
+        raise ValueError(
+            "te nvfp4: 16x16 blocks share scales between rows and columns, so columns cannot be transformed"
+        )
+    if stochastic_rounding and (random is None or random.dtype != torch.int32 or tuple(random.shape) != (2,)):
+        raise ValueError(
+            "te nvfp4: stochastic rounding takes `random`, int32 [2] (te_dynamo.kernels.quantize.nvfp4.random_key)"
+        )
+
+
+def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -> list[torch.Tensor]:
+    """The three buffers of a float32 matrix [R, C], rounded stochastically if there is a key."""
+    rows, width = matrix.shape
+    amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
+    amax = amax.masked_fill(amax.isnan(), torch.nan)  # one NaN of all
+    scale_s = (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX)
+    scale_s = torch.where((amax == 0) | (amax == torch.inf), torch.ones_like(amax), scale_s)
+    height, blocks_wide = BLOCK if two_d else 1, round_up(width, BLOCK) // BLOCK
+    blocks = zero_padded(matrix, round_up(rows, height), blocks_wide * BLOCK)
+    blocks = blocks.reshape(blocks.shape[0] // height, height, blocks_wide, BLOCK)
+    block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = (block_amax * (scale_s * torch.full_like(scale_s, 1 / 6))).clamp(max=448.0)
+    scale = scale.masked_fill(scale.isnan(), torch.nan).to(torch.float8_e4m3fn)  # one NaN: a CPU would keep its sign
+    enc = torch.ones_like(scale_s) / (scale.to(torch.float32) * (torch.ones_like(scale_s) / scale_s))
+    enc = enc.nan_to_num(nan=0.0, posinf=_FLOAT32_MAX)
+    blocks = torch.where(amax.isnan(), torch.zeros_like(blocks), blocks)
+    if key is None:
+        code = nearest_codes(blocks * enc)
+    else:
+        bits = random_bits(key, len(blocks) * height, blocks_wide)
+        code = stochastic_codes(blocks * enc, bits.reshape(blocks.shape))
+    code = code | (blocks.signbit().to(torch.uint8) << 3)
+    code = code.flatten(2).flatten(0, 1)[:rows]
+    data = (code[:, 0::2] | (code[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
+    scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
+    return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
+
+
+def nearest_codes(value: torch.Tensor) -> torch.Tensor:
+    """The codes, uint8 and without their signs, of fp32 values.
+
+    Below 2 the codes count halves, then ones, then twos: 0 to 7 is 0, .5, 1, 1.5, 2, 3, 4, 6.
+    """
+    magnitude = value.abs().clamp(max=6.0)
+    low, middle = magnitude < 2, magnitude < 4
+    steps = torch.where(low, magnitude * 2, torch.where(middle, magnitude, magnitude * 0.5))  # exact
+    offset = torch.where(low, 0.0, torch.where(middle, 2.0, 4.0))
+    return (steps.round() + offset).to(torch.uint8)  # half to even, and the offsets are even
+
+
+def stochastic_codes(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """The codes, uint8 and without their signs, of fp32 values rounded by nine bits (int32) each.
+
+    Times 2^-14 fp16 has the exponents of e2m1, with nine bits below each code.
+    """
+    steps = (value.abs() * 2.0**-14).to(torch.float16).view(torch.int16).to(torch.int32)
+    return ((steps + bits).clamp(max=0xFFF) >> 9).to(torch.uint8)
+
+
+def random_bits(key: torch.Tensor, rows: int, blocks_wide: int) -> torch.Tensor:
+    """Nine random bits, int32 [rows, 16 blocks_wide], for each element of data [rows, 8 blocks_wide].
+
+    Those of a block are bits of the xor of its hash's two words (`block_hashes`), rotated to the left: elements 8 h + p and
+    8 h + p + 4 have the low nine bits of the lower and of the upper half of low <<< LOW_ROTATIONS[p] ^ high <<< HIGH_ROTATIONS[h].
+    """
+    low, high = block_hashes(key, rows * blocks_wide)
+    elements = []
+    for second in HIGH_ROTATIONS:
+        pairs = [rotated(low, first) ^ rotated(high, second) for first in LOW_ROTATIONS]
+        elements += [pair & 0x1FF for pair in pairs] + [pair >> 16 & 0x1FF for pair in pairs]
+    return torch.stack(elements, dim=-1).to(torch.int32).reshape(rows, blocks_wide * BLOCK)
+
+
+def block_hashes(key: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 bits of each block, as the low and the high 32 in int64 [blocks].
+
+    The block's number is hashed by a multiply-xorshift of good avalanche, the key's first word added before it, the second mixed in
+    halfway; of the last product both halves are taken.
+    """
+    mask = 0xFFFFFFFF
+    first, second = key.to(torch.int64) & mask
+    h = torch.arange(blocks, device=key.device)
+    h = (h * 0x9E3779B1 + first) & mask
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
+    h = (h ^ (h >> 15) ^ second) * 0x846CA68B  # 64 bits, whose highest is int64's sign
+    return h & mask, h >> 32 & mask
+
+
+def rotated(word: torch.Tensor, by: int) -> torch.Tensor:
+    """32 bits in int64, rotated to the left."""
+    return (word << by | word >> (32 - by)) & 0xFFFFFFFF
+
+
+def hadamard_reference(matrix: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """matrix [R, C] in float32, 16 columns at a time times diag(signs) H16 / 4, or times its inverse: [R, C^16].
+
+    Butterflies over neighbours that move the halves apart, four times: the order of the additions is part of the rule.
+    """
+    rows = matrix.shape[0]
+    matrix = matrix.to(torch.float32)
+    blocks = zero_padded(matrix, rows, round_up(matrix.shape[1], BLOCK)).unflatten(1, (-1, BLOCK))
+    signs = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=matrix.device)
+    if not inverse:
+        blocks = blocks * signs
+    for _ in range(4):
+        even, odd = blocks[..., 0::2], blocks[..., 1::2]
+        blocks = torch.cat([even + odd, even - odd], dim=-1)
+    blocks = blocks * 0.25
+    if inverse:
+        blocks = blocks * signs
+    return blocks.flatten(1)
+
+
+# --- reference: dequantize, GEMM ----------------------------------------------------------------------------
+
+
+def dequantize_nvfp4_reference(
+    data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor | None, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[R, columns] of `dtype` from one usage's buffers: (q * scale) * (amax / 2688), rounded once.
+
+    data [R, C^16/2], scale_inv [R^128, ceil(C/16)^4], columns <= C^16. Without amax it is q * scale, which bfloat16
+    holds exactly. What was transformed stays so: `hadamard_reference(..., inverse=True)` undoes it.
+    """
+    rows = data.shape[0]
+    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1).to(torch.int32)
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=data.device)
+    blocks = codes.shape[1] // BLOCK
+    scale = scale_inv[:rows, :blocks].view(torch.float8_e4m3fn).to(torch.float32)
+    value = (table[codes].reshape(rows, blocks, BLOCK) * scale[:, :, None]).flatten(1)[:, :columns]
+    if amax is not None:
+        value = value * (amax / torch.full_like(amax, TENSOR_MAX))
+    return value.to(dtype).contiguous()
+
+
+def gemm_nvfp4_reference(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_amax: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_amax: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`gemm_nvfp4` in plain PyTorch on any device: products and sums in fp32."""
+    check_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+    width = 2 * a.shape[1]
+    product = dequantize_nvfp4_reference(a, a_scale_inv, None, width, torch.float32)
+    product = product @ dequantize_nvfp4_reference(b, b_scale_inv, None, width, torch.float32).t()
+    value = product * gemm_alpha(a_amax, b_amax)
+    if bias is not None:
+        value = value + bias.to(torch.float32)
+    return value.to(out_dtype)
+
+
+def gemm_alpha(a_amax: torch.Tensor, b_amax: torch.Tensor) -> torch.Tensor:
+    """amaxA * amaxB / 2688^2, fp32 [1], in an order that overflows only with the result."""
+    full = torch.full_like(a_amax, TENSOR_MAX)
+    return (a_amax / full) * (b_amax / full)
+
+
+def check_operands(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
+    if out_dtype not in _OUT:
+        raise ValueError(f"te gemm_nvfp4: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if any(tensor.dtype != torch.uint8 or tensor.dim() != 2 for tensor in (a, a_scale_inv, b, b_scale_inv)):
+        raise ValueError("te gemm_nvfp4: data and scales are uint8 matrices, as quantize_nvfp4 returns them")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"te gemm_nvfp4: expected a [M, K/2] and b [N, K/2], got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
+        raise ValueError(f"te gemm_nvfp4: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def quantize_nvfp4(
+    x: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool,
+    hadamard: bool,
+    stochastic_rounding: bool,
+    random: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
+
+    x with 4-byte elements takes a launch for each usage. Kernels are compiled for each last dimension; the first may be symbolic.
+    tile: rows and columns divisors or multiples of 128, for 2-byte elements, which are then not quantized in strips.
+    """
+    check_options(two_d, hadamard, stochastic_rounding, random)
+    x = x.contiguous()
+    rows, columns = rows_and_columns(x)
+    row, column = empty_buffers(rows, columns, x.device), empty_buffers(columns, rows, x.device)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
+    columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
+    packed = packs(x)
+    block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
+    sizes = isinstance(rows, int) and isinstance(columns, int)
+    whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
+    in_strips = (
+        packed and tile is None and whole and columnwise and rows * columns > 0 and rows % (STRIP * block_m) == 0
+    )
+    if in_strips:
+        programs = rows * columns // (STRIP * block_m * block_k)
+    else:
+        resident = PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4
+        programs = program_count(rows, columns, block_m, block_k, x.device)
+        programs = min(programs, resident * multiprocessor_count(x.device))
+    # Known when compiling: addresses of a tile's rows are then offsets in the instructions, not registers.
+    width = int(columns)
+    constants = {"K": width, "PACKED": packed, "WHOLE": whole}
+    wider = max(x.element_size() // 2, 1)
+    if columnwise and hadamard:
+        amax_m, amax_k, amax_warps = WORDS_TILE if packed else TILE
+        launch(
+            hadamard_amax_kernel,
+            (PARTIALS,),
+            x=x,
+            partials=partials,
+            columnwise_partials=columnwise_partials,
+            M=rows,
+            ROWWISE=rowwise,
+            BLOCK_M=amax_m,
+            BLOCK_K=amax_k,
+            num_warps=amax_warps * wider,
+            **constants,
+        )
+    elif packed:
+        launch(
+            words_amax_kernel,
+            (PARTIALS,),
+            x=x,
+            partials=partials,
+            WORDS=rows * columns // 2,
+            BLOCK=WORDS_AMAX[0],
+            num_warps=WORDS_AMAX[1],
+        )
+    else:
+        amax_m, amax_k, amax_warps = amax_tile(columns)
+        launch(
+            quantize_amax_kernel,
+            (PARTIALS,),
+            x=x,
+            partials=partials,
+            M=rows,
+            K=columns,
+            BLOCK_M=amax_m,
+            BLOCK_K=amax_k,
+            num_warps=amax_warps,
+        )
+    for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+        launch(
+            quantize_nvfp4_kernel,
+            (programs,),
+            x=x,
+            partials=partials,
+            columnwise_partials=columnwise_partials,
+            random=random if stochastic_rounding else x,
+            data=row[0] if rowwise else x,
+            scale_inv=row[1] if rowwise else x,
+            amax=row[2] if rowwise else x,
+            columnwise_data=column[0] if columnwise else x,
+            columnwise_scale_inv=column[1] if columnwise else x,
+            columnwise_amax=column[2] if columnwise else x,
+            M=rows,
+            column_words=round_up(rows, BLOCK) // 8,
+            ROWWISE=by_rows,
+            COLUMNWISE=by_columns,
+            TWO_D=two_d,
+            HADAMARD=hadamard,
+            STOCHASTIC=stochastic_rounding,
+            PARTIALS=PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps * wider,
+            STRIPS=in_strips,
+            **constants,
+        )
+    return (row if rowwise else []) + (column if columnwise else [])
+
+
+def empty_buffers(rows: Size, columns: Size, device: torch.device) -> list[torch.Tensor]:
+    """[data, scale_inv, amax] of one usage, unwritten."""
+    blocks = round_up(columns, BLOCK) // BLOCK
+    return [
+        torch.empty(rows, blocks * 8, dtype=torch.uint8, device=device),
+        torch.empty(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8, device=device),
+        torch.empty(1, dtype=torch.float32, device=device),
+    ]
+
+
+def dequantize_nvfp4(
+    data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor | None, columns: Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantize_nvfp4_reference` on a CUDA device, bit for bit."""
+    rows, row_bytes = data.shape
+    y = torch.empty(rows, columns, dtype=dtype, device=data.device)
+    launch(
+        dequantize_nvfp4_kernel,
+        (triton.cdiv(rows, 16) * triton.cdiv(row_bytes, 128),),
+        data=data,
+        scale_inv=scale_inv,
+        amax=scale_inv if amax is None else amax,
+        y=y,
+        R=rows,
+        columns=columns,
+        row_bytes=row_bytes,
+        HAS_AMAX=amax is not None,
+        BLOCK_R=16,
+        BLOCK_B=128,
+        num_warps=4,
+    )
+    return y
+
+
+def gemm_nvfp4(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_amax: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_amax: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """C[M, N] = round(sum_k (A * scale_a)[M, k] (B * scale_b)[N, k] * (amaxA * amaxB / 2688^2) + bias), on a CUDA device.
+
+    a [M, K/2] and b [N, K/2] with their scales and amaxes as `quantize_nvfp4` returns one usage; bias [N] of any
+    floating dtype, or None. Emulated: operands times their block scales are exact in bfloat16, whose product is summed
+    in fp32; alpha, bias and the one rounding follow. Raises ValueError for other operands.
+    """
+    check_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+    width = 2 * a.shape[1]
+    left = dequantize_nvfp4(a, a_scale_inv, None, width, torch.bfloat16)
+    right = dequantize_nvfp4(b, b_scale_inv, None, width, torch.bfloat16)
+    product = torch.mm(left, right.t(), out_dtype=torch.float32)
+    rows, columns = product.shape
+    c = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
+    launch(
+        nvfp4_epilogue_kernel,
+        (triton.cdiv(rows, 16) * triton.cdiv(columns, 256),),
+        product=product,
+        a_amax=a_amax,
+        b_amax=b_amax,
+        bias=a_amax if bias is None else bias,
+        c=c,
+        M=rows,
+        N=columns,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=16,
+        BLOCK_N=256,
+        num_warps=4,
+    )
+    return c

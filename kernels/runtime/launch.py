@@ -1,0 +1,102 @@
+"""Launching a Triton kernel in the one way that works eagerly and inside a graph that Inductor compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
+
+from te_dynamo.kernels.runtime._triton import triton
+
+__all__ = ["compiling_only", "is_hopper", "is_recording", "launch", "multiprocessor_count", "size_hint"]
+
+_H200_MULTIPROCESSORS = 132
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[Any, ...] | Callable[[dict[str, Any]], tuple[Any, ...]],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """kernel[grid](*args, **kwargs), run now or, under `make_fx`, recorded for Inductor's code to launch.
+
+    Give every argument of the kernel explicitly (torch takes every tensor for mutated when one is left to its
+    default), name none of them `out` (the pattern matcher refuses it), and make tensor descriptors inside the
+    kernel. `num_warps` and `num_stages` may stand among the keyword arguments. EARLY=True, of a kernel that has it: launched
+    before its predecessor ends (kernels/runtime/dependent_launch.py).
+    """
+    recorded = is_recording()
+    if kwargs.get("EARLY") and not recorded:
+        kwargs["launch_pdl"] = True
+    if _compiling_only.get():
+        kernel.warmup(*(_untouched(x) for x in args), grid=grid, **{name: _untouched(x) for name, x in kwargs.items()})
+        return
+    triton.set_allocator(_scratch)
+    # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
+    (torch.library.wrap_triton(kernel) if recorded else kernel)[grid](*args, **kwargs)
+
+
+_compiling_only: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_compiling_only", default=False)
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, `launch` compiles for the current device and launches nothing; tensors need no memory, and count as aligned."""
+    token = _compiling_only.set(True)
+    try:
+        yield
+    finally:
+        _compiling_only.reset(token)
+
+
+def _untouched(argument: Any) -> Any:
+    """What stands for an argument where nothing is launched: for a tensor, something of its dtype."""
+    from triton import MockTensor
+
+    return MockTensor(argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded, for Inductor's code, which launches kernels of the Triton language only.
+
+    By torch's own modes (fake tensors, proxies). Others watch what runs, as AOTAutograd does the first call of every graph.
+    """
+    return _get_current_dispatch_mode() is not None and any(
+        mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Global memory for the descriptors that a kernel makes; torch's allocations are aligned to 512 bytes."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
+    """The number a size has while compiling, without a guard; `fallback` for one known only at run time."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint if size.node.has_hint() else fallback
+        return int(hint)
+    return size
+
+
+@functools.cache
+def multiprocessor_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; an H200's where no GPU can be asked, so that graphs build anywhere."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _H200_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has Hopper's tensor cores (wgmma, which its successors lack); True where no GPU can be asked."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device)[0] == 9
