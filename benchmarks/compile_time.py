@@ -92,7 +92,11 @@ def kernels_everywhere() -> Iterator[None]:
     from te_dynamo.kernels.runtime.availability import Availability
 
     with contextlib.ExitStack() as stack:
-        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.runtime.availability"):
+        for module in (
+            "te_dynamo.lowering.lower",
+            "te_dynamo.dialect.define",
+            "te_dynamo.kernels.runtime.availability",
+        ):
             stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
         yield
 

@@ -4,7 +4,7 @@
     python benchmarks/few_rows.py --quick                                 # one case, two numbers of rows, forward alone
     python benchmarks/few_rows.py --cases swiglu --rows 512,1024 --recipes mxfp8-128 --jobs 8
 
-Below some number of rows the GEMMs of FP8 do not repay the quantization, and `passes/match/cost.py` leaves a linear in bf16. Each recipe
+Below some number of rows the GEMMs of FP8 do not repay the quantization, and `passes/torch_ir/match/cost.py` leaves a linear in bf16. Each recipe
 is measured twice: by itself (`te`), which should never be slower than bf16, and with a rule that has all linears in FP8 (`all`), which
 says whether it left the right ones. bf16 and all recipes of a case and number of rows are replayed as CUDA graphs in turn, round after
 round, the L2 cold. `--jobs` processes compile side by side; one at a time measures. Writes few_rows-<device>.md and .json.
@@ -127,7 +127,7 @@ def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) ->
             if error > LARGEST_ERROR:
                 raise ArithmeticError(f"{case}, {mode}, {rows} rows, {options}: output error {error:.3f} against bf16")
         with torch.set_grad_enabled(backward):
-            coverage.append(te_dynamo.explain(base, x, options={"recipe": RECIPES[name]}).coverage)
+            coverage.append(te_dynamo.inspect.explain(base, x, options={"recipe": RECIPES[name]}).coverage)
     with _turn:
         samples = [[statistics.median(time_step(way.graph.replay, "cuda")) for way in ways] for _ in range(rounds)]
     bf16, *medians = [statistics.median(times) * 1e3 for times in zip(*samples, strict=True)]

@@ -1,4 +1,4 @@
-"""The times in `passes/match/cost.py`, fitted to a run of few_rows.py.
+"""The times in `passes/torch_ir/match/cost.py`, fitted to a run of few_rows.py.
 
     python benchmarks/fit_cost.py benchmarks/results/few_rows-nvidia-h200.json
 

@@ -27,8 +27,9 @@ from te_dynamo.kernels.quantize.bias_grad import quantize_bias_grad
 from te_dynamo.kernels.quantize.current import Tile, quantize
 from te_dynamo.kernels.quantize.float8_block import BlockTile, quantize_block
 from te_dynamo.kernels.quantize.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
-from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4, random_key
+from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
 from te_dynamo.kernels.quantize.transpose import transpose
+from te_dynamo.quantized.quantize import random_key
 
 SHAPES = ((8192, 4096), (8192, 14336), (14336, 4096))
 BOTH = (torch.float8_e4m3fn, True, True, False, 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 PAGE = pathlib.Path(__file__).parent / "fusions.md"
 
-PACKAGES = ("te_dynamo.passes.fusions", "te_dynamo.operations.fused")
+PACKAGES = ("te_dynamo.passes.dialect.fusions", "te_dynamo.operations.fused")
 """Where fusions are shipped: packages with a SHIPPED, the fusions by their kind."""
 
 Fusion = Callable[..., Any]
@@ -28,7 +28,7 @@ INTRO = """\
 # Fusions
 
 Written by `python docs/make_fusions.py` from the fusion files' docstrings; do not edit. What a fusion is and how to add
-one: `docs/writing-a-fusion.md`. Those of `passes/fusions` rewrite the compiler's graphs, those of `operations/fused` the list of
+one: `docs/writing-a-fusion.md`. Those of `passes/dialect/fusions` rewrite the compiler's graphs, those of `operations/fused` the list of
 operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off, `{"fusions": ["-fuse_gemm_bias"]}` one of the graph's.
 """
 

@@ -15,16 +15,16 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Node
 
+from te_dynamo.dialect import is_te
+from te_dynamo.dialect.gemm import gemm_add
+from te_dynamo.dialect.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
 from te_dynamo.kernels.activation.swiglu_in_place import (
     COLUMNS_MULTIPLE,
     MOST_COLUMNS,
     swiglu_backward_quantize_in_place,
 )
 from te_dynamo.kernels.gemm.add import adds_in_launch, gemm_add_in_place, is_aligned
-from te_dynamo.ops import is_te
-from te_dynamo.ops.gemm import gemm_add
-from te_dynamo.ops.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["launches_in_place", "sum_fits_addend"]
 

@@ -15,14 +15,14 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
+from te_dynamo.dialect import KERNELS, is_te
+from te_dynamo.dialect.define import REFERENCE_ONLY
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.runtime.availability import kernels_available
-from te_dynamo.lowering.extern_gemm import is_extern
-from te_dynamo.lowering.fake_values import trust_lowered_values, values_are_right
-from te_dynamo.lowering.mutation import analyse_once
+from te_dynamo.lowering.extern.gemm import is_extern
+from te_dynamo.lowering.inductor.fake_values import trust_lowered_values, values_are_right
+from te_dynamo.lowering.inductor.mutation import analyse_once
 from te_dynamo.lowering.trace import Traces, where
-from te_dynamo.ops import KERNELS, is_te
-from te_dynamo.ops.define import REFERENCE_ONLY
 
 __all__ = ["lower"]
 

@@ -2,7 +2,7 @@
 
 The blocks of a model repeat the same few operations on tensors of the same shapes. Tracing one costs 10 ms, a copy of the
 trace less than one. No kernel is compiled for it: launches stay what writes their buffers, and where they are made functional the kernel
-says what it writes (lowering/mutation.py).
+says what it writes (lowering/inductor/mutation.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten
 
+from te_dynamo.dialect import KERNELS
+from te_dynamo.dialect.fakes import fake_mode_of
+from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.quantize import quantize, quantize_with_amax
+from te_dynamo.dialect.quantize_bias_grad import quantize_bias_grad
+from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
 from te_dynamo.lowering.in_place import launches_in_place
-from te_dynamo.ops import KERNELS
-from te_dynamo.ops.fakes import fake_mode_of
-from te_dynamo.ops.gemm import bias_grad
-from te_dynamo.ops.quantize import quantize, quantize_with_amax
-from te_dynamo.ops.quantize_bias_grad import quantize_bias_grad
-from te_dynamo.ops.stacked import quantize_stacked, quantize_stacked_with_amaxes
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Quantizer
 
 __all__ = ["Traces", "where"]
 

@@ -1,18 +1,16 @@
 """te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`."""
 
 from te_dynamo import nn, ops, recipe, testing
-from te_dynamo.capture import capture
-from te_dynamo.explain import explain
-from te_dynamo.freeze import freeze, invalidate, unfreeze
 from te_dynamo.fusion_registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
     unregister_fusion,
 )
+from te_dynamo.inspect.capture import capture
+from te_dynamo.inspect.explain import explain
 from te_dynamo.operations import BasicOperation, FusedOperation, FusibleOperation, OperationFuser, Sequential
-from te_dynamo.quantized_tensor import QuantizedTensor
-from te_dynamo.quantizers import (
+from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
@@ -20,15 +18,17 @@ from te_dynamo.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from te_dynamo.storage import QuantizedTensorStorage
-from te_dynamo.storages import (
+from te_dynamo.quantized.storage import QuantizedTensorStorage
+from te_dynamo.quantized.storages import (
     Float8BlockTensorStorage,
     Float8GroupedTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
     NVFP4TensorStorage,
 )
-from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
+from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
+from te_dynamo.weights.freeze import freeze, invalidate, unfreeze
 
 __all__ = [
     "Sequential",

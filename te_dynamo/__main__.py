@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor() -> int:
-    from te_dynamo.doctor import diagnose
+    from te_dynamo.inspect.doctor import diagnose
 
     diagnosis = diagnose()
     diagnosis.render(Console())
@@ -49,7 +49,7 @@ def _doctor() -> int:
 
 
 def _explain(make: Any, parsed: argparse.Namespace) -> int:
-    from te_dynamo.explain import explain
+    from te_dynamo.inspect.explain import explain
 
     model, args = make()
     given = {"recipe": parsed.recipe, "codegen": parsed.codegen}

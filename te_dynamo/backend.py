@@ -22,41 +22,41 @@ import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule
 
-from te_dynamo.advice import advise, require_coverage
 from te_dynamo.cache_key import cache_key
-from te_dynamo.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.freeze import watch
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.garbage import without_full_collections
+from te_dynamo.inspect.advice import advise, require_coverage
+from te_dynamo.inspect.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
-from te_dynamo.lowering import extern_gemm
-from te_dynamo.lowering.compile_ahead import compiles_ahead
-from te_dynamo.lowering.cpp_scratch import allocate_for_all_programs
-from te_dynamo.lowering.early_compile import compile_when_defined
-from te_dynamo.lowering.early_launch import launch_early_kernels_early
+from te_dynamo.lowering.extern import gemm as extern_gemm
+from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
+from te_dynamo.lowering.inductor.cpp_scratch import allocate_for_all_programs
+from te_dynamo.lowering.inductor.early_compile import compile_when_defined
+from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
+from te_dynamo.lowering.inductor.output_names import list_outputs_once
+from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
+from te_dynamo.lowering.inductor.static_launch import STATIC_LAUNCH, tell_workers
 from te_dynamo.lowering.lower import lower
-from te_dynamo.lowering.output_names import list_outputs_once
-from te_dynamo.lowering.ptxas import use_torchs_ptxas
-from te_dynamo.lowering.static_launch import STATIC_LAUNCH, tell_workers
-from te_dynamo.ops.define import is_te
 from te_dynamo.options import Options
-from te_dynamo.passes.async_inputs import WaitsForInputs, plain_examples
-from te_dynamo.passes.cse import merge_common_subexpressions
-from te_dynamo.passes.fuser import check_choice, fuse
-from te_dynamo.passes.halves import put_halves_side_by_side
-from te_dynamo.passes.late_columns import make_columns_late
-from te_dynamo.passes.match import match
-from te_dynamo.passes.match.cost import LEFT_FOR_COST
-from te_dynamo.passes.match.root import compiled_model
-from te_dynamo.passes.match.where import source_line
-from te_dynamo.passes.operations import fuse_operations
-from te_dynamo.passes.recompute import save_products_only
-from te_dynamo.passes.usage import drop_unread_usages
-from te_dynamo.passes.views import read_through_views
-from te_dynamo.passes.workspaces import use_workspaces
-from te_dynamo.report import Report
-from te_dynamo.weight_cache import WeightSupply
+from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
+from te_dynamo.passes.dialect.cse import merge_common_subexpressions
+from te_dynamo.passes.dialect.fuser import check_choice, fuse
+from te_dynamo.passes.dialect.low_memory import make_columns_late
+from te_dynamo.passes.dialect.recompute import save_products_only
+from te_dynamo.passes.dialect.usage import drop_unread_usages
+from te_dynamo.passes.dialect.views import read_through_views
+from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
+from te_dynamo.passes.torch_ir.match import match
+from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
+from te_dynamo.passes.torch_ir.match.root import compiled_model
+from te_dynamo.passes.torch_ir.match.where import source_line
+from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
+from te_dynamo.passes.torch_ir.workspaces import use_workspaces
+from te_dynamo.weights.cache import WeightSupply
+from te_dynamo.weights.freeze import watch
 
 __all__ = ["te"]
 
@@ -163,7 +163,7 @@ def _is_whole(gm: GraphModule) -> bool:
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:
-    """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
+    """te_dynamo.weights.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
     code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
     if code:
         watch(code[0], [value for value in example_inputs if isinstance(value, torch.nn.Parameter)])
@@ -322,6 +322,6 @@ def _warn_if_left_for_cost(gm: GraphModule) -> None:
         _warned.add(LEFT_FOR_COST)
         warnings.warn(
             f"te_dynamo: {len(left)} linears stay in the model's precision, which is faster for them: {left[0]}. "
-            "te_dynamo.explain lists all",
+            "te_dynamo.inspect.explain lists all",
             stacklevel=2,
         )

@@ -11,10 +11,12 @@ import functools
 import hashlib
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from te_dynamo.options import Options
+if TYPE_CHECKING:
+    from te_dynamo.options import Options
 
 __all__ = ["cache_key", "sources_digest"]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from te_dynamo.report import MatchRecord
+if TYPE_CHECKING:
+    from te_dynamo.inspect.report import MatchRecord
 
 __all__ = ["CoverageError", "InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
 

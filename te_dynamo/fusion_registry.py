@@ -1,6 +1,6 @@
 """Users' fusions: one registry for those of graphs and those of operations.
 
-    fuse(graph) -> int                     rewrites an FX graph of the dialect, inside the compiler (passes/fuser.py)
+    fuse(graph) -> int                     rewrites an FX graph of the dialect, inside the compiler (passes/dialect/fuser.py)
     fuse(ops, *, recipe) -> list           rewrites a list of operations (te_dynamo/operations/fuser.py)
 
 The name of a fusion's first parameter says which it is: `graph` or `ops`. Anything else is a TypeError.

@@ -13,7 +13,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from te_dynamo.errors import InvalidOptionError, QuantizationError
-from te_dynamo.quantizers import (
+from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     MXFP8Quantizer,

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from te_dynamo.ops import is_te
+from te_dynamo.dialect import is_te
 
 __all__ = ["peak_bytes", "timeline"]
 

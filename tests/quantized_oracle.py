@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 
 __all__ = ["quantized_linear", "quantized_linears", "rounded"]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_dynamo import capture
-from te_dynamo.capture import Captured
+from te_dynamo.inspect import capture
+from te_dynamo.inspect.capture import Captured
 from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.testing import capture_on_fake_cuda
 
@@ -179,7 +179,11 @@ def snapshot(model: type[nn.Module], shape: Sequence[int], device: str, **option
 def kernels_everywhere() -> Iterator[None]:
     """Inside, the package takes every device for one with kernels: what lowering writes for a GPU shows without one."""
     with contextlib.ExitStack() as stack:
-        for module in ("te_dynamo.lowering.lower", "te_dynamo.ops.define", "te_dynamo.kernels.runtime.availability"):
+        for module in (
+            "te_dynamo.lowering.lower",
+            "te_dynamo.dialect.define",
+            "te_dynamo.kernels.runtime.availability",
+        ):
             stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
         yield
 

@@ -1,4 +1,4 @@
-"""Inputs whose collective has not been waited for (passes/async_inputs.py): what is computed of them is what is computed of plain ones.
+"""Inputs whose collective has not been waited for (passes/torch_ir/async_inputs.py): what is computed of them is what is computed of plain ones.
 
 One process, whose collectives give garbage until they are waited for; tests/test_distributed.py has real ones.
 """
@@ -17,7 +17,7 @@ from training import EAGER
 
 import te_dynamo
 from te_dynamo.errors import TeError
-from te_dynamo.passes import async_inputs
+from te_dynamo.passes.torch_ir import async_inputs
 
 if not torch.distributed.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
@@ -123,7 +123,7 @@ def test_one_graph_after_another(options: dict[str, Any]) -> None:
 
 
 def test_sizes_that_change_need_two_graphs() -> None:
-    with te_dynamo.capture() as graphs:
+    with te_dynamo.inspect.capture() as graphs:
         call = compiled(SwiGLU(), EAGER)
         for tokens in (16, 24, 32, 40):
             trained(call, pending, tokens)
@@ -199,7 +199,7 @@ class Flat(nn.Module):
 
 def test_views_are_plain_too() -> None:
     """The linear that reads one runs in the recipe; one that is returned has its gradient."""
-    with te_dynamo.capture() as graphs:
+    with te_dynamo.inspect.capture() as graphs:
         call = compiled(Flat(), EAGER)
         late = [trained(lambda x, part=part: call(x)[part], pending) for part in (0, 1)]
     assert [(r.module, r.reason) for report in graphs.reports for r in report.matches] == [("linear", "")]

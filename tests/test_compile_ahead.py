@@ -1,4 +1,4 @@
-"""lowering/compile_ahead.py: what Inductor's code calls is compiled before it runs."""
+"""lowering/inductor/compile_ahead.py: what Inductor's code calls is compiled before it runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from te_dynamo.kernels.runtime.launch import compiling_only, is_recording, launch
-from te_dynamo.lowering.compile_ahead import compile_ahead, compiles_ahead
-from te_dynamo.lowering.extern_gemm import _EXTERNS, _compile_kernel_of
+from te_dynamo.lowering.extern.gemm import _EXTERNS, _compile_kernel_of
+from te_dynamo.lowering.inductor.compile_ahead import compile_ahead, compiles_ahead
 from te_dynamo.testing import fake_cuda
 
 

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import te_dynamo
 from te_dynamo._compat import torch_version
 from te_dynamo.fusion_registry import fusion_key
-from te_dynamo.lowering.ptxas import use_torchs_ptxas
+from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.testing import capture_on_fake_cuda
 
@@ -66,7 +66,7 @@ PROGRAM = textwrap.dedent(
     frozen = options.pop("frozen", False)
     mlp = MLP().to(device, torch.bfloat16)
     if frozen:
-        te_dynamo.freeze(mlp, drop_weights=True).requires_grad_(False)
+        te_dynamo.weights.freeze(mlp, drop_weights=True).requires_grad_(False)
     model, x = torch.compile(mlp, backend="te", options=options), torch.randn(1024, 32, device=device, dtype=torch.bfloat16)
     losses = []
     for _ in range(2):

@@ -1,8 +1,8 @@
-"""lowering/cpp_scratch.py: in C++ code every program of a launch has scratch memory of its own."""
+"""lowering/inductor/cpp_scratch.py: in C++ code every program of a launch has scratch memory of its own."""
 
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 
-from te_dynamo.lowering.cpp_scratch import _definition, _multiplied, allocate_for_all_programs
+from te_dynamo.lowering.inductor.cpp_scratch import _definition, _multiplied, allocate_for_all_programs
 
 
 def test_torch_allocates_for_the_whole_grid() -> None:

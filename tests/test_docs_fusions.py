@@ -13,7 +13,7 @@ import pytest
 
 from te_dynamo.fusion_registry import Fusion
 from te_dynamo.operations import fused
-from te_dynamo.passes import fusions
+from te_dynamo.passes.dialect import fusions
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 SHIPPED = [(kind, f) for home in (fusions, fused) for kind, shipped in home.SHIPPED.items() for f in shipped]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import te_dynamo.__main__ as command_line
-from te_dynamo import doctor, recipe
+from te_dynamo import recipe
+from te_dynamo.inspect import doctor
 from te_dynamo.lowering import device
 
 H200 = device.DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, 50 * 2**20, 141 * 2**30, "13.0", 0)

@@ -1,4 +1,4 @@
-"""lowering/early_compile.py: our kernels are handed to Inductor's workers when they are defined."""
+"""lowering/inductor/early_compile.py: our kernels are handed to Inductor's workers when they are defined."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import IndentedBuffer, fresh_cache
 from torch.nn import functional as F
 
-from te_dynamo.lowering import early_compile
-from te_dynamo.lowering.early_compile import compile_when_defined
-from te_dynamo.lowering.early_launch import launch_early_kernels_early
+from te_dynamo.lowering.inductor import early_compile
+from te_dynamo.lowering.inductor.early_compile import compile_when_defined
+from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
 
 SOURCE = """
 import triton

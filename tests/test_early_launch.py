@@ -18,7 +18,7 @@ from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
-from te_dynamo.lowering.early_launch import launch_early_kernels_early
+from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
 
 F8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
 QUANTIZED = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
@@ -108,7 +108,7 @@ def _frozen_chain(layers: int) -> nn.Sequential:
     torch.manual_seed(0)
     pairs = (nn.Sequential(nn.Linear(2048, 8192, bias=False), nn.Linear(8192, 2048)) for _ in range(layers))
     chain = nn.Sequential(*pairs).to("cuda", torch.bfloat16).eval().requires_grad_(False)
-    return te_dynamo.freeze(chain)
+    return te_dynamo.weights.freeze(chain)
 
 
 @pytest.mark.gpu

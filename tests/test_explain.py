@@ -11,7 +11,7 @@ from fake_backend import recording_backend
 from torch import nn
 
 import te_dynamo.__main__ as command_line
-from te_dynamo.explain import Explanation, explain
+from te_dynamo.inspect.explain import Explanation, explain
 
 
 class Net(nn.Module):
@@ -34,7 +34,9 @@ def breaking(x):
 @pytest.fixture(autouse=True)
 def backend(monkeypatch):
     torch._dynamo.reset()
-    module = importlib.import_module("te_dynamo.explain")  # the package's attribute of that name is the function
+    module = importlib.import_module(
+        "te_dynamo.inspect.explain"
+    )  # the package's attribute of that name is the function
     monkeypatch.setattr(module, "_te_backend", lambda: recording_backend)
 
 

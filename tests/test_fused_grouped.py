@@ -13,6 +13,7 @@ from quantizer_cases import same_bits
 from snapshot_models import kernels_everywhere, launches
 
 from te_dynamo import Sequential
+from te_dynamo.dialect import is_te
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU, GroupedLinear, Identity, ScaledSReLU, ScaledSwiGLU, SwiGLU
 from te_dynamo.operations.fused import GroupedMLP, quantized
@@ -20,7 +21,6 @@ from te_dynamo.operations.fuser import OperationFuser, grouped
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.program import Program
 from te_dynamo.operations.run import Call
-from te_dynamo.ops import is_te
 from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from te_dynamo.testing import fake_cuda, graph_text
 

@@ -21,8 +21,8 @@ from te_dynamo import (
 )
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import fusion_key
-from te_dynamo.passes import fuser
-from te_dynamo.passes.fuser import fuse
+from te_dynamo.passes.dialect import fuser
+from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.recipe import Float8CurrentScaling
 
 REGISTER = [register_forward_backward_fusion, register_forward_fusion, register_backward_fusion]
@@ -178,7 +178,7 @@ def test_a_users_fusion_shows_in_explain() -> None:
     model = GeluMLP().bfloat16()
     with register_forward_fusion(slow_accumulation):
         options = {"codegen": "eager", "recipe": FAST_FORWARD}
-        explained = te_dynamo.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options=options)
+        explained = te_dynamo.inspect.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options=options)
     rows = {(row["phase"], row["fusion"]): row["count"] for row in explained.to_dict()["fusions"]}
     assert rows["forward", "slow_accumulation"] == 2
     assert rows["forward", "fuse_gemm_bias"] == 2

@@ -1,4 +1,4 @@
-"""What runs beside the fusions: equal nodes become one (passes/cse.py), unread copies are not made (passes/usage.py)."""
+"""What runs beside the fusions: equal nodes become one (passes/dialect/cse.py), unread copies are not made (passes/dialect/usage.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from te_dynamo.passes.cse import merge_common_subexpressions
-from te_dynamo.passes.usage import drop_unread_usages
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, NVFP4Quantizer
+from te_dynamo.passes.dialect.cse import merge_common_subexpressions
+from te_dynamo.passes.dialect.usage import drop_unread_usages
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, NVFP4Quantizer
 from te_dynamo.testing import fake_cuda, graph_text
 
 te, aten = torch.ops.te, torch.ops.aten

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from snapshot_models import GeluMLP, capture_training
 
-from te_dynamo.graph_names import name_inputs
-from te_dynamo.graph_text import NAME
+from te_dynamo.inspect.graph_names import name_inputs
+from te_dynamo.inspect.graph_text import NAME
 from te_dynamo.testing import capture_on_fake_cuda, graph_text
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import graph_text
 
 OUTSIDE = torch.library.Library("te_test", "DEF")

@@ -22,8 +22,7 @@ from te_dynamo import (
     TensorProto,
     to_tensor_proto,
 )
-from te_dynamo.errors import QuantizationError, TeError
-from te_dynamo.ops.grouped_linear import (
+from te_dynamo.dialect.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearConfig,
     GroupedLinearFwdArgs,
@@ -31,8 +30,9 @@ from te_dynamo.ops.grouped_linear import (
     grouped_linear_forward,
     grouped_linear_forward_fake,
 )
+from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.recipe import Float8CurrentScaling
-from te_dynamo.tensor_proto import check_layout
 
 G, N, K = 3, 32, 48
 BOTH = [(True, True), (True, False), (False, True), (False, False)]

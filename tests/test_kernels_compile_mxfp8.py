@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8
 from te_dynamo.kernels.gemm.mxfp8_sm100 import CONSTANTS, OPTIONS, gemm_mxfp8_kernel
 from te_dynamo.kernels.quantize import mxfp8
 from te_dynamo.kernels.tiles.fp8 import cast_launches
@@ -165,7 +166,7 @@ def quantize_both(x: torch.Tensor, scale_block: int) -> list[torch.Tensor]:
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
     a, b = (mxfp8.quantize_mxfp8(t, torch.float8_e4m3fn, True, False, 32) for t in (x, w))
-    return [mxfp8.gemm_mxfp8(*a, *b, bias, torch.bfloat16, False, False)]
+    return [gemm_mxfp8(*a, *b, bias, torch.bfloat16, False, False)]
 
 
 WRITES = {"quantize": ["columnwise_data", "columnwise_scale_inv", "data", "scale_inv"], "row": ["data", "scale_inv"]}

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4
 from te_dynamo.kernels.quantize import nvfp4, nvfp4_kernels, shared_tile
 from te_dynamo.kernels.quantize.current import PARTIALS
 
@@ -279,7 +280,7 @@ def test_launchers_trace_with_exact_mutations_and_no_guards(dynamic: bool) -> No
         random = torch.zeros(2, dtype=torch.int32, device="cuda")
         a = nvfp4.quantize_nvfp4(x, True, False, False, False, False, None)
         b = nvfp4.quantize_nvfp4(weight, True, True, False, True, True, random)
-        return nvfp4.gemm_nvfp4(*a, *b[:3], None, torch.bfloat16)
+        return gemm_nvfp4(*a, *b[:3], None, torch.bfloat16)
 
     graph, environment = traced(linear, (8, 128), (8, 128), dynamic=dynamic)
     launches = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]

@@ -23,7 +23,7 @@ from te_dynamo.kernels.norm import norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize.bias_grad import stripes
 from te_dynamo.kernels.tiles import fp8
-from te_dynamo.lowering.mutation import analyse_once
+from te_dynamo.lowering.inductor.mutation import analyse_once
 
 TARGET = GPUTarget("cuda", 90, 32)
 E4M3 = torch.float8_e4m3fn

@@ -32,7 +32,7 @@ from te_dynamo.kernels.gemm.swiglu import (
 )
 from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.kernels.runtime.compiled_code import compile_for
-from te_dynamo.lowering import extern_gemm
+from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, FP8_DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from test_kernels_quantize import FORMATS, values_of
 
+from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8, gemm_mxfp8_reference
 from te_dynamo.kernels.quantize.mxfp8 import (
     SCALE_BLOCKS,
     dequantize_mxfp8,
     dequantize_mxfp8_reference,
-    gemm_mxfp8,
-    gemm_mxfp8_reference,
     quantize_mxfp8,
     quantize_mxfp8_reference,
     row_tile,

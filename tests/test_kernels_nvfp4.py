@@ -12,18 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
+from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4, gemm_nvfp4_reference
 from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
 from te_dynamo.kernels.quantize.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
     dequantize_nvfp4_reference,
-    gemm_nvfp4,
-    gemm_nvfp4_reference,
     hadamard_reference,
     quantize_nvfp4,
     quantize_nvfp4_reference,
-    random_key,
 )
+from te_dynamo.quantized.quantize import random_key
 
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272))
 LARGER_SHAPES = ((1024, 256), (2000, 2000), (17, 4096), (4096, 30), (1, 1), (33, 1), (1, 4096))

@@ -1,4 +1,4 @@
-"""lowering/launchers.py: a compiled kernel has arrived when Triton's launcher of it is there."""
+"""lowering/inductor/launchers.py: a compiled kernel has arrived when Triton's launcher of it is there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from torch._inductor.async_compile import AsyncCompile
 
 from te_dynamo.kernels.runtime._triton import INSTALLED
-from te_dynamo.lowering.launchers import with_launchers
-from te_dynamo.lowering.static_launch import _telling
+from te_dynamo.lowering.inductor.launchers import with_launchers
+from te_dynamo.lowering.inductor.static_launch import _telling
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launchers are Triton's")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_dynamo.dialect.linear import LinearConfig, LinearFwdArgs, linear_forward
 from te_dynamo.errors import TeError
-from te_dynamo.ops.linear import LinearConfig, LinearFwdArgs, linear_forward
 from te_dynamo.recipe import Float8CurrentScaling
 
 CONFIG = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from te_dynamo import TensorProto, to_tensor_proto
-from te_dynamo.errors import QuantizationError
-from te_dynamo.ops.linear import LinearBwdArgs, LinearConfig, LinearFwdArgs, linear_backward, linear_forward
-from te_dynamo.ops.linear_fake import (
+from te_dynamo.dialect.linear import LinearBwdArgs, LinearConfig, LinearFwdArgs, linear_backward, linear_forward
+from te_dynamo.dialect.linear_fake import (
     LinearBwdProtos,
     LinearFwdProtos,
     Parallel,
     linear_backward_fake,
     linear_forward_fake,
 )
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.recipe import by_name, names
-from te_dynamo.tensor_proto import check_layout
 
 K, N = 64, 48
 

@@ -10,11 +10,11 @@ from recipe_cases import RECIPES
 from torch import Tensor
 
 from te_dynamo import TensorProto, to_tensor_proto
-from te_dynamo.ops.linear import LinearConfig, LinearFwdArgs, linear_forward
-from te_dynamo.ops.linear_fake import LinearBwdProtos, LinearFwdProtos, linear_backward_fake, linear_forward_fake
-from te_dynamo.ops.quantize_weight import quantize_weight
+from te_dynamo.dialect.linear import LinearConfig, LinearFwdArgs, linear_forward
+from te_dynamo.dialect.linear_fake import LinearBwdProtos, LinearFwdProtos, linear_backward_fake, linear_forward_fake
+from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.recipe import Float8CurrentScaling
-from te_dynamo.tensor_proto import check_layout
+from te_dynamo.weights.quantize_weight import quantize_weight
 
 N, K = 96, 160  # a block of 128 and the start of another, and less than one
 

@@ -17,16 +17,21 @@ from snapshot_models import MODELS, capture_training, kernels_everywhere, launch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
+from te_dynamo.dialect import KERNELS, is_te
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
+from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU
 from te_dynamo.operations.define import OVERLOADS
 from te_dynamo.operations.run import Call
-from te_dynamo.ops import KERNELS, is_te
-from te_dynamo.ops.grouped_linear import GroupedLinearConfig
-from te_dynamo.ops.linear import LinearConfig
-from te_dynamo.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from te_dynamo.quantized.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.testing import fake_cuda, graph_text
 
@@ -432,7 +437,7 @@ def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypat
     """Blackwell's: the same operations, both forms of scales."""
     for module in ("mxfp8", "gemm_mxfp8_sm100"):
         monkeypatch.setattr(f"te_dynamo.kernels.{module}.applies_block_scales", lambda device: True)
-    monkeypatch.setattr("te_dynamo.ops.gemm_block.applies_block_scales", lambda device: True)
+    monkeypatch.setattr("te_dynamo.dialect.gemm_block.applies_block_scales", lambda device: True)
     target, arguments, _ = CASES[case]
     graph = graph_of(target.default, *arguments())
     lower(graph)

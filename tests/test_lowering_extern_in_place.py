@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.kernels.runtime.availability import Availability
-from te_dynamo.lowering import extern_gemm
+from te_dynamo.lowering.extern import gemm as extern_gemm
 
 te = torch.ops.te
 BF16 = torch.bfloat16

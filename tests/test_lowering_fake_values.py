@@ -16,9 +16,9 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_dynamo.kernels.runtime._triton import INSTALLED
-from te_dynamo.lowering.fake_values import _is_right
+from te_dynamo.lowering.inductor.fake_values import _is_right
 from te_dynamo.lowering.lower import lower
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import fake_cuda
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launches need Triton")

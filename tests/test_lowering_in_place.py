@@ -20,9 +20,9 @@ from test_lowering import (
 )
 from torch import fx
 
-from te_dynamo.lowering.extern_gemm import is_extern
+from te_dynamo.lowering.extern.gemm import is_extern
 from te_dynamo.lowering.lower import lower
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import graph_text
 
 te, aten = torch.ops.te, torch.ops.aten

@@ -16,12 +16,12 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_dynamo._compat import mutation_analysis_name
-from te_dynamo.fake_cuda import capture_on_fake_cuda, fake_cuda
 from te_dynamo.kernels.activation.swiglu_in_place import swiglu_backward_quantize_in_place
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.writes import updated, updates, writes, written
+from te_dynamo.lowering.inductor.mutation import _description, _remembered
 from te_dynamo.lowering.lower import lower
-from te_dynamo.lowering.mutation import _description, _remembered
+from te_dynamo.testing.fake_cuda import capture_on_fake_cuda, fake_cuda
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launches need Triton")
 

@@ -14,7 +14,7 @@ from torch import fx
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering import trace
 from te_dynamo.lowering.lower import lower
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import fake_cuda, graph_text
 
 te, aten = torch.ops.te, torch.ops.aten

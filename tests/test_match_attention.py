@@ -169,7 +169,7 @@ def test_what_stays_one_call_says_why() -> None:
 
 
 def test_a_failed_attempt_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_dynamo.passes.match import attention as pass_
+    from te_dynamo.passes.torch_ir.match import attention as pass_
 
     def reads_a_tensor_of_its_own(*args: Any, **kwargs: Any) -> Any:
         return pass_.F.linear(args[0], torch.ones(E, E)), None
@@ -256,7 +256,7 @@ def test_an_encoder_layer_trains_with_its_norms_and_activation_fused(codegen: st
     torch._dynamo.reset()
     layer = nn.TransformerEncoderLayer(E, HEADS, 64, 0.0, "gelu", batch_first=True, norm_first=True)
     x, results = tokens(), []
-    with te_dynamo.capture() as graphs:
+    with te_dynamo.inspect.capture() as graphs:
         for call in (layer, torch.compile(layer, backend="te", options={"codegen": codegen})):
             y = call(x)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])

@@ -10,8 +10,8 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_dynamo.passes.match.mutation import written_by
-from te_dynamo.passes.match.where import module_path, source_line
+from te_dynamo.passes.torch_ir.match.mutation import written_by
+from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 
 torch.manual_seed(0)
 

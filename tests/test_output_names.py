@@ -1,4 +1,4 @@
-"""lowering/output_names.py: the outputs' names are listed once while a graph's code is written, and anew for the next."""
+"""lowering/inductor/output_names.py: the outputs' names are listed once while a graph's code is written, and anew for the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
 
-from te_dynamo.lowering.output_names import list_outputs_once
+from te_dynamo.lowering.inductor.output_names import list_outputs_once
 
 
 class Graph:

@@ -9,7 +9,7 @@ from test_lowering_trace import BOTH, graph_of, te
 from torch import nn
 
 from te_dynamo.lowering.lower import lower
-from te_dynamo.passes.match import mutation
+from te_dynamo.passes.torch_ir.match import mutation
 from te_dynamo.testing import fake_cuda
 
 

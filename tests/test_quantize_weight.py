@@ -10,11 +10,11 @@ import pytest
 import torch
 from recipe_cases import RECIPES
 
+from te_dynamo.dialect.linear import LinearBwdArgs, LinearConfig, LinearFwdArgs, linear_forward, saved_aliases
 from te_dynamo.errors import QuantizationError, TeError
-from te_dynamo.ops.linear import LinearBwdArgs, LinearConfig, LinearFwdArgs, linear_forward, saved_aliases
-from te_dynamo.ops.quantize_weight import quantize_weight
-from te_dynamo.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer
 from te_dynamo.recipe import Float8CurrentScaling
+from te_dynamo.weights.quantize_weight import quantize_weight
 
 ROWS = Float8CurrentScalingQuantizer(columnwise=False)
 BOTH = Float8CurrentScalingQuantizer()

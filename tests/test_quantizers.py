@@ -21,8 +21,9 @@ from te_dynamo import (
     Quantizer,
     TensorProto,
 )
+from te_dynamo.dialect.quantize import FORMATS
 from te_dynamo.errors import QuantizationError
-from te_dynamo.ops.quantize import FORMATS, quantize_tensor
+from te_dynamo.quantized.quantize import quantize_tensor
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=name)

@@ -10,8 +10,8 @@ from expecttest import assert_expected_inline
 from test_fuser_passes import BOTH, ROWS, Builder, aten, te
 from torch import fx
 
-from te_dynamo.passes.fuser import fuse
-from te_dynamo.quantizers import MXFP8Quantizer
+from te_dynamo.passes.dialect.fuser import fuse
+from te_dynamo.quantized.quantizers import MXFP8Quantizer
 from te_dynamo.testing import fake_cuda, graph_text
 
 X, WEIGHT = (32, 64), (64,)

@@ -9,7 +9,7 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
-from te_dynamo.lowering.static_launch import STATIC_LAUNCH, _telling
+from te_dynamo.lowering.inductor.static_launch import STATIC_LAUNCH, _telling
 
 
 def test_a_worker_is_told_the_option_of_its_asker() -> None:

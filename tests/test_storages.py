@@ -19,7 +19,7 @@ from te_dynamo import (
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.quantize import nvfp4
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
-from te_dynamo.storages.nvfp4 import HADAMARD_SIGNS
+from te_dynamo.quantized.storages.nvfp4 import HADAMARD_SIGNS
 
 SHAPE = (3, 20, 84)
 ROWS, COLUMNS = 60, 84
@@ -68,7 +68,7 @@ def test_a_storage_of_another_format() -> None:
         QuantizationError, match="no quantized storage is named 'Float7'; there is Float8BlockTensorStorage"
     ):
         QuantizedTensorStorage.__tensor_unflatten__(held.named_buffers(), metadata | {"cls": "Float7"})
-    with pytest.raises(TypeError, match=r"te_dynamo.storages.float8 has a Float8TensorStorage"):
+    with pytest.raises(TypeError, match=r"te_dynamo.quantized.storages.float8 has a Float8TensorStorage"):
         type("Float8TensorStorage", (QuantizedTensorStorage,), {})
     assert type(storage(Float8CurrentScalingQuantizer())) is type(held)
 
@@ -147,7 +147,7 @@ def test_mxfp8_is_what_its_gemm_reads() -> None:
 
 def test_mxfp8_scale_codes() -> None:
     """2^(code - 127) for every code: 0 is a denormal, 255 NaN."""
-    from te_dynamo.storages.mxfp8 import _powers_of_two
+    from te_dynamo.quantized.storages.mxfp8 import _powers_of_two
 
     found = _powers_of_two(torch.arange(256).to(torch.uint8))
     assert found[:255].tolist() == [2.0 ** (code - 127) for code in range(255)] and found[255].isnan()
@@ -172,7 +172,7 @@ def test_the_hadamard_signs_are_the_kernels() -> None:
 
 
 def test_e2m1_codes() -> None:
-    from te_dynamo.storages.nvfp4 import _e2m1
+    from te_dynamo.quantized.storages.nvfp4 import _e2m1
 
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     found = _e2m1(torch.arange(16).to(torch.uint8))

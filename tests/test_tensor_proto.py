@@ -23,9 +23,9 @@ from te_dynamo import (
 )
 from te_dynamo._compat import torch_version
 from te_dynamo.errors import QuantizationError
-from te_dynamo.fake_cuda import fake_cuda
-from te_dynamo.ops.quantize import quantize_tensor
-from te_dynamo.tensor_proto import check_layout
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.tensor_proto import check_layout
+from te_dynamo.testing.fake_cuda import fake_cuda
 
 # Around every boundary that a layout rounds up to: 4, 16, 32, 128.
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 48, 100, 127, 128, 129, 160, 256, 260])

@@ -10,7 +10,7 @@ import torch
 from test_freeze import assert_same, fresh, linear, product, te, tokens
 from torch import Tensor, nn
 
-from te_dynamo import unseen_writes
+from te_dynamo.weights import unseen_writes
 
 __all__ = ["fresh"]  # a fixture
 STEP = {"weight_cache": "step"}
@@ -78,7 +78,7 @@ def test_a_step_leaves_what_is_kept_of_weights_without_a_gradient() -> None:
 
 
 def unseen_entries(weight: Tensor) -> list[Any]:
-    from te_dynamo import weight_cache
+    from te_dynamo.weights import cache as weight_cache
 
     return list(weight_cache._entries[weight].values())
 

@@ -5,7 +5,7 @@ With slow accumulation a group multiplies two products of 64 x 128, one below th
 multiplies. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads
 a sixth less from shared memory, which a GPU at its power limit runs faster by. Operands may be stacked (kernels/gemm/stacked.py).
 
-Inductor writes launches of Triton-language kernels only; lowering/extern_gemm.py makes its code call `gemm_specialized_out`.
+Inductor writes launches of Triton-language kernels only; lowering/extern/gemm.py makes its code call `gemm_specialized_out`.
 A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_is_faster` takes this kernel for large products only.
 """
 

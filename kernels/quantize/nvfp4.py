@@ -30,7 +30,7 @@ distance from the lower in steps and v = |x| * enc: v 2^-14 is rounded to fp16, 
 nine bits below each code, and nine random bits are added, 6 being the most that comes of it. (Blackwell's instruction takes 32 bits
 for four elements.)
 
-`random`, int32 [2] (`random_key`), is the key of a hash of each block's number in the data, from which its elements take their
+`random`, int32 [2], is the key of a hash of each block's number in the data, from which its elements take their
 bits (`random_bits`); columns take the key with its words exchanged. Nothing else is read, and the same key gives the
 same bits on every device.
 """
@@ -45,7 +45,6 @@ from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIO
 from te_dynamo.kernels.quantize.nvfp4_kernels import (
     dequantize_nvfp4_kernel,
     hadamard_amax_kernel,
-    nvfp4_epilogue_kernel,
     quantize_nvfp4_kernel,
     words_amax_kernel,
 )
@@ -58,12 +57,9 @@ __all__ = [
     "HADAMARD_SIGNS",
     "dequantize_nvfp4",
     "dequantize_nvfp4_reference",
-    "gemm_nvfp4",
-    "gemm_nvfp4_reference",
     "hadamard_reference",
     "quantize_nvfp4",
     "quantize_nvfp4_reference",
-    "random_key",
 ]
 
 BLOCK = 16
@@ -95,12 +91,6 @@ H200 at 8192x14336. Of other input two are, and four run."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_OUT = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def random_key(device: torch.device | None = None, generator: torch.Generator | None = None) -> torch.Tensor:
-    """64 random bits, int32 [2], for one stochastic rounding; from torch's default generator where none is given."""
-    return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device, generator=generator)
 
 
 # --- reference: quantize ------------------------------------------------------------------------------------
@@ -141,7 +131,7 @@ def check_options(two_d: bool, hadamard: bool, stochastic_rounding: bool, random
         )
     if stochastic_rounding and (random is None or random.dtype != torch.int32 or tuple(random.shape) != (2,)):
         raise ValueError(
-            "te nvfp4: stochastic rounding takes `random`, int32 [2] (te_dynamo.kernels.quantize.nvfp4.random_key)"
+            "te nvfp4: stochastic rounding takes `random`, int32 [2] (te_dynamo.quantized.quantize.random_key)"
         )
 
 
@@ -268,54 +258,6 @@ def dequantize_nvfp4_reference(
     if amax is not None:
         value = value * (amax / torch.full_like(amax, TENSOR_MAX))
     return value.to(dtype).contiguous()
-
-
-def gemm_nvfp4_reference(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_amax: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_amax: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """`gemm_nvfp4` in plain PyTorch on any device: products and sums in fp32."""
-    check_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
-    width = 2 * a.shape[1]
-    product = dequantize_nvfp4_reference(a, a_scale_inv, None, width, torch.float32)
-    product = product @ dequantize_nvfp4_reference(b, b_scale_inv, None, width, torch.float32).t()
-    value = product * gemm_alpha(a_amax, b_amax)
-    if bias is not None:
-        value = value + bias.to(torch.float32)
-    return value.to(out_dtype)
-
-
-def gemm_alpha(a_amax: torch.Tensor, b_amax: torch.Tensor) -> torch.Tensor:
-    """amaxA * amaxB / 2688^2, fp32 [1], in an order that overflows only with the result."""
-    full = torch.full_like(a_amax, TENSOR_MAX)
-    return (a_amax / full) * (b_amax / full)
-
-
-def check_operands(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
-    if out_dtype not in _OUT:
-        raise ValueError(f"te gemm_nvfp4: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if any(tensor.dtype != torch.uint8 or tensor.dim() != 2 for tensor in (a, a_scale_inv, b, b_scale_inv)):
-        raise ValueError("te gemm_nvfp4: data and scales are uint8 matrices, as quantize_nvfp4 returns them")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"te gemm_nvfp4: expected a [M, K/2] and b [N, K/2], got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[0]):
-        raise ValueError(f"te gemm_nvfp4: expected bias [{b.shape[0]}], got {tuple(bias.shape)}")
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -460,44 +402,3 @@ def dequantize_nvfp4(
         num_warps=4,
     )
     return y
-
-
-def gemm_nvfp4(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_amax: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_amax: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """C[M, N] = round(sum_k (A * scale_a)[M, k] (B * scale_b)[N, k] * (amaxA * amaxB / 2688^2) + bias), on a CUDA device.
-
-    a [M, K/2] and b [N, K/2] with their scales and amaxes as `quantize_nvfp4` returns one usage; bias [N] of any
-    floating dtype, or None. Emulated: operands times their block scales are exact in bfloat16, whose product is summed
-    in fp32; alpha, bias and the one rounding follow. Raises ValueError for other operands.
-    """
-    check_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
-    width = 2 * a.shape[1]
-    left = dequantize_nvfp4(a, a_scale_inv, None, width, torch.bfloat16)
-    right = dequantize_nvfp4(b, b_scale_inv, None, width, torch.bfloat16)
-    product = torch.mm(left, right.t(), out_dtype=torch.float32)
-    rows, columns = product.shape
-    c = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
-    launch(
-        nvfp4_epilogue_kernel,
-        (triton.cdiv(rows, 16) * triton.cdiv(columns, 256),),
-        product=product,
-        a_amax=a_amax,
-        b_amax=b_amax,
-        bias=a_amax if bias is None else bias,
-        c=c,
-        M=rows,
-        N=columns,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=16,
-        BLOCK_N=256,
-        num_warps=4,
-    )
-    return c

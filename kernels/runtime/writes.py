@@ -1,7 +1,7 @@
 """What a kernel writes, said where it is defined.
 
 torch finds that out of a kernel that it has not written itself by compiling it to Triton's IR, 50 ms for each kernel and set of
-constants: a tenth of the time to compile a model. Where a kernel says it, nothing is compiled (lowering/mutation.py). That it is
+constants: a tenth of the time to compile a model. Where a kernel says it, nothing is compiled (lowering/inductor/mutation.py). That it is
 true is tested against torch's analysis.
 """
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.ops.linear import LinearConfig
-from te_dynamo.ops.quantize_weight import quantize_weight
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.recipe import Recipe, by_name
-from te_dynamo.storage import QuantizedTensorStorage
+from te_dynamo.weights.quantize_weight import quantize_weight
 
 __all__ = ["QuantizedModule"]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.nn.base import QuantizedModule
 from te_dynamo.nn.linear import linear_parameters
-from te_dynamo.ops.grouped_linear import GroupedLinearConfig
 from te_dynamo.recipe import Float8CurrentScaling, Recipe
 
 __all__ = ["GroupedLinear"]

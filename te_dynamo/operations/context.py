@@ -9,8 +9,8 @@ import torch
 
 from te_dynamo.errors import TeError
 from te_dynamo.operations.value import Value
-from te_dynamo.quantizers import Quantizer
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["LegacyContext", "OperationContext", "RequiresGrad"]
 

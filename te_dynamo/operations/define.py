@@ -16,6 +16,8 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.define import REFERENCE_ONLY, expand_in_compiler, te_op
+from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.errors import TeError
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.flat import unaliased
@@ -24,9 +26,7 @@ from te_dynamo.operations.op import FusibleOperation, Params, Saved
 from te_dynamo.operations.program import Program, gradients, split_tensors
 from te_dynamo.operations.run import Call, Grads, contexts, run_backward
 from te_dynamo.operations.value import Value
-from te_dynamo.ops.define import REFERENCE_ONLY, expand_in_compiler, te_op
-from te_dynamo.ops.fakes import of_proto
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["OVERLOADS", "Layout", "backward_node", "forward_node", "register"]
 

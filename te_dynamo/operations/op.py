@@ -16,9 +16,9 @@ import torch
 from te_dynamo.operations.checks import check_definition, halves, uses_split_forward
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.value import Value
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "Parameter", "Params", "Saved"]
 

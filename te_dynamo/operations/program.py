@@ -10,14 +10,14 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.errors import TeError
 from te_dynamo.operations import autograd
 from te_dynamo.operations.flat import Flat, flatten, unaliased
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.run import Call, Context, compute, contexts, fake, save
-from te_dynamo.ops.fakes import of_proto
-from te_dynamo.tensor_proto import to_tensor_proto
+from te_dynamo.quantized.tensor_proto import to_tensor_proto
 
 __all__ = ["Program", "split_tensors"]
 

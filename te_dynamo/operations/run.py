@@ -14,8 +14,8 @@ from te_dynamo.operations.context import LegacyContext, OperationContext, Requir
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.value import Value
-from te_dynamo.quantizers import Quantizer
-from te_dynamo.tensor_proto import TensorProto, to_tensor_proto
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
     "Call",

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.errors import TeError
 from te_dynamo.fusion_registry import operation_fusions
 from te_dynamo.operations.fuser import OperationFuser
@@ -20,7 +21,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.program import Program, gradients
 from te_dynamo.operations.run import Call, first_needing_grad
 from te_dynamo.operations.value import Value
-from te_dynamo.ops.define import expand_in_compiler, te_op
 from te_dynamo.recipe import Recipe
 
 __all__ = ["OperationSequence", "sequence"]

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Value"]

@@ -6,11 +6,11 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.activation import activation, activation_backward
 from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
-from te_dynamo.ops.activation import activation, activation_backward
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "gelu_kind"]
 

@@ -8,7 +8,7 @@ import torch
 
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["Dropout"]
 

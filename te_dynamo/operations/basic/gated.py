@@ -10,13 +10,13 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
 from te_dynamo.errors import TeError
 from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.basic.activation import gelu_kind
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
-from te_dynamo.ops.swiglu import swiglu, swiglu_backward
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["GEGLU", "GLU", "QGEGLU", "ClampedSwiGLU", "Gated", "ReGLU", "SReGLU", "SwiGLU", "half_of"]
 

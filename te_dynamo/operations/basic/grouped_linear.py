@@ -9,11 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import QuantizationError, TeError
-from te_dynamo.operations.checks import check_settings
-from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
-from te_dynamo.ops.grouped_linear import (
+from te_dynamo.dialect.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearConfig,
     GroupedLinearFwdArgs,
@@ -21,8 +17,12 @@ from te_dynamo.ops.grouped_linear import (
     grouped_linear_forward,
     grouped_linear_forward_fake,
 )
+from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.operations.checks import check_settings
+from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Float8CurrentScaling, Recipe
-from te_dynamo.tensor_proto import TensorProto, buffer_protos
 
 __all__ = ["GroupedLinear"]
 

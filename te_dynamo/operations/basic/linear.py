@@ -8,12 +8,8 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import QuantizationError, TeError
-from te_dynamo.operations.checks import check_settings, check_width
-from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
-from te_dynamo.ops.gemm import bias_grad
-from te_dynamo.ops.linear import (
+from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.linear import (
     LinearBwdArgs,
     LinearConfig,
     LinearFwdArgs,
@@ -22,10 +18,14 @@ from te_dynamo.ops.linear import (
     quantize_operands,
     saved_operands,
 )
-from te_dynamo.ops.linear_fake import LinearFwdProtos, linear_forward_fake
-from te_dynamo.quantizers import Quantizer
+from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
+from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.operations.checks import check_settings, check_width
+from te_dynamo.operations.context import OperationContext, RequiresGrad
+from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto, buffer_protos
 
 __all__ = ["BasicLinear", "Bias"]
 

@@ -7,11 +7,11 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.norm import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
 from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
-from te_dynamo.ops.norm import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
 

@@ -9,10 +9,10 @@ import torch
 from te_dynamo.operations.basic.shape import SavesNothing
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import Params, Saved
-from te_dynamo.ops.quantize import quantize_tensor
-from te_dynamo.quantizers import Quantizer
-from te_dynamo.storage import QuantizedTensorStorage
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.storage import QuantizedTensorStorage
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["Quantize"]
 

@@ -11,7 +11,7 @@ from te_dynamo.operations.basic.activation import Activation, SReLU
 from te_dynamo.operations.basic.gated import Gated, SwiGLU, half_of
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
-from te_dynamo.tensor_proto import TensorProto
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["Scaled", "ScaledSReLU", "ScaledSwiGLU"]
 

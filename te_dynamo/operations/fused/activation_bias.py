@@ -19,13 +19,13 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.linear import backward_products, grad_output_quantizer
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
 from te_dynamo.operations.fused.quantized import DIALECT, activation_gradient_quantized, has_fused_kernels
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
-from te_dynamo.ops.linear import backward_products, grad_output_quantizer
 from te_dynamo.recipe import Recipe
 
 __all__ = ["BackwardActivationBias", "fuse_activation_bias"]

@@ -19,6 +19,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.linear import backward_products, grad_output_quantizer
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
 from te_dynamo.operations.context import OperationContext
@@ -26,8 +27,7 @@ from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
 from te_dynamo.operations.fused.quantized import has_fused_kernels
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
-from te_dynamo.ops.linear import backward_products, grad_output_quantizer
-from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.recipe import Recipe
 
 __all__ = ["BackwardLinearScale", "fuse_backward_linear_scale"]

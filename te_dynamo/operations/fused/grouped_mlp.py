@@ -24,6 +24,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.grouped_linear import grouped_backward_products, grouped_grad_output_quantizer
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.gated import Gated, SwiGLU
 from te_dynamo.operations.basic.grouped_linear import GroupedLinear
@@ -33,10 +34,9 @@ from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
 from te_dynamo.operations.fused.quantized import activation_gradient_quantized
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.windows import sliding_window
-from te_dynamo.ops.grouped_linear import grouped_backward_products, grouped_grad_output_quantizer
-from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["GroupedMLP", "fuse_grouped_mlp"]
 

@@ -20,16 +20,16 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.linear import forward_product, saved_operands
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
 from te_dynamo.operations.fused.quantized import NORMS, has_fused_kernels, norm_quantized
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.windows import sliding_window
-from te_dynamo.ops.linear import forward_product, saved_operands
-from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["LayerNormLinear", "fuse_layer_norm_linear"]
 

@@ -34,6 +34,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.linear import backward_products, forward_product, grad_output_quantizer, saved_operands
 from te_dynamo.fusion_registry import Fusion
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.gated import Gated
@@ -49,10 +50,9 @@ from te_dynamo.operations.fused.quantized import (
 )
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.windows import sliding_window
-from te_dynamo.ops.linear import backward_products, forward_product, grad_output_quantizer, saved_operands
-from te_dynamo.ops.quantize import quantize_tensor
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
-from te_dynamo.tensor_proto import TensorProto
 
 __all__ = ["LayerNormMLP", "layer_norm_mlp"]
 

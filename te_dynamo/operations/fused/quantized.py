@@ -9,16 +9,16 @@ from typing import Optional
 
 import torch
 
+from te_dynamo.dialect.activation import activation_backward_quantize, activation_quantize
+from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
+from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
 from te_dynamo.operations.basic.activation import GELU, Activation, ReLU, SiLU
 from te_dynamo.operations.basic.gated import Gated, SwiGLU
 from te_dynamo.operations.basic.norm import LayerNorm, RMSNorm
 from te_dynamo.operations.op import BasicOperation, Params
-from te_dynamo.ops.activation import activation_backward_quantize, activation_quantize
-from te_dynamo.ops.gemm import bias_grad
-from te_dynamo.ops.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from te_dynamo.ops.quantize import quantize_tensor
-from te_dynamo.ops.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
-from te_dynamo.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Quantizer
 
 __all__ = [
     "DIALECT",

@@ -1,0 +1,183 @@
+"""How Inductor's code calls the warp-specialized GEMMs, which it cannot write launches of: their kernels are in Gluon.
+
+`lower` leaves a GEMM that such a kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
+writes `extern_kernels.te_gemm(a, ..., out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
+Of several results none is planned: the function allocates and returns them. te.gemm_add may write to its addend
+(lowering/extern/in_place.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from te_dynamo.dialect.fakes import fake_mode_of
+from te_dynamo.dialect.gemm import gemm, gemm_add
+from te_dynamo.dialect.gemm_block import gemm_block
+from te_dynamo.dialect.gemm_grouped import gemm_grouped_columns
+from te_dynamo.dialect.gemm_swiglu import gemm_swiglu
+from te_dynamo.dialect.stacked import gemm_stacked
+from te_dynamo.kernels.gemm.add import add_runs_specialized, gemm_add_specialized_out, is_aligned
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out, runs_block_specialized
+from te_dynamo.kernels.gemm.grouped_specialized import columns_run_specialized, columns_specialized_out
+from te_dynamo.kernels.gemm.specialized import (
+    gemm_specialized_out,
+    runs_specialized,
+    stacked_runs_specialized,
+    stacked_specialized_out,
+)
+from te_dynamo.kernels.gemm.swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
+from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
+from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
+
+__all__ = ["is_extern", "register"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Extern:
+    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs, [addend,]] [out_dtype,] *flags).
+
+    name:     of the function in Inductor's code.
+    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, addend?, **keywords, out=...).
+    runs:     of (a, b, [offs or addend,] *flags): whether it is the fastest there.
+    keywords: of (*flags): what it is told of them.
+    tensors:  how many arguments come first. Of six the last is an addend, which `out` may be.
+    grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
+    planned:  whether the result is one tensor of out_dtype, written to `out`. Else there is neither: the function returns
+              the operation's several results.
+    """
+
+    name: str
+    call: Callable[..., None]
+    runs: Callable[..., bool]
+    keywords: Callable[..., dict[str, Any]]
+    tensors: int = 5
+    grouped: bool = False
+    planned: bool = True
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is an addend."""
+        return self.tensors == 6
+
+    def flags(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Those of an operation's arguments."""
+        return arguments[self.tensors + self.planned :]
+
+
+_EXTERNS = {
+    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {"fast": fast_accum}),
+    gemm_add: _Extern(
+        "te_gemm_add",
+        gemm_add_specialized_out,
+        lambda a, b, addend, fast_accum: is_aligned(addend) and add_runs_specialized(a, b, addend.dtype, fast_accum),
+        lambda fast_accum: {"fast": fast_accum},
+        tensors=6,
+    ),
+    gemm_block: _Extern(
+        "te_gemm_block",
+        gemm_block_specialized_out,
+        lambda a, b, a_two_d, b_two_d: runs_block_specialized(a, b, a_two_d),
+        lambda a_two_d, b_two_d: {"b_two_d": b_two_d},
+    ),
+    gemm_stacked: _Extern(
+        "te_gemm_stacked",
+        stacked_specialized_out,
+        lambda a, b, fast_accum, along, segments: stacked_runs_specialized(a, b, fast_accum, along),
+        lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
+        tensors=4,
+    ),
+    gemm_swiglu: _Extern(
+        "te_gemm_swiglu",
+        gemm_swiglu_specialized,
+        lambda a, b, fast_accum, gate: swiglu_runs_specialized(a, b, fast_accum),
+        lambda fast_accum, gate: {"fast": fast_accum, "gate": gate},
+        tensors=4,
+        planned=False,
+    ),
+    gemm_grouped_columns: _Extern(
+        "te_gemm_grouped_columns",
+        columns_specialized_out,
+        columns_run_specialized,
+        lambda fast_accum: {"fast": fast_accum},
+        grouped=True,
+    ),
+}
+
+
+def is_extern(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph for a device with kernels is a GEMM that a specialized kernel runs fastest.
+
+    Code in C++ cannot call it: under Inductor's cpp_wrapper every GEMM is a launch.
+    """
+    from torch._inductor import config
+
+    if node.target not in _EXTERNS or config.cpp_wrapper:
+        return False
+    extern = _EXTERNS[node.target]
+    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []), *([5] if extern.adds else []))]
+    values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
+    return extern.runs(*values, *extern.flags(node.args))
+
+
+@functools.cache
+def register() -> None:
+    """Tells Inductor; once a process, and also where its cache answers: the cached code calls by name."""
+    for operation, extern in _EXTERNS.items():
+        _register(operation, extern)
+
+
+def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.select_algorithm import extern_kernels
+    from torch._inductor.virtualized import V
+
+    setattr(extern_kernels, extern.name, extern.call)
+    opaque = fallback_handler(operation)
+
+    @register_lowering(operation, type_promotion_kind=None)
+    def lowered(*arguments: Any) -> Any:
+        a = arguments[0]
+        if not kernels_available(a.get_device()).ok:
+            return opaque(*arguments)
+        _compile_kernel_of(V.graph.current_node, extern)
+        operands = [x for x in arguments[: extern.tensors] if x is not None]
+        inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+        keywords, function = extern.keywords(*extern.flags(arguments)), f"extern_kernels.{extern.name}"
+        its_own = not extern.adds or inputs[-1].get_name() == operands[-1].get_name()  # no copy of it, of other strides
+        if extern.adds and its_own and can_write_into_addend(V.graph.current_node):
+            call_into_last(inputs, keywords, function)
+            return operands[-1]
+        call: dict[str, Any] = {
+            "inputs": inputs,
+            "kwargs": keywords,
+            "python_kernel_name": function,
+            "op_overload": operation,
+        }
+        if extern.planned:
+            size = [operands[i].get_size()[0] for i in ((4, 0, 2) if extern.grouped else (0, 2))]
+            layout = ir.FixedLayout(a.get_device(), arguments[extern.tensors], size)
+            return ir.TensorBox.create(ir.ExternKernelOut(layout=layout, **call))
+        results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=a.get_device()), **call)
+        layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in V.graph.current_node.meta["val"]]
+        return tuple(
+            ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
+            for i, layout in enumerate(layouts)
+        )
+
+
+def _compile_kernel_of(node: torch.fx.Node, extern: _Extern) -> None:
+    """Ahead of the call, of an operation's node, whose values are fakes."""
+    tensors = [x.meta["val"] for x in node.args[: extern.tensors] if isinstance(x, torch.fx.Node)]
+    keywords = extern.keywords(*extern.flags(node.args))
+    with fake_mode_of(tensors), disable_proxy_modes_tracing():
+        if extern.planned:
+            keywords["out"] = torch.empty_like(node.meta["val"])
+        compile_ahead(extern.call, tensors, **keywords)

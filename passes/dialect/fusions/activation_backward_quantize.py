@@ -1,0 +1,92 @@
+"""The gradient of an activation written in FP8, row and column copy in one kernel, with the bias gradient beside it.
+
+    before    dx: bf16[M, K] = te.activation_backward(dh, x, 'gelu')
+              db: f32[K] = te.bias_grad(dx)
+              q: (f8e5m2[M, K], f8e5m2[K, M], f32[1]) = te.quantize(dx, e5m2[row+column])
+    after     dx: (f32[K], f8e5m2[M, K], f8e5m2[K, M], f32[1])
+                  = te.activation_backward_quantize(dh, x, 'gelu', e5m2[row+column], keep_output=False, bias_grad=True)
+
+For SwiGLU, both gradients (of gate and up) in one:
+
+    before    d: (bf16[M, K], bf16[M, K]) = te.swiglu_backward(dh, gate, up)
+              q = te.quantize(d[0], e5m2[row+column]);  q_1 = te.quantize(d[1], e5m2[row+column])
+    after     d = te.swiglu_backward_quantize(dh, gate, up, e5m2[row+column], keep_output=False)
+
+and where one GEMM reads both (shared_input.py):
+
+    before    q = te.quantize_stacked([d[0], d[1]], e5m2[row+column], True)
+    after     d = te.swiglu_backward_quantize(dh, gate, up, e5m2[row+column], keep_output=False, stacked=True)
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.activation import activation_backward, activation_backward_quantize
+from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.stacked import quantize_stacked
+from te_dynamo.dialect.swiglu import swiglu_backward, swiglu_backward_quantize
+from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
+from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+
+__all__ = ["fuse_activation_backward_quantize", "fuse_swiglu_backward_quantize"]
+
+
+def fuse_activation_backward_quantize(graph: Graph) -> int:
+    """te.activation_backward + te.quantize (+ te.bias_grad) -> one operation."""
+    fired = 0
+    for node in calls(graph, activation_backward):
+        quantized = quantize_of(node)
+        if quantized is None:
+            continue
+        sums = next((user for user in node.users if user.target is bias_grad), None)
+        keep_output = bool(other_readers(node, quantized, sums))
+        args = (*node.args, quantized.args[1], keep_output, sums is not None)
+        fused = call_like(graph, activation_backward_quantize, args, node)
+        take_over(graph, fused, keep_output + (sums is not None), quantized)
+        if sums is not None:
+            read_item(fused, int(keep_output), [sums])
+        if keep_output:
+            read_item(fused, 0, [node])
+        else:
+            graph.erase_node(node)
+        fired += 1
+    return fired
+
+
+def fuse_swiglu_backward_quantize(graph: Graph) -> int:
+    """te.swiglu_backward + te.quantize of both gradients by equal quantizers, or of their stack -> one operation."""
+    fired = 0
+    for node in calls(graph, swiglu_backward):
+        results = item_users(node)
+        if any(len(results.get(index, ())) != 1 for index in (0, 1)):
+            continue
+        gradients = [results[index][0] for index in (0, 1)]
+        quantized = _quantized_together(gradients)
+        if quantized is None:
+            continue
+        keep_output = any(other_readers(gradient, *quantized) for gradient in gradients)
+        args = (*node.args, quantized[0].args[1], keep_output, quantized[0].target is quantize_stacked)
+        fused = call_like(graph, swiglu_backward_quantize, args, node)
+        position = 2 * keep_output
+        for one in quantized:
+            position = take_over(graph, fused, position, one)
+        for index, gradient in enumerate(gradients):
+            if keep_output:
+                read_item(fused, index, [gradient])
+            else:
+                graph.erase_node(gradient)
+        graph.erase_node(node)
+        fired += 1
+    return fired
+
+
+def _quantized_together(gradients: list[Node]) -> list[Node] | None:
+    """The te.quantize of each gradient, by equal quantizers, or the one te.quantize_stacked of both."""
+    stacks = [user for user in gradients[0].users if user.target is quantize_stacked]
+    if len(stacks) == 1 and stacks[0].args[0] == gradients and stacks[0].args[2]:
+        return stacks if not any(quantize_of(gradient) for gradient in gradients) else None
+    quantized = [one for gradient in gradients if (one := quantize_of(gradient)) is not None]
+    if len(quantized) < 2 or quantized[0].args[1] != quantized[1].args[1]:
+        return None
+    return quantized

@@ -1,0 +1,116 @@
+"""An addition in the GEMM whose result it reads: a residual stream's, or that of the gradients of linears with one input.
+
+    before    gemm: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, bias, bf16, fast_accum=False)
+              y: bf16[M, N] = aten.add(x, gemm)
+    after     y: bf16[M, N] = te.gemm_add(a, a_scale_inv, b, b_scale_inv, bias, x, bf16, fast_accum=False)
+
+Bit-equal: the product is rounded before x is added. Where nothing reads x later, y takes its memory (lowering/in_place.py).
+
+Where the kernel for large products runs the GEMM, whose tensor cores multiply while it reads x. Of smaller ones only sums that are
+written whoever computes them: an addition that Inductor fuses with what reads it costs no pass. The sum before a norm that is
+quantized goes to that norm (norm_add_quantize.py); x is in memory anyway, of y's shape and dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_dynamo.dialect.gemm import add_runs_specialized, adds_in_launch, gemm, gemm_add
+from te_dynamo.passes.dialect.fusions.sums import is_in_memory, is_plain_sum, must_be_written
+from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls, fakes_of
+
+__all__ = ["fuse_gemm_add"]
+
+_aten = torch.ops.aten
+
+
+def fuse_gemm_add(graph: Graph) -> int:
+    """te.gemm + aten.add -> te.gemm_add."""
+    fired = 0
+    for node in calls(graph, _aten.add.Tensor):
+        product = _product_of(node)
+        if product is None:
+            continue
+        view, addend = product, _other(node, product)
+        while product.target is not gemm:
+            product = product.args[0]  # type: ignore[assignment]
+        if is_in_memory(addend) and _pays(node, product):
+            _fuse(graph, node, product, view, addend)
+            fired += 1
+    return fired
+
+
+def _product_of(node: Node) -> Node | None:
+    """The operand of a plain sum that is a GEMM's result, or a view of it, and that nothing else reads; the later one of two."""
+    if not is_plain_sum(node) or node.args[0] is node.args[1]:
+        return None
+    products = [operand for operand in node.all_input_nodes if _is_product(operand)]
+    return max(products, default=None)
+
+
+def _is_product(node: Any) -> bool:
+    if len(node.users) != 1:
+        return False
+    return node.target is gemm or (node.target in RESHAPES and _is_product(node.args[0]))
+
+
+def _other(node: Node, operand: Node) -> Node:
+    (other,) = (arg for arg in node.args if arg is not operand)
+    assert isinstance(other, Node)
+    return other
+
+
+def _pays(node: Node, product: Node) -> bool:
+    """Whether a launch that adds takes no longer than the GEMM and what Inductor makes of the addition."""
+    a, b, out_dtype, fast_accum = (product.args[i] for i in (0, 2, 5, 6))
+    values: Any = (a.meta["val"], b.meta["val"], out_dtype, fast_accum)  # type: ignore[union-attr]
+    if add_runs_specialized(*values):
+        return True
+    return adds_in_launch(*values) and (must_be_written(node) or _is_added_again(node))
+
+
+def _is_added_again(node: Node) -> bool:
+    """Whether the sum is the addend of another GEMM that this fusion takes."""
+    for user in node.users:
+        if user.target in RESHAPES and _is_added_again(user):
+            return True
+        product = _product_of(user)
+        if product is not None and product is not node and (must_be_written(user) or _is_added_again(user)):
+            return True
+    return False
+
+
+def _fuse(graph: Graph, node: Node, product: Node, view: Node, addend: Node) -> None:
+    """`node` becomes te.gemm_add, or a view of it: it changes in place, as the graph may return it (passes/dialect/graph.py)."""
+    *operands, out_dtype, fast_accum = product.args
+    replaced = [view]
+    while replaced[-1] is not product:
+        replaced.append(replaced[-1].args[0])  # type: ignore[arg-type]
+    with fakes_of(node):
+        value = node.meta["val"].view(product.meta["val"].shape)
+    args = (*operands, _as_rows(graph, addend, product, node), out_dtype, fast_accum)
+    node.meta.pop("eager_input_vals", None)  # of the arguments it had
+    if view is product:
+        node.target, node.args = gemm_add, args
+    else:
+        fused = call_like(graph, gemm_add, args, node)
+        fused.meta["val"] = value  # of the memory that the readers of `node` know
+        node.target, node.args = view.target, (fused, *view.args[1:])
+    for old in replaced:
+        graph.erase_node(old)
+
+
+def _as_rows(graph: Graph, addend: Node, product: Node, before: Node) -> Node:
+    """The addend as [M, N], in front of a node."""
+    rows, columns = product.meta["val"].shape
+    seen: Any = addend
+    while isinstance(seen, Node):
+        shape = seen.meta["val"].shape
+        if len(shape) == 2 and statically_known_true(shape[0] == rows) and statically_known_true(shape[1] == columns):
+            return seen
+        seen = seen.args[0] if seen.target in RESHAPES else None
+    return call_like(graph, _aten.view.default, (addend, [rows if isinstance(rows, int) else -1, columns]), before)

@@ -1,0 +1,45 @@
+"""A GEMM of a few rows that knows the amax of its result, which the next linear quantizes: that saves a launch and a pass.
+
+    before    y: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, None, bf16, fast_accum=False)
+              q: (f8e4m3[M, N], f32[1]) = te.quantize(y, e4m3[row])
+    after     y: (bf16[M, N], f32[512]) = te.gemm_amax(a, a_scale_inv, b, b_scale_inv, None, bf16, fast_accum=False)
+              q: (f8e4m3[M, N], f32[1]) = te.quantize_with_amax(y[0], e4m3[row], y[1])
+
+Bit-equal. For at most 64 rows, a number known when compiling: there a launch takes as long as what it computes, and the weight is
+all that a GEMM reads. Larger ones have their amax by a pass, and where the kernel does not run te.gemm_amax is what stood there before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.gemm import gemm, gemm_amax, has_amax
+from te_dynamo.dialect.quantize import quantize_with_amax
+from te_dynamo.passes.dialect.fusions.producer import quantize_of
+from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
+
+__all__ = ["fuse_gemm_amax"]
+
+
+def fuse_gemm_amax(graph: Graph) -> int:
+    """te.gemm of a few rows + te.quantize -> te.gemm_amax + te.quantize_with_amax."""
+    fired = 0
+    for node in calls(graph, gemm):
+        quantized = quantize_of(node)
+        a, b, fast_accum = (node.args[i] for i in (0, 2, 6))
+        if quantized is None or not has_amax(_value(a), _value(b), bool(fast_accum)):
+            continue
+        fused = call_like(graph, gemm_amax, node.args, node)
+        read_item(fused, 0, [node])
+        cast = call_like(graph, quantize_with_amax, (node, quantized.args[1], getitem_after(fused, 1)), quantized)
+        replace_items(quantized, cast, {i: i for i in range(len(quantized.meta["val"]))})
+        graph.erase_node(quantized)
+        fired += 1
+    return fired
+
+
+def _value(node: Any) -> Any:
+    assert isinstance(node, Node)
+    return node.meta["val"]

@@ -1,0 +1,67 @@
+"""The GEMM of gate and up that finds the amax of silu(gate) * up while it multiplies, which saves a pass over both.
+
+    before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, bf16, False, "N", [N, N])
+              gate = y[:, :N];  up = y[:, N:]
+              h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
+    after     y: (bf16[M, 2N], f32[512]) = te.gemm_swiglu(x.data, x.scale_inv, w.data, w.scale_inv, False, gate=0)
+              gate = y[0][:, :N];  up = y[0][:, N:]
+              h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False, amax=y[1])
+
+Bit-equal. gate=1 where up comes first in the stack. Where the kernel that can do so does not run (small products, a CPU),
+te.gemm_swiglu is what stood there before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.gemm_swiglu import gemm_swiglu
+from te_dynamo.dialect.stacked import gemm_stacked
+from te_dynamo.dialect.swiglu import swiglu_quantize
+from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls, getitem_after, read_item, replace_items
+
+__all__ = ["fuse_gemm_swiglu"]
+
+_slice = torch.ops.aten.slice.Tensor
+
+
+def fuse_gemm_swiglu(graph: Graph) -> int:
+    """te.gemm_stacked of gate and up + te.swiglu_quantize -> te.gemm_swiglu + te.swiglu_quantize with its amax."""
+    fired = 0
+    for node in calls(graph, swiglu_quantize):
+        if len(node.args) > 4:
+            continue
+        gate, up = (_half(value) for value in node.args[:2])
+        if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:
+            continue
+        product = gate[0]
+        a, a_scale, b, b_scale, _, fast_accum, _, _ = product.args
+        fused = call_like(graph, gemm_swiglu, (a, a_scale, b, b_scale, fast_accum, gate[1]), product)
+        read_item(fused, 0, [product])
+        amax = getitem_after(fused, 1)
+        quantized = call_like(graph, swiglu_quantize, (*node.args, amax), node)
+        replace_items(node, quantized, {i: i for i in range(len(node.meta["val"]))})
+        graph.erase_node(node)
+        fired += 1
+    return fired
+
+
+def _half(value: Any) -> tuple[Node, int] | None:
+    """(the bf16 te.gemm_stacked of two equal segments along N of which a node is one half, which one), if it is that."""
+    while isinstance(value, Node) and value.target in RESHAPES:
+        value = value.args[0]
+    if not (isinstance(value, Node) and value.target is _slice and len(value.args) == 4):
+        return None
+    product: Any = value.args[0]
+    if not (isinstance(product, Node) and product.target is gemm_stacked):
+        return None
+    args: Any = product.args
+    out_dtype, along, segments = args[4], args[6], args[7]
+    if out_dtype != torch.bfloat16 or along != "N" or len(segments) != 2 or segments[0] != segments[1]:
+        return None
+    width = segments[0]
+    parts: list[Any] = [(1, 0, width), (1, width, 2 * width)]
+    return (product, parts.index(value.args[1:])) if value.args[1:] in parts else None

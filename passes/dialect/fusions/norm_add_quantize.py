@@ -1,0 +1,48 @@
+"""The residual stream's addition in the kernel of the norm that reads it.
+
+    before    h: bf16[M, K] = aten.add(x, attention)
+              rms: (f32[M], f8e4m3[M, K], f8e4m3[K, M], f32[1])
+                  = te.rms_norm_quantize(h, weight, eps, ..., e4m3[row+column], keep_output=False)
+    after     rms: (bf16[M, K], f32[M], f8e4m3[M, K], f8e4m3[K, M], f32[1])
+                  = te.add_rms_norm_quantize(x, attention, weight, eps, ..., e4m3[row+column], keep_output=False)
+
+h is written once, for the residual stream and for backward, and not read again before the norm. The same for te.layer_norm.
+
+Only a sum of two tensors that are in memory anyway (inputs, results of te operations and of torch's own products, what somebody
+else reads too): an operand that Inductor would compute inside the addition, a dropout say, would have to be written for it.
+The other direction, a norm's gradient and the residual's added to it, is aten operations and one kernel of Inductor's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
+from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
+from te_dynamo.passes.dialect.fusions.sums import is_in_memory, is_plain_sum
+from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+
+__all__ = ["fuse_norm_add_quantize"]
+
+_FUSED = {rms_norm_quantize: add_rms_norm_quantize, layer_norm_quantize: add_layer_norm_quantize}
+
+
+def fuse_norm_add_quantize(graph: Graph) -> int:
+    """aten.add + te.rms_norm_quantize or te.layer_norm_quantize -> one operation."""
+    fired = 0
+    for node in calls(graph, *_FUSED):
+        addition: Any = node.args[0]
+        if not (is_plain_sum(addition) and all(is_in_memory(operand) for operand in addition.args)):
+            continue
+        parameters = [arg for arg in node.args[1:] if isinstance(arg, Node)]
+        if any(addition < parameter for parameter in parameters):
+            continue  # computed after the addition, where h may be needed already
+        fused = call_like(graph, _FUSED[node.target], (*addition.args, *node.args[1:]), addition)
+        for index, readers in item_users(node).items():
+            read_item(fused, 1 + index, readers)
+        graph.erase_node(node)
+        read_item(fused, 0, [addition])
+        fired += 1
+    return fired

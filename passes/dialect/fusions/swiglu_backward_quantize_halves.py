@@ -1,0 +1,67 @@
+"""SwiGLU's two gradients written in FP8 as one tensor, where gate and up are the halves of one linear's output.
+
+    before    d: (bf16[M, K], bf16[M, K]) = te.swiglu_backward(dh, gate, up)
+              grad: bf16[M, 2K] = aten.cat([d[0], d[1]], 1)
+              q: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[1]) = te.quantize(grad, e5m2[row+column])
+    after     q: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[1])
+                  = te.swiglu_backward_quantize_halves(dh, gate, up, e5m2[row+column], keep_output=False, gate_first=True)
+
+Both have one scale, as the linear has one gradient. gate_first=False where up is the first half. A gradient that somebody else
+reads too, for one the sum that a bias's gradient is, is written beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.swiglu import swiglu_backward, swiglu_backward_quantize_halves
+from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
+from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+
+__all__ = ["fuse_swiglu_backward_quantize_halves"]
+
+_cat = torch.ops.aten.cat.default
+
+
+def fuse_swiglu_backward_quantize_halves(graph: Graph) -> int:
+    """te.swiglu_backward + aten.cat of both gradients + te.quantize -> one operation."""
+    fired = 0
+    for node in calls(graph, swiglu_backward):
+        joined = _joined(node)
+        quantized = None if joined is None else quantize_of(joined[0])
+        if joined is None or quantized is None:
+            continue
+        grad, gradients = joined
+        keep_output = bool(other_readers(grad, quantized))
+        args = (*node.args, quantized.args[1], keep_output, gradients[0].args[1] == 0)
+        fused = call_like(graph, swiglu_backward_quantize_halves, args, node)
+        take_over(graph, fused, int(keep_output), quantized)
+        if keep_output:
+            read_item(fused, 0, [grad])
+        else:
+            graph.erase_node(grad)
+        for gradient in gradients:
+            graph.erase_node(gradient)
+        graph.erase_node(node)
+        fired += 1
+    return fired
+
+
+def _joined(node: Node) -> tuple[Node, list[Node]] | None:
+    """(the aten.cat along columns of the node's two results, the results as they lie in it), if nothing else reads either."""
+    results = item_users(node)
+    if any(len(results.get(index, ())) != 1 for index in (0, 1)):
+        return None
+    gradients = [results[index][0] for index in (0, 1)]
+    (reader, *others) = dict.fromkeys(user for gradient in gradients for user in gradient.users)
+    if others or reader.target is not _cat:
+        return None
+    parts: Any = reader.args[0]
+    dim: Any = reader.args[1] if len(reader.args) > 1 else reader.kwargs.get("dim", 0)
+    last = reader.meta["val"].dim() - 1
+    if dim not in (last, -1) or list(parts) not in (gradients, gradients[::-1]):
+        return None
+    return reader, list(parts)

@@ -1,0 +1,71 @@
+"""Quantizations keep only what is read: a rowwise or columnwise copy that nobody reads is not made.
+
+Needed where part of a forward is recomputed in backward (checkpointing), or where a fusion left a copy without readers.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from te_dynamo.dialect.activation import activation_quantize
+from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
+from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
+from te_dynamo.dialect.quantize import quantize, quantize_with_amax
+from te_dynamo.dialect.quantize_bias_grad import quantize_bias_grad
+from te_dynamo.dialect.stacked import quantize_stacked
+from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
+from te_dynamo.errors import QuantizationError
+from te_dynamo.passes.dialect.graph import call_like, calls, item_users, replace_items
+from te_dynamo.quantized.quantizers import Quantizer
+
+__all__ = ["drop_unread_usages"]
+
+_ONE_RESULT_QUANTIZED = (
+    quantize,
+    quantize_with_amax,
+    quantize_stacked,
+    quantize_bias_grad,
+    rms_norm_quantize,
+    layer_norm_quantize,
+    add_rms_norm_quantize,
+    add_layer_norm_quantize,
+    activation_quantize,
+    swiglu_quantize,
+    swiglu_backward_quantize_halves,
+)
+"""Operations whose last results are the buffers of their one quantizer."""
+
+
+def drop_unread_usages(graph: Graph) -> int:
+    """Narrows in place; returns how many operations make less than before."""
+    narrowed = 0
+    for node in calls(graph, *_ONE_RESULT_QUANTIZED):
+        position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+        names = quantizer.buffer_names()
+        before = len(node.meta["val"]) - len(names)
+        narrower = _narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
+        if narrower == quantizer:
+            continue
+        args = (*node.args[:position], narrower, *node.args[position + 1 :])
+        replacement = call_like(graph, node.target, args, node)
+        kept = narrower.buffer_names()
+        index_map = {i: i for i in range(before)}
+        index_map |= {before + i: before + kept.index(name) for i, name in enumerate(names) if name in kept}
+        replace_items(node, replacement, index_map)
+        graph.erase_node(node)
+        narrowed += 1
+    return narrowed
+
+
+def _narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
+    """The quantizer with one usage less whose buffers still hold all that is read; itself if there is none."""
+    if not read:
+        return quantizer
+    for usage in ({"columnwise": False}, {"rowwise": False}):
+        try:
+            narrower = quantizer.with_usage(**usage)
+        except QuantizationError:  # its only usage
+            continue
+        if narrower != quantizer and read <= set(narrower.buffer_names()):
+            return narrower
+    return quantizer

@@ -1,0 +1,61 @@
+"""Operations that read a tensor as [M, K] read it through views that keep K.
+
+    before    view: bf16[32, 64] = aten.view(rms_norm[0], [32, 64])         rms_norm[0]: bf16[2, 16, 64]
+              quantize = te.quantize(view, e4m3[row+column])
+    after     quantize = te.quantize(rms_norm[0], e4m3[row+column])
+
+The columns of a tensor may also be divided by one view and put together again by the next.
+
+So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear does not stand between their fusion, nor does
+the copy that dropout of p=0 is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.quantize import quantize
+from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls
+
+__all__ = ["read_through_views"]
+
+_CLONE = torch.ops.aten.clone.default
+_READ_THROUGH = (*RESHAPES, _CLONE)
+
+
+def read_through_views(graph: Graph) -> int:
+    """Rewires in place; returns how many views are read through. Views that nobody reads any more stay for dead-code removal."""
+    read = 0
+    for node in calls(graph, quantize, bias_grad):
+        if node.target is quantize and not node.args[1].reads_as_matrix:  # type: ignore[union-attr]
+            continue
+        source: Any = node.args[0]
+        while (before := _before_views(source)) is not None:
+            source, read = before, read + 1
+        if source is not node.args[0]:
+            # A node of its own, not another argument: torch keeps what it knows of a node's arguments in its meta.
+            assert isinstance(node.target, torch._ops.OpOverload)
+            node.replace_all_uses_with(call_like(graph, node.target, (source, *node.args[1:]), node))
+            graph.erase_node(node)
+    return read
+
+
+def _before_views(node: Node) -> Node | None:
+    """The nearest tensor that `node` is a view of, or several views in a row, with the columns of `node`."""
+    source: Any = node
+    while source.target in _READ_THROUGH:
+        if source.target is _CLONE and source.args[0].op != "call_function":
+            return None  # of an input that the model may write afterwards
+        source = source.args[0]
+        if _has_columns_of(source.meta["val"], node.meta["val"]):
+            return source
+    return None
+
+
+def _has_columns_of(before: torch.Tensor, after: torch.Tensor) -> bool:
+    same = before.dim() >= 1 and after.dim() >= 1 and isinstance(before.shape[-1], int)
+    return same and before.shape[-1] == after.shape[-1] and before.is_contiguous()

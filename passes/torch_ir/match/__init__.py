@@ -1,0 +1,69 @@
+"""Stage 1: finds linears, norms and activations in the user's graph and puts te operations in their place.
+
+The graph is Dynamo's Torch IR: the calls of torch functions and tensor methods that the model made, in its
+order, with fake tensors under `meta["example_value"]`. That is as close to the user's words as a graph comes,
+so a match here does not depend on how a torch release decomposes anything, and one te operation can own
+forward, backward and what is saved.
+
+    bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
+    checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
+    attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
+    inline.py       a call replaced by the torch calls that a Python function makes for it
+    linear.py       linears: always tried, always recorded
+    products.py     the ways in which models write them: F.linear, x @ weight, addmm, einsum
+    compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
+    shards.py       F.linear of DTensors: te.linear of the rank's shards
+    grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
+    cost.py         whether a linear's GEMMs repay the quantization of its weight
+    experts.py      a loop over experts that each take a piece of one split
+    norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
+    rms_norm.py     RMSNorm written out in the model
+    sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
+    activation.py   gelu, silu, relu, silu(a) * b
+    autocast.py     whether autocast may be on where a node stands
+    readers.py      what "next to a matched linear" means
+    mutation.py     why several nodes must not become one: in-place writes and mode changes in between
+    where.py        module path and source line of a node
+    root.py         where in the whole model these paths begin, behind a graph break too
+    values.py       what a node calls, which tensor it gives, how a te node replaces it
+
+Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of
+linears return lists, since one call may hide several. Nothing that looks like a linear is passed over without a
+record. An unsupported shape, dtype or device is a reason, not an error.
+
+To add a pattern: write a function of that form for the node at which the pattern is easiest to recognise,
+read the other nodes from there by hand (`calls`, `arguments`, `sole_user`), ask `left_as_plain` and
+`refuses`, put the te node in with `emit` and take the user's nodes out with `erase_unused`; then name the
+function in `_AFTER_LINEARS` of bodies.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from te_dynamo.inspect.report import Report
+from te_dynamo.options import Options
+from te_dynamo.passes.torch_ir.match.bodies import Matcher
+from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
+from te_dynamo.passes.torch_ir.match.root import in_whole_model
+from te_dynamo.passes.torch_ir.match.sequence import fused_operations
+
+__all__ = ["match"]
+
+
+def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: Sequence[Any] = ()) -> None:
+    """Rewrites Dynamo's graph `gm` in place and appends a MatchRecord to `report.matches` for every linear
+    and for every norm and activation that was matched or left.
+
+    example_inputs: what Dynamo gives a backend beside the graph; the parameters among them tell where in the whole model
+    the graph's paths begin, and which weights are frozen.
+    """
+    by_step = options.weight_cache == "step"
+    with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step):
+        report.matches.extend(Matcher(options).match(gm))
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            report.fusions.extend(fused_operations(module.graph))

@@ -1,0 +1,198 @@
+"""A mixture's experts in one call -> te.grouped_linear.
+
+    F.grouped_mm(x, experts, offs=ends)     x [M, K] sorted by expert, experts [G, K, N] or a transposed [G, N, K]:
+                                            torchtitan's experts, and those of transformers
+    torch.bmm(x, experts)                   x [G, m, K], experts a parameter [G, K, N]: as many tokens for each expert,
+    F.grouped_mm(x, experts)                Llama 4's
+
+A weight that the user transposes for the call is read as it is stored, so that nothing is copied. Experts whose quantization
+would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
+from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
+from te_dynamo.passes.torch_ir.match.linear import RecipeFor, hint, linear_record, named_by_rule
+from te_dynamo.passes.torch_ir.match.products import Sizes, is_parameter
+from te_dynamo.passes.torch_ir.match.values import (
+    FLOATS,
+    arguments,
+    calls,
+    dtype_name,
+    emit,
+    emit_getitem,
+    emit_method,
+    erase_unused,
+    fixed,
+    left_as_plain,
+    tensor_of,
+)
+from te_dynamo.recipe import Float8CurrentScaling, Recipe
+
+__all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reason"]
+
+_GROUPED = {F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default}
+_FALLBACK = "transformers::grouped_mm_fallback"
+"""What transformers calls in a compiled model whose experts are not bf16, which torch's own does not take."""
+_BATCHED = {torch.bmm, torch.matmul, operator.matmul}
+_BATCHED_METHODS = {"bmm", "matmul", "__matmul__"}
+
+
+def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
+    """Replaces `node` by te.grouped_linear where it is a product with the weights of experts that may become one; its
+    record, or none for any other node.
+
+    recipe_for, outside: as for match_linear.
+    """
+    given = _operands(node)
+    if given is None:
+        return []
+    x, weight, offs = given["mat_a"], given["mat_b"], given.get("offs")
+    record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
+    if recipe is not None:
+        record.reason = outside or _reason(node, x, weight, offs, given, recipe)
+        if not record.reason and not named_by_rule(recipe_for, record.module):
+            record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
+    if recipe is None or record.reason:
+        record.matched, record.recipe = False, ""
+        return [record]
+    assert isinstance(recipe, Float8CurrentScaling)
+    record.groups = fixed(tensor_of(weight).shape[0]) or 0
+    with node.graph.inserting_before(node):
+        new = _batched(node, x, weight, recipe) if offs is None else emit_grouped_linear(node, x, weight, offs, recipe)
+    node.replace_all_uses_with(new)
+    erase_unused(node.graph, [node, *([weight] if _is_transposition(weight) else [])])
+    return [record]
+
+
+def emit_grouped_linear(
+    node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Float8CurrentScaling
+) -> fx.Node:
+    """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, for the user's `node`."""
+    weight, transposed = _as_stored(weight, node)
+    grad = tensor_of(node).requires_grad
+    config = GroupedLinearConfig.for_weight(
+        recipe,
+        weight_transposed=transposed,
+        input_requires_grad=grad and tensor_of(x).requires_grad,
+        weight_requires_grad=grad and tensor_of(weight).requires_grad,
+    )
+    results = emit(node.graph, torch.ops.te.grouped_linear.default, (x, weight, offs, config), node)
+    return emit_getitem(node.graph, results, 0)
+
+
+def _as_stored(weight: fx.Node, like: fx.Node) -> tuple[fx.Node, bool]:
+    """(the weight as it lies in memory, whether that is [G, K, N]): [G, N, K] where the user transposed that."""
+    if _is_transposition(weight):
+        return weight.args[0], False  # type: ignore[return-value]
+    value = tensor_of(weight)
+    if value.stride(1) == 1 and value.stride(2) != 1:
+        return emit_method(like.graph, "transpose", (weight, 1, 2), like), False
+    return weight, True
+
+
+def _is_transposition(weight: fx.Node) -> bool:
+    if calls(weight, {getattr, torch.ops.aten.mT}):  # x.mT, up to torch 2.13 and from 2.14 on
+        return weight.args[1:] in ((), ("mT",))
+    dims = weight.args[1:] if calls(weight, {torch.transpose}, {"transpose"}) else ()
+    return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
+
+
+def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Float8CurrentScaling) -> fx.Node:
+    """x [G, m, K] times [G, K, N]: G groups of m rows."""
+    graph, value = node.graph, tensor_of(x)
+    groups, k, n = map(fixed, tensor_of(weight).shape)
+    assert groups is not None
+    rows = fixed(value.shape[1])
+    m = rows if rows is not None else emit_method(graph, "size", (x, 1), node)
+    flat = emit_method(graph, "reshape", (x, -1, k), node)
+    count = emit(graph, torch.arange, (1, groups + 1), node, dtype=torch.int32, device=value.device)
+    out = emit_grouped_linear(node, flat, weight, emit(graph, operator.mul, (count, m), node), recipe)
+    return emit_method(graph, "reshape", (out, groups, m, n), node)
+
+
+def _operands(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a product with experts by the names of F.grouped_mm; None for any other node."""
+    if calls(node, _GROUPED):
+        first = ("mat_a", "mat_b") if node.target is F.grouped_mm else ("self", "mat2")
+        given = arguments(node, *first, "offs", "bias", "out_dtype")
+        return given and {"mat_a": given.pop(first[0]), "mat_b": given.pop(first[1]), **given}
+    if node.op == "call_function" and _qualified_name(node.target) == _FALLBACK:
+        given = arguments(node, "input", "weight", "offs")
+        return given and {"mat_a": given["input"], "mat_b": given["weight"], "offs": given["offs"]}
+    if calls(node, _BATCHED, _BATCHED_METHODS) and len(node.args) == 2 and is_parameter(node.args[1], rank=3):
+        x = tensor_of(node.args[0])
+        if x is not None and x.dim() == 3 and x.shape[0] == tensor_of(node.args[1]).shape[0]:
+            return {"mat_a": node.args[0], "mat_b": node.args[1]}
+    return None
+
+
+def _qualified_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "_qualified_op_name", "")
+
+
+def _sizes(x: Any, weight: Any) -> Sizes:
+    """(M, N, K), M the tokens of all experts; () for other forms than the two above."""
+    a, b = tensor_of(x), tensor_of(weight)
+    if a is None or b is None or b.dim() != 3 or a.dim() not in (2, 3):
+        return ()
+    return (a.shape[0] if a.dim() == 2 else a.shape[0] * a.shape[1], b.shape[2], b.shape[1])
+
+
+def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any], recipe: Recipe) -> str:
+    """Why this product stays what it is, "" when it becomes te.grouped_linear."""
+    if reason := recipe_reason(recipe) or left_as_plain(node, x, weight, offs):
+        return reason
+    ranks = (tensor_of(x).dim(), tensor_of(weight).dim())
+    if ranks != ((3, 3) if offs is None else (2, 3)):
+        return f"a grouped GEMM of {ranks[0]}-D by {ranks[1]}-D operands; te.grouped_linear takes tokens by experts, 2-D by 3-D"
+    if given.get("bias") is not None:
+        return "a grouped GEMM with a bias; add the bias to its result"
+    dtypes = [tensor_of(operand).dtype for operand in (x, weight, node)]
+    if dtypes[0] not in FLOATS or len(set(dtypes)) > 1:
+        names = ", ".join(map(dtype_name, dtypes))
+        return f"its input, weight and output are {names}; te.grouped_linear takes one of bf16, fp16 and fp32 for all"
+    return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe)
+
+
+def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> str:
+    """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
+    m, n, k = map(hint, _sizes(x, weight))
+    value = tensor_of(node)
+    if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
+        return ""
+    groups = fixed(tensor_of(weight).shape[0]) or 1
+    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, is_kept(weight))
+
+
+def recipe_reason(recipe: Recipe) -> str:
+    """Why a recipe has no grouped linear, "" for one that has."""
+    if not isinstance(recipe, Float8CurrentScaling):
+        return f"a grouped GEMM of a mixture's experts; {recipe.name} has none, float8_current_scaling has"
+    if recipe.backward != "quantized":
+        return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"
+    return ""
+
+
+def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe) -> str:
+    """Why operands of those shapes, weight [G, K, N], stay what they are; "" for those that te.grouped_linear takes."""
+    groups, k, n = map(fixed, weight)
+    if groups is None or n is None or k is None:
+        return f"its weight has the dynamic shape {list(weight)}; te.grouped_linear needs G, N and K fixed"
+    if n % recipe.alignment or k % recipe.alignment or not n or not k:
+        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+    if not groups or any(fixed(size) == 0 for size in x[:-1]):
+        return "its input has no rows"
+    return ""

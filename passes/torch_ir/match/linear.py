@@ -1,0 +1,225 @@
+"""A linear, however it is written (products.py) -> te.linear, for every one that a recipe covers and its GEMMs can take.
+
+    y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
+    y = torch.addmm(bias, x, weight)            ->    the same with LinearConfig(weight_transposed=True)
+
+Under autocast the result has another dtype than the operands; the casts that autocast would make become
+nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
+from te_dynamo.passes.torch_ir.match.autocast import may_be_autocast
+from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
+from te_dynamo.passes.torch_ir.match.products import Product, Sizes, product_of, transpositions, without_casts
+from te_dynamo.passes.torch_ir.match.shards import is_shared, layout_of, to_shards
+from te_dynamo.passes.torch_ir.match.values import (
+    FLOATS,
+    calls,
+    dtype_name,
+    emit,
+    emit_getitem,
+    emit_method,
+    erase_unused,
+    fixed,
+    left_as_plain,
+    tensor_of,
+)
+from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.recipe import Recipe
+
+__all__ = ["RecipeFor", "hint", "linear_record", "match_linear", "named_by_rule"]
+
+RecipeFor = Callable[[str], tuple[Recipe | None, str]]
+"""(recipe, which rule chose it or why it is None) by module path."""
+
+
+def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
+    """Replaces `node` by te.linear where it is a linear that may become one; its record, or none for any other node.
+
+    recipe_for: (recipe, which rule chose it or why it is None) by module path.
+    outside: a reason that holds for the whole graph (a body that is not rewritten), "" normally.
+    """
+    product = product_of(node)
+    if product is None:
+        return []
+    record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
+    if recipe is not None:
+        named = named_by_rule(recipe_for, record.module)
+        record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
+    if recipe is None or record.reason:
+        record.matched, record.recipe = False, ""
+    return [record]
+
+
+def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
+    """Puts te.linear in the place of `node`; the reason where it has to stay, "" where it is gone.
+
+    named: whether a rule chose the recipe for it, whatever it costs.
+    """
+    operands = (product.x, product.weight, product.bias)
+    if not all(isinstance(operand, fx.Node) for operand in operands if operand is not None) or None in operands[:2]:
+        return "its operands are not all tensors of the graph"
+    if any(map(is_shared, operands)):
+        return _rewrite_shards(node, product, recipe, named)
+    if reason := _reason(node, product, recipe):
+        return reason
+    if not named and (reason := _cost_reason(node, product, recipe)):
+        node.meta[LEFT_FOR_COST] = reason
+        return reason
+    _replace(node, product, recipe)
+    return ""
+
+
+def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
+    if product.transposed:
+        return "a DTensor stored as [K, N]; write F.linear or nn.Linear to have it in the recipe"
+    layout = layout_of(product.x, product.weight, product.bias)
+    if isinstance(layout, str):
+        return layout
+    with node.graph.inserting_before(node):
+        linear, whole = to_shards(layout, product.x, product.weight, product.bias, node)
+    shards = product_of(linear)
+    assert shards is not None
+    if reason := _rewrite(linear, shards, recipe, named):
+        node.meta[LEFT_FOR_COST] = linear.meta.get(LEFT_FOR_COST, "")
+        erase_unused(node.graph, [whole, linear, *filter(None, (shards.x, shards.weight, shards.bias))])
+        return f"of its shards: {reason}"
+    node.replace_all_uses_with(whole)
+    erase_unused(node.graph, [node])
+    return ""
+
+
+def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
+    out, x, weight = tensor_of(node), product.x, product.weight
+    batch_first = _before_swap(x) if has_fused_kernels(recipe.input_quantizer()) else None
+    config = LinearConfig.from_recipe(
+        recipe,
+        input_requires_grad=out.requires_grad and tensor_of(x).requires_grad,
+        weight_requires_grad=out.requires_grad and tensor_of(weight).requires_grad,
+        weight_transposed=product.transposed,
+    )
+    graph, written = node.graph, node.all_input_nodes
+    with graph.inserting_before(node):
+        operands = [o if o is None else _cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias)]
+        saved = emit(graph, torch.ops.te.linear.default, (*operands, config), node)
+        new = emit_getitem(graph, saved, 0)
+        if batch_first is not None:
+            new = emit_method(graph, "contiguous", (emit_method(graph, "transpose", (new, 0, 1), node),), node)
+    node.replace_all_uses_with(new)
+    swaps = [x] if batch_first is not None else []
+    erase_unused(graph, [node, *swaps, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
+
+
+def _before_swap(x: fx.Node) -> fx.Node | None:
+    """y [B, T, K], of which x is y.transpose(0, 1): what nn.MultiheadAttention makes of a batch-first input; else None.
+
+    One scale a tensor has the same bits in either order, so y is what is read: no copy, and a norm that makes y writes FP8.
+    """
+    dims = x.args[1:] if calls(x, {torch.transpose}, {"transpose"}) and not x.kwargs else ()
+    y = tensor_of(x.args[0]) if dims in ((0, 1), (1, 0)) else None
+    return x.args[0] if y is not None and y.dim() == 3 and y.is_contiguous() else None  # type: ignore[return-value]
+
+
+def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    if tensor_of(operand).dtype == dtype:
+        return operand
+    return emit_method(like.graph, "to", (operand, dtype), like)
+
+
+def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
+    """Why this linear stays what it is, "" when it becomes te.linear."""
+    x, weight, bias = product.x, product.weight, product.bias
+    return (
+        left_as_plain(node, x, weight, bias)
+        or _dtype_reason(node, x, weight, bias)
+        or _shape_reason(x, weight, bias, recipe, product.transposed)
+    )
+
+
+def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
+    out = tensor_of(node).dtype
+    for name, operand in (("input", x), ("weight", weight), ("bias", bias), ("output", node)):
+        if operand is not None and tensor_of(operand).dtype not in FLOATS:
+            return f"its {name} is {dtype_name(tensor_of(operand).dtype)}; te.linear takes bf16, fp16 and fp32"
+    dtypes = {tensor_of(operand).dtype for operand in (x, weight, bias) if operand is not None}
+    if len(dtypes) > 1 and not may_be_autocast(node, tensor_of(x).device):
+        return f"its operands are {' and '.join(sorted(map(dtype_name, dtypes)))} without autocast"
+    if tensor_of(x).dtype == tensor_of(weight).dtype != out:  # autocast casts both; anything else is not autocast
+        return "" if out in (torch.bfloat16, torch.float16) else f"its output is {dtype_name(out)}, unlike its operands"
+    return ""
+
+
+def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe, transposed: bool) -> str:
+    shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
+    if len(shape) != 2 or rank < 1:
+        return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
+    n, k = map(fixed, reversed(shape) if transposed else shape)
+    if n is None or k is None:
+        return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
+    if bias is not None and tuple(tensor_of(bias).shape) != (n,):
+        return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
+    if n % recipe.alignment or k % recipe.alignment or not n or not k:
+        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+    if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
+        return "its input has no rows"
+    return ""
+
+
+def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
+    """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
+    m, n, k = map(hint, product.sizes)
+    out, x, weight = tensor_of(node), product.x, product.weight
+    if out.device.type != "cuda" or out.dtype.itemsize != 2 or not m or is_kept(weight):
+        return ""
+    quantized = recipe.backward == "quantized" and out.requires_grad
+    gemms = ["fprop"]
+    gemms += ["dgrad"] if quantized and tensor_of(x).requires_grad else []
+    gemms += ["wgrad"] if quantized and tensor_of(weight).requires_grad else []
+    x_readers = sum(_reads(user, x) for user in x.users)
+    return linear_cost_reason(m, n, k, gemms, recipe, weight_readers=len(weight.users), x_readers=x_readers)
+
+
+def _reads(node: fx.Node, x: fx.Node) -> bool:
+    """Whether it is a linear of x that shares its quantized copy: one in FP8 already, or one that is not yet asked."""
+    if calls(node, {torch.ops.te.linear.default}):
+        return node.args[0] is x
+    product = None if LEFT_FOR_COST in node.meta else product_of(node)
+    return product is not None and product.x is x
+
+
+def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
+    """The record as if matched, and the recipe that applies."""
+    record = MatchRecord("linear", module_path(node, without_casts(weight)), source_line(node))
+    recipe, why = recipe_for(record.module)
+    record.reason = why if recipe is None else ""
+    record.recipe = "" if recipe is None else recipe.describe()
+    value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
+    record.dtype = "" if value is None else dtype_name(value.dtype)
+    record.shape = tuple(map(str, sizes))
+    record.flops = 2 * math.prod(map(hint, sizes)) if sizes else 0
+    return record, recipe
+
+
+def named_by_rule(recipe_for: RecipeFor, module: str) -> bool:
+    """Whether the recipe of a linear is a rule's choice, not that of the whole model."""
+    recipe, why = recipe_for(module)
+    return recipe is not None and why != ""
+
+
+def hint(size: Any) -> int:
+    """The size, the one seen while tracing where dynamic, 0 where data decides it or it is a nested tensor's lengths."""
+    if isinstance(size, int):
+        return size
+    seen = size.node.hint if size.node.has_hint() else 0
+    return seen if isinstance(seen, int) else 0

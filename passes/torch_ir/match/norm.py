@@ -1,0 +1,145 @@
+"""F.layer_norm and F.rms_norm -> te.layer_norm, te.rms_norm.
+
+    y = layer_norm(x, (N,), weight, bias, eps)    ->    y = te.layer_norm(x, weight, bias, eps)[0]
+    y = rms_norm(x, (N,), weight, eps)            ->    y = te.rms_norm(x, weight, eps, False, False)[0]
+
+RMSNorm written out in a model: rms_norm.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.passes.torch_ir.match.mutation import refuses
+from te_dynamo.passes.torch_ir.match.readers import why_its_strides_stay, why_not_read_by_linear
+from te_dynamo.passes.torch_ir.match.values import (
+    FLOATS,
+    arguments,
+    calls,
+    dtype_name,
+    emit,
+    emit_getitem,
+    erase_unused,
+    fixed,
+    is_number,
+    left_as_plain,
+    number,
+    tensor_of,
+)
+from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+
+__all__ = ["Norm", "called_norm", "left_norm", "match_norm", "replace_norm", "why_no_te_norm"]
+
+_LAYER_NORM = {F.layer_norm, torch.layer_norm}
+_RMS_NORM = {F.rms_norm, torch.rms_norm}
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A recognised norm over the last dimension: `last` gives what the te operation of that `kind` will give.
+
+    nodes:   the user's nodes, `last` at the end.
+    weights: weight for rms_norm, (weight, bias) for layer_norm; [N] each, or None.
+    options: what follows them in the operation's schema, eps first.
+    """
+
+    kind: str
+    x: Any  # a node
+    weights: tuple[fx.Node | None, ...]
+    options: tuple[Any, ...]
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+def match_norm(node: fx.Node) -> MatchRecord | None:
+    """Replaces a call of layer_norm or rms_norm by its te operation where that pays; None when `node` is
+    neither."""
+    norm = called_norm(node)
+    return replace_norm(norm) if isinstance(norm, Norm) else norm
+
+
+def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
+    """The norm that a call of layer_norm or rms_norm is, or the record of why it is none that te has; None when `node` is
+    neither."""
+    if calls(node, _LAYER_NORM):
+        kind = "layer_norm"
+        given = arguments(node, "input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+    elif calls(node, _RMS_NORM):
+        kind = "rms_norm"
+        given = arguments(node, "input", "normalized_shape", "weight", "eps")
+    else:
+        return None
+    x = (given or {}).get("input")
+    if given is None or tensor_of(x) is None:
+        return left_norm(kind, node, "its arguments are not those of torch's own function")
+    if len(given["normalized_shape"]) != 1:
+        return left_norm(
+            kind, node, f"it normalizes {len(given['normalized_shape'])} dimensions; te.{kind} takes the last"
+        )
+    if kind == "layer_norm":
+        return Norm(kind, x, (given.get("weight"), given.get("bias")), (given.get("eps", 1e-5),), (node,))
+    eps = given.get("eps")
+    # None is the epsilon of the precision the mean is computed in, whatever torch's documentation says of
+    # x's own
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return Norm(kind, x, (given.get("weight"),), (eps, False, False), (node,))
+
+
+def replace_norm(norm: Norm) -> MatchRecord:
+    """Puts the te operation in the norm's place, or leaves it; either way its record."""
+    last = norm.last
+    reason = why_no_te_norm(norm) or why_not_read_by_linear(last) or why_its_strides_stay(last) or refuses(norm.nodes)
+    if reason:
+        return left_norm(norm.kind, last, reason)
+    graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
+    eps, *flags = norm.options
+    with graph.inserting_before(last):
+        new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *flags), last), 0)
+    record = _record(norm.kind, last)
+    last.replace_all_uses_with(new)
+    erase_unused(graph, norm.nodes)
+    return record
+
+
+def why_no_te_norm(norm: Norm) -> str:
+    """Why te's norm does not compute this one, whatever reads it; "" where it does."""
+    return left_as_plain(norm.x, norm.last, *norm.weights) or _reason(norm)
+
+
+def _reason(norm: Norm) -> str:
+    x, out = tensor_of(norm.x), tensor_of(norm.last)
+    if x.dtype not in FLOATS:
+        return f"its input is {dtype_name(x.dtype)}; te.{norm.kind} takes bf16, fp16 and fp32"
+    if out.dtype != x.dtype:
+        dtypes = f"its output is {dtype_name(out.dtype)}, its input {dtype_name(x.dtype)}"
+        return f"{dtypes}; te.{norm.kind} keeps the dtype"
+    columns = fixed(x.shape[-1])
+    if columns is None:
+        return f"its last dimension is dynamic ({x.shape[-1]})"
+    for weight in norm.weights:
+        if weight is not None and tuple(tensor_of(weight).shape) != (columns,):
+            return f"its weight or bias has shape {list(tensor_of(weight).shape)}; expected [{columns}]"
+        if weight is not None and tensor_of(weight).dtype not in FLOATS:
+            return f"its weight or bias is {dtype_name(tensor_of(weight).dtype)}"
+    if not is_number(norm.options[0]):
+        return "its eps is not a Python number"
+    return ""
+
+
+def left_norm(kind: str, node: fx.Node, reason: str) -> MatchRecord:
+    return dataclasses.replace(_record(kind, node), matched=False, reason=reason)
+
+
+def _record(kind: str, node: fx.Node) -> MatchRecord:
+    value = tensor_of(node)
+    dtype = "" if value is None else dtype_name(value.dtype)
+    return MatchRecord(kind, module_path(node), source_line(node), dtype=dtype)

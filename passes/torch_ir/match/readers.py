@@ -1,0 +1,112 @@
+"""Whether a norm or an activation is worth taking from Inductor: only next to an FP8 linear does it ever get
+fused, and only in a format that a fused kernel writes."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
+from te_dynamo.passes.torch_ir.match.shards import keeps_shards
+from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
+
+__all__ = ["comes_from_linear", "why_its_strides_stay", "why_not_read_by_linear"]
+
+_VIEWS = {torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten}
+_VIEW_METHODS = {
+    "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
+    "to", "type_as", "float", "half", "bfloat16",
+}  # fmt: skip
+_PARTS = {torch.chunk, torch.split, torch.tensor_split}
+_PART_METHODS = {"chunk", "split", "tensor_split"}
+
+
+def why_not_read_by_linear(node: fx.Node) -> str:
+    """ "" when a matched linear reads `node`, itself or through views that keep all its elements in order, and a fused
+    kernel could write what it reads."""
+    seen, queue, cast, other = {node}, [node], "", ""
+    while queue:
+        current = queue.pop()
+        for user in current.users:
+            if _is_te_linear(user) and user.args[0] is current:
+                quantizer = _config(user).input_quantizer
+                if has_fused_kernels(quantizer):
+                    return ""
+                other = f"no fused kernel writes {quantizer.describe()}; left to Inductor"
+            if user not in seen and _keeps_elements(user, current):
+                seen.add(user)
+                if _same_dtype(user, current):
+                    queue.append(user)
+                elif any(_is_te_linear(reader) and reader.args[0] is user for reader in user.users):
+                    cast = f"it is {_dtype(node)}, the FP8 linear reading it {_dtype(user)}; left to Inductor"
+    return other or cast or "no FP8 linear reads its output; left to Inductor"
+
+
+def comes_from_linear(node: fx.Node) -> bool:
+    """Whether `node` is the output of a matched linear, or a view or part of it, and a fused kernel could write the gradient
+    that this linear reads."""
+    while True:
+        if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        source = node.args[0]
+        if calls(node, {operator.getitem}):
+            if _is_te_linear(source):
+                return bool(node.args[1] == 0) and has_fused_kernels(_config(source).grad_output_quantizer)
+            if not calls(source, _PARTS, _PART_METHODS) and tensor_of(source) is None:
+                return False
+        elif not calls(node, _PARTS, _PART_METHODS) and not (
+            _keeps_elements(node, source) and _same_dtype(node, source)
+        ):
+            return False
+        node = source
+
+
+def why_its_strides_stay(node: fx.Node) -> str:
+    """ "" where `node` may as well be contiguous, as results of te operations are; else why not: a view of it that the user
+    wrote may hold for its own strides alone. te.linear takes any."""
+    value = tensor_of(node)
+    if value is None or value.is_contiguous() or all(_is_te_linear(user) for user in node.users):
+        return ""
+    return f"its result has the strides {list(value.stride())} and is read by other than linears; left to Inductor"
+
+
+def _is_te_linear(node: fx.Node) -> bool:
+    """Of one weight or of a group's: both read x first and their configuration fourth."""
+    return calls(node, {torch.ops.te.linear.default, torch.ops.te.grouped_linear.default})
+
+
+def _config(node: fx.Node) -> LinearConfig:
+    config = node.args[3]
+    assert isinstance(config, LinearConfig)
+    return config
+
+
+def _keeps_elements(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` holds all elements of `node`, in order, as a tensor of another shape (or of another
+    dtype)."""
+    if not user.args or user.args[0] is not node:
+        return False
+    if calls(user, _VIEWS, _VIEW_METHODS) or keeps_shards(user, node):
+        return True
+    if calls(user, {operator.getitem}):  # hidden[:, slice(0, None), :], which Hugging Face's lm_head reads
+        return _whole(user.args[1]) and tensor_of(user) is not None and tensor_of(user).shape == tensor_of(node).shape
+    return calls(user, {F.dropout}) and (user.kwargs.get("training", user.args[2:3]) in (False, (False,)))
+
+
+def _whole(index: object) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is Ellipsis or (isinstance(i, slice) and i.start in (0, None) and i.step in (1, None)) for i in items)
+
+
+def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
+    x, y = tensor_of(a), tensor_of(b)
+    return x is not None and y is not None and x.dtype == y.dtype
+
+
+def _dtype(node: fx.Node) -> str:
+    value = tensor_of(node)
+    return "unknown" if value is None else dtype_name(value.dtype)

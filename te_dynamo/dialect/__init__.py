@@ -1,0 +1,38 @@
+"""The `te::` operations, which graphs hold. Importing this registers them."""
+
+from te_dynamo.dialect import (
+    activation,
+    gemm,
+    gemm_swiglu,
+    grouped_linear,
+    linear,
+    norm,
+    norm_add,
+    quantize,
+    quantize_bias_grad,
+    stacked,
+    swiglu,
+    transpose,
+)
+from te_dynamo.dialect.define import KERNELS, is_te
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
+from te_dynamo.dialect.linear import LinearConfig
+
+__all__ = [
+    "KERNELS",
+    "GroupedLinearConfig",
+    "LinearConfig",
+    "activation",
+    "gemm",
+    "gemm_swiglu",
+    "grouped_linear",
+    "is_te",
+    "linear",
+    "norm",
+    "norm_add",
+    "quantize",
+    "quantize_bias_grad",
+    "stacked",
+    "swiglu",
+    "transpose",
+]

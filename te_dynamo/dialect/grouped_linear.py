@@ -1,0 +1,299 @@
+"""`te.grouped_linear`: linears of G experts on one tensor of tokens that is sorted by expert, in FP8.
+
+    forward    out[m] = x[m] @ weight[g]^T           for the tokens m of group g: offs[g - 1] <= m < offs[g]
+    backward   dx[m] = dy[m] @ weight[g],  dweight[g] = dy_g^T @ x_g
+
+The weight is [G, N, K], or [G, K, N] as torch.nn.functional.grouped_mm takes it: its rowwise and its columnwise data
+change places, nothing is transposed in memory. x and dy have one scale a tensor, the weight one a group. Rows of out and
+dx behind the last group are zero; such rows of x and dy are multiplied by nothing, but count in the tensor's scale.
+
+`te.grouped_linear_with_workspace` is the same with the weight's buffers given. `GroupedLinearFwdArgs` and
+`GroupedLinearBwdArgs` are the one argument of every helper, as in linear.py.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Optional
+
+import torch
+
+from te_dynamo._compat import register_value_class
+from te_dynamo.dialect.define import expand_in_compiler, te_op
+from te_dynamo.dialect.fakes import of_proto
+from te_dynamo.dialect.gemm_grouped import gemm_grouped, gemm_grouped_columns
+from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantize import quantize_tensor
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Float8GroupedQuantizer, Quantizer
+from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
+from te_dynamo.recipe import Float8CurrentScaling
+
+__all__ = [
+    "GroupedLinearBwdArgs",
+    "GroupedLinearConfig",
+    "GroupedLinearFwdArgs",
+    "grouped_backward_products",
+    "grouped_grad_output_quantizer",
+    "grouped_linear",
+    "grouped_linear_backward",
+    "grouped_linear_forward",
+    "grouped_linear_forward_fake",
+    "grouped_linear_with_workspace",
+]
+
+
+@register_value_class
+@dataclasses.dataclass(frozen=True)
+class GroupedLinearConfig(LinearConfig):
+    """How one grouped linear runs: a value, carried by the graph as a constant; weight_transposed: the weight is [G, K, N].
+
+    Raises QuantizationError for quantizers whose tensors no grouped GEMM multiplies.
+    """
+
+    transposed_shape: ClassVar[str] = "[G, K, N]"
+
+    def __post_init__(self) -> None:
+        x, weight, dy = self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer
+        if not (
+            isinstance(x, Float8CurrentScalingQuantizer)
+            and isinstance(weight, Float8GroupedQuantizer)
+            and isinstance(dy, Float8CurrentScalingQuantizer)
+        ):
+            raise QuantizationError(
+                "grouped linear: expected x and dy in current scaling and the weight in Float8GroupedQuantizer, got "
+                + ", ".join(q.describe() if q else "None" for q in (x, weight, dy))
+            )
+        pairs = (("fprop", x, weight), ("dgrad", dy, weight), ("wgrad", dy, x))
+        for gemm, a, b in pairs:
+            if a.fp8_format == b.fp8_format == "e5m2":
+                raise QuantizationError(f"{gemm}: e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one in e4m3")
+
+    @classmethod
+    def for_weight(
+        cls,
+        recipe: Float8CurrentScaling,
+        *,
+        weight_transposed: bool,
+        input_requires_grad: bool,
+        weight_requires_grad: bool,
+    ) -> "GroupedLinearConfig":
+        """The configuration that `recipe`, with its backward quantized, gives a grouped linear."""
+        fprop, dgrad, wgrad = recipe.fast_accum()
+        return cls(
+            input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad),
+            weight_quantizer=Float8GroupedQuantizer(
+                rowwise=input_requires_grad or not weight_transposed,
+                columnwise=input_requires_grad or weight_transposed,
+                fp8_format=recipe.forward_format,
+                power_of_two_scale=recipe.power_of_two_scales,
+                amax_epsilon=recipe.amax_epsilon,
+            ),
+            grad_output_quantizer=recipe.grad_output_quantizer(),
+            input_requires_grad=input_requires_grad,
+            weight_requires_grad=weight_requires_grad,
+            fprop_fast_accum=fprop,
+            dgrad_fast_accum=dgrad,
+            wgrad_fast_accum=wgrad,
+            weight_transposed=weight_transposed,
+        )
+
+    def describe(self) -> str:
+        """One short word for graphs: "grouped linear(x e4m3[row+column], w grouped e4m3[row], dy e5m2[row+column])"."""
+        return f"grouped {super().describe()}"
+
+
+@dataclasses.dataclass(slots=True)
+class GroupedLinearFwdArgs:
+    """Everything the forward of a grouped linear reads."""
+
+    # tensors
+    x: torch.Tensor  # [M, K]
+    weight: Optional[torch.Tensor]  # [G, N, K], or [G, K, N]; None with a workspace whose weight gets no gradient
+    offs: torch.Tensor  # int32 [G], the end of each group
+    # gradients, quantizers and numerics
+    config: GroupedLinearConfig
+    # the weight's buffers in the order of its quantizer, () where forward has to quantize it
+    weight_workspace: tuple[torch.Tensor, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class GroupedLinearBwdArgs:
+    """Everything the backward of a grouped linear reads."""
+
+    # tensors saved by forward: what a GEMM reads of an operand, data and scales, () where not needed
+    x_saved: tuple[torch.Tensor, ...] = ()
+    weight_saved: tuple[torch.Tensor, ...] = ()
+    offs: Optional[torch.Tensor] = None
+    # dtypes of the gradients
+    x_dtype: Optional[torch.dtype] = None
+    weight_dtype: Optional[torch.dtype] = None
+    # gradients, quantizers and numerics
+    config: Optional[GroupedLinearConfig] = None
+
+
+def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(output [M, N], tensors to save): the columnwise operand of x, then dgrad's of the weight, each only if needed and no
+    input."""
+    config = args.config
+    x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
+    weight_buffers = list(args.weight_workspace)
+    if not weight_buffers:
+        assert args.weight is not None
+        weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
+    out = gemm_grouped(
+        *config.input_quantizer.operand(x_buffers, columnwise=False),
+        *config.weight_quantizer.operand(weight_buffers, columnwise=config.weight_transposed),
+        args.offs,
+        args.x.dtype,
+        config.fprop_fast_accum,
+    )
+    to_save: list[torch.Tensor] = []
+    if config.weight_requires_grad:
+        to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
+    if config.input_requires_grad and not args.weight_workspace:
+        to_save += config.weight_quantizer.operand(weight_buffers, columnwise=not config.weight_transposed)
+    return out, to_save
+
+
+def grouped_linear_backward(
+    args: GroupedLinearBwdArgs, dy: torch.Tensor
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx [M, K], dweight of the weight's shape) from dy [M, N]; None for a gradient nobody asked for."""
+    config = args.config
+    assert config is not None
+    if not (config.input_requires_grad or config.weight_requires_grad):
+        return None, None
+    return grouped_backward_products(args, quantize_tensor(dy.contiguous(), grouped_grad_output_quantizer(args)))
+
+
+def grouped_grad_output_quantizer(args: GroupedLinearBwdArgs) -> Quantizer:
+    """How dy is held for the products that are asked for, one at least."""
+    config = args.config
+    assert config is not None and config.grad_output_quantizer is not None
+    return config.grad_output_quantizer.with_usage(config.input_requires_grad, config.weight_requires_grad)
+
+
+def grouped_backward_products(
+    args: GroupedLinearBwdArgs, dy_buffers: list[torch.Tensor]
+) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """`grouped_linear_backward` from dy in the buffers of `grouped_grad_output_quantizer(args)`."""
+    config, quantizer = args.config, grouped_grad_output_quantizer(args)
+    assert config is not None and args.offs is not None
+    assert args.x_dtype is not None and args.weight_dtype is not None
+    dx = dweight = None
+    if config.input_requires_grad:
+        dy_rows = quantizer.operand(dy_buffers, columnwise=False)
+        dx = gemm_grouped(*dy_rows, *args.weight_saved, args.offs, args.x_dtype, config.dgrad_fast_accum)
+    if config.weight_requires_grad:
+        dy_columns = quantizer.operand(dy_buffers, columnwise=True)
+        operands = (*args.x_saved, *dy_columns) if config.weight_transposed else (*dy_columns, *args.x_saved)
+        dweight = gemm_grouped_columns(*operands, args.offs, args.weight_dtype, config.wgrad_fast_accum)
+    return dx, dweight
+
+
+def grouped_linear_forward_fake(
+    x: TensorProto, weight: TensorProto, config: GroupedLinearConfig
+) -> tuple[TensorProto, list[TensorProto]]:
+    """(out, saved) over protos: of x, then of the weight, what backward reads. Raises QuantizationError for other shapes."""
+    if len(x.shape) != 2 or len(weight.shape) != 3:
+        raise QuantizationError(
+            f"te.grouped_linear: expected x [M, K] and a weight of three dimensions, got {x.shape} and {weight.shape}"
+        )
+    n, k = weight.shape[1:] if not config.weight_transposed else weight.shape[:0:-1]
+    if x.shape[1] != k:
+        raise QuantizationError(f"te.grouped_linear: x has {x.shape[1]} columns, the weight {weight.shape} takes {k}")
+    requires_grad = config.input_requires_grad or config.weight_requires_grad
+    out = TensorProto((x.shape[0], n), x.dtype, None, requires_grad, x.device)
+    saved = []
+    if config.weight_requires_grad:
+        saved.append(TensorProto(x.shape, x.dtype, config.input_quantizer, device=x.device))
+        saved[-1].update_usage(rowwise_usage=False, columnwise_usage=True)
+    if config.input_requires_grad:
+        saved.append(TensorProto(weight.shape, weight.dtype, config.weight_quantizer, device=weight.device))
+        saved[-1].update_usage(config.weight_transposed, not config.weight_transposed)
+    return out, saved
+
+
+# The boundary to autograd: the only place that touches its context.
+
+
+def _expansion(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: GroupedLinearConfig
+) -> list[torch.Tensor]:
+    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config))
+    return [out, *to_save]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weight, offs, config, workspace = inputs if len(inputs) == 5 else (*inputs, ())
+    ctx.bwd_args, ctx.workspace_size = (
+        GroupedLinearBwdArgs(x_dtype=x.dtype, weight_dtype=x.dtype if weight is None else weight.dtype, config=config),
+        len(workspace),
+    )
+    aliases: tuple[torch.Tensor, ...] = ()
+    if workspace and config.input_requires_grad:
+        aliases = config.weight_quantizer.operand(list(workspace), columnwise=not config.weight_transposed)
+    ctx.save_for_backward(offs, *output[1:], *aliases)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[torch.Tensor], ...]:
+    # A copy for this call: ctx keeps no tensor beside its own saved ones, and a second backward finds it as it was.
+    args, (offs, *saved) = dataclasses.replace(ctx.bwd_args), ctx.saved_tensors
+    of_x = 2 * args.config.weight_requires_grad  # data and scale
+    args.offs, args.x_saved, args.weight_saved = offs, tuple(saved[:of_x]), tuple(saved[of_x:])
+    dy = grads[0]
+    assert dy is not None
+    return *grouped_linear_backward(args, dy), None, None
+
+
+def _backward_with_workspace(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
+    return *_backward(ctx, grads), [None] * ctx.workspace_size
+
+
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: GroupedLinearConfig
+) -> list[torch.Tensor]:
+    """[out, *saved]: out[m, N] = x[m, K] @ weight[g, N, K]^T for the m of group g, in the config's formats.
+
+    x and weight bf16, fp16 or fp32; offs int32 [G], ascending: the end of each group's rows.
+    """
+    out, saved = grouped_linear_forward_fake(to_tensor_proto(x), to_tensor_proto(weight), config)
+    return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
+
+
+def _expansion_with_workspace(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    offs: torch.Tensor,
+    config: GroupedLinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config, tuple(workspace)))
+    return [out, *to_save]
+
+
+@te_op(reference=_expansion_with_workspace, setup_context=_setup_context, backward=_backward_with_workspace)
+def grouped_linear_with_workspace(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    offs: torch.Tensor,
+    config: GroupedLinearConfig,
+    workspace: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """te.grouped_linear of weights that are quantized: `workspace` holds their buffers, in the order of config.weight_quantizer.
+
+    weight: what gets the gradient, None where it needs none. Its values are not read.
+    """
+    groups, n, k = config.weight_quantizer.operand(list(workspace), columnwise=config.weight_transposed)[0].shape
+    shape = (groups, k, n) if config.weight_transposed else (groups, n, k)
+    proto = TensorProto(shape, x.dtype, device=x.device) if weight is None else to_tensor_proto(weight)
+    out, saved = grouped_linear_forward_fake(to_tensor_proto(x), proto, config)
+    if config.input_requires_grad:
+        saved.pop()  # the weight's, an alias
+    return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
+
+
+expand_in_compiler(grouped_linear, _expansion)
+expand_in_compiler(grouped_linear_with_workspace, _expansion_with_workspace)

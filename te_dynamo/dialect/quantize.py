@@ -1,0 +1,131 @@
+"""`te.quantize`: a tensor into the buffers of its quantizer.
+
+`FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
+"""
+
+import functools
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from te_dynamo.dialect.define import te_op
+from te_dynamo.dialect.fakes import quantized
+from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels.quantize import current as kernels
+from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4
+from te_dynamo.kernels.quantize import grouped as grouped
+from te_dynamo.quantized.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8GroupedQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+__all__ = ["FORMATS", "Format", "quantize", "quantize_with_amax", "takes_quantizer"]
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Format(NamedTuple):
+    """How `te.quantize` runs one type of quantizer.
+
+    kernel, reference: a function of x and the arguments, launching Triton and in plain PyTorch.
+    arguments: of the quantizer and the random bits (None: it needs none), as they take them.
+    """
+
+    kernel: Callable[..., list[torch.Tensor]]
+    reference: Callable[..., list[torch.Tensor]]
+    arguments: Callable[[Any, Optional[torch.Tensor]], tuple[Any, ...]]
+
+
+FORMATS: dict[type[Quantizer], Format] = {
+    Float8CurrentScalingQuantizer: Format(
+        kernels.quantize,
+        kernels.quantize_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
+    ),
+    Float8BlockQuantizer: Format(
+        float8_block.quantize_block,
+        float8_block.quantize_block_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.block_dims == 2, q.power_of_two_scale, q.amax_epsilon),
+    ),
+    Float8GroupedQuantizer: Format(
+        grouped.quantize_grouped,
+        grouped.quantize_grouped_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
+    ),
+    MXFP8Quantizer: Format(
+        mxfp8.quantize_mxfp8,
+        mxfp8.quantize_mxfp8_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block),
+    ),
+    NVFP4Quantizer: Format(
+        nvfp4.quantize_nvfp4,
+        nvfp4.quantize_nvfp4_reference,
+        lambda q, random: (q.rowwise, q.columnwise, q.two_d, q.hadamard, q.stochastic_rounding, random),
+    ),
+}
+
+
+def format_of(quantizer: Quantizer) -> Format:
+    """Raises QuantizationError for a quantizer that no kernel knows."""
+    if type(quantizer) not in FORMATS:
+        known = ", ".join(sorted(q.__name__ for q in FORMATS))
+        raise QuantizationError(f"te.quantize: no kernel for {type(quantizer).__name__}; there is one for {known}")
+    return FORMATS[type(quantizer)]
+
+
+def takes_quantizer(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """A fused kernel's launcher or reference as an operation calls it: a quantizer's configuration in its place."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any) -> Any:
+        return implementation(*chain.from_iterable(_current_scaling(a) for a in args))
+
+    return run
+
+
+def _current_scaling(argument: Any) -> tuple[Any, ...]:
+    if not isinstance(argument, Quantizer):
+        return (argument,)
+    if not isinstance(argument, Float8CurrentScalingQuantizer):
+        raise QuantizationError(f"{argument.describe()}: the fused kernels write FP8 with one scale a tensor")
+    return FORMATS[Float8CurrentScalingQuantizer].arguments(argument, None)
+
+
+def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]]) -> Callable[..., list[torch.Tensor]]:
+    """`te.quantize` by the kernels or by the references of the quantizers' formats."""
+
+    def run(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
+        quantizer.value()
+        quantizer.check_shape(tuple(x.shape))
+        if x.dtype not in INPUT_DTYPES:
+            raise QuantizationError(f"{quantizer.describe()}: expected bf16, fp16 or fp32 values, got {x.dtype}")
+        if quantizer.needs_random() and random is None:
+            raise QuantizationError(
+                f"{quantizer.describe()}: te.quantize rounds stochastically by random bits that it is given; "
+                "quantizer.quantize(x, generator) draws them"
+            )
+        format = format_of(quantizer)
+        return implementation(format)(x, *format.arguments(quantizer, random))
+
+    return run
+
+
+@te_op(reference=_runs(lambda format: format.reference), kernel=_runs(lambda format: format.kernel))
+def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
+    """x (any rank, read as [M, K], contiguous, bf16, fp16 or fp32) into its quantizer's buffers.
+
+    random: the bits of stochastic rounding, an argument so that the operation is a function of what it is given.
+    """
+    return quantized(x, quantizer)
+
+
+@te_op(reference=takes_quantizer(kernels.quantize_reference), kernel=takes_quantizer(kernels.quantize))
+def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
+    """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
+    return quantized(x, quantizer)

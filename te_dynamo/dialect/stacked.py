@@ -1,0 +1,80 @@
+"""Linears that share an input: their weights or gradients quantized into one stack, and the GEMM that reads it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from te_dynamo.dialect.define import te_op
+from te_dynamo.dialect.fakes import plain, quantized_stack
+from te_dynamo.dialect.quantize import takes_quantizer
+from te_dynamo.kernels.gemm import stacked as gemm_kernels
+from te_dynamo.kernels.gemm.decode import decode_tile
+from te_dynamo.kernels.gemm.tiles import stacked_is_faster
+from te_dynamo.kernels.quantize import stacked as kernels
+from te_dynamo.kernels.runtime.launch import is_hopper, multiprocessor_count, size_hint
+from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
+from te_dynamo.quantized.quantizers import Quantizer
+
+__all__ = [
+    "MOST_SEGMENTS",
+    "gemm_stacked",
+    "quantize_stacked",
+    "quantize_stacked_with_amaxes",
+    "segments_stack",
+    "stacking_pays",
+]
+
+quantize_stacked_with_amaxes = takes_quantizer(kernels.quantize_stacked)
+"""The launches of `te.quantize_stacked` with a last argument, a list of the amax (fp32 [1]) of each tensor or None."""
+
+
+@te_op(
+    reference=takes_quantizer(kernels.quantize_stacked_reference),
+    kernel=takes_quantizer(kernels.quantize_stacked),
+)
+def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
+    """The buffers of one tensor that stacks xs, by rows or by columns, each as te.quantize makes it, with its own scale.
+
+    data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. The stacked sides are two or three multiples of 128.
+    """
+    return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
+
+
+@te_op(reference=gemm_kernels.gemm_stacked_reference, kernel=gemm_kernels.gemm_stacked)
+def gemm_stacked(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    along: str,
+    segments: Sequence[int],
+) -> torch.Tensor:
+    """te.gemm of operands stacked along "M" (a), "N" (b) or "K" (both), scale_inv [len(segments)]; rounded once to out_dtype."""
+    return plain((a.shape[0], b.shape[0]), out_dtype, a)
+
+
+def segments_stack(segments: Sequence[object]) -> bool:
+    """Whether the kernels take stacked sides of those lengths."""
+    known = all(isinstance(s, int) and s > 0 and s % SEGMENT_MULTIPLE == 0 for s in segments)
+    return known and 2 <= len(segments) <= MOST_SEGMENTS
+
+
+def stacking_pays(
+    m: int, n: int, k: int, device: torch.device, fast_accum: bool, along: str, segments: Sequence[int]
+) -> bool:
+    """Whether one GEMM of the whole stack has its parts' bits (those along K aside) and takes no longer, by the cost model.
+
+    m, n, k: of the whole; a symbolic one counts as its hint.
+    """
+    hopper, multiprocessors = is_hopper(device), multiprocessor_count(device)
+    if along == "N":
+        few_rows = [decode_tile(m, size, k, fast_accum, hopper, multiprocessors) for size in (n, *segments)]
+        if all(few_rows):
+            return all(tile.split_k == 1 for tile in few_rows if tile is not None)
+        if any(few_rows):
+            return False  # a segment's own bits are another kernel's, perhaps with K in parts
+    sizes = [size_hint(size) for size in (m, n, k)]
+    stacking = Stacking(along, tuple(segments))
+    return stacked_is_faster(*sizes, fast_accum, stacking, hopper, multiprocessors)

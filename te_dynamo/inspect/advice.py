@@ -1,0 +1,135 @@
+"""What a person is told without asking, where a model runs otherwise than was probably meant.
+
+Each is a warning, once a model, and a note of `explain`'s:
+
+    nothing in a recipe     no linear of the model is in one
+    a rule without effect   no module path matches it
+    quantized already       linears of torchao, transformers, Transformer Engine and their like, which stay what they are
+    a cache without effect  weight_cache="step" keeps nothing of a graph's weights
+
+With `require_coverage` too little in a recipe is a CoverageError.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from te_dynamo.errors import CoverageError
+from te_dynamo.inspect.report import MatchRecord, Report, coverage
+from te_dynamo.options import Options
+
+__all__ = ["advise", "require_coverage"]
+
+_QUANTIZED_BY = (
+    "torchao",
+    "transformer_engine",
+    "bitsandbytes",
+    "transformers.integrations",
+    "compressed_tensors",
+    "hqq",
+    "optimum",
+)
+"""Packages with linears of their own, which multiply what they have quantized themselves."""
+
+
+class _Model:
+    """What is known of a model from the graphs that were compiled so far.
+
+    linears: paths of the linears in them. matched: whether one is in a recipe. told: the warnings that were given.
+    """
+
+    def __init__(self, told: set[str]) -> None:
+        self.linears: set[str] = set()
+        self.matched = False
+        self.told = told
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+_told_of_functions: set[str] = set()
+
+
+def advise(model: nn.Module | None, whole: bool, options: Options, report: Report) -> None:
+    """Warns, and adds to `report.notes`.
+
+    model: the module that was compiled, None for a function.
+    whole: whether the graph is all of it, as far as Dynamo knows yet.
+    """
+    known = _Model(_told_of_functions) if model is None else _models.setdefault(model, _Model(set()))
+    for text in _advice(model, known, whole, options, report):
+        report.notes.append(text)
+        if text not in known.told:
+            known.told.add(text)
+            warnings.warn(f"te_dynamo: {text}", stacklevel=2)
+
+
+def require_coverage(options: Options, report: Report) -> None:
+    """Raises CoverageError where less of a graph's linear FLOPs is in a recipe than the option asks for."""
+    linears = [match for match in report.matches if match.kind == "linear"]
+    share = coverage(linears)
+    if options.require_coverage and any(match.flops for match in linears) and share < options.require_coverage:
+        raise CoverageError.of(share, options.require_coverage, [match for match in linears if not match.matched])
+
+
+def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Options, report: Report) -> Iterator[str]:
+    linears = [match for match in report.matches if match.kind == "linear"]
+    known.linears |= {match.module for match in linears}
+    known.matched |= any(match.matched for match in linears)
+    modules = [] if model is None else list(model.named_modules())
+    asked = any(recipe is not None for recipe in (options.recipe, *(recipe for _, recipe in options.rules)))
+    if asked and not known.matched and (whole or _all_seen(modules, known)):
+        yield from _nothing_matched(linears, modules)
+    if modules or whole:
+        yield from _rules_without_effect(options, [*(path for path, _ in modules), *known.linears])
+    yield from _quantized_already(modules)
+    matched = [match for match in linears if match.matched]
+    if options.weight_cache == "step" and matched and not report.workspaces:
+        yield (
+            f'weight_cache="step" keeps nothing of the {len(matched)} linears of this graph: only weights that are plain nn.Parameters are '
+            "kept, none of FSDP's, no DTensors, and none that the graph itself writes; they are quantized in each call"
+        )
+
+
+def _all_seen(modules: Sequence[tuple[str, nn.Module]], known: _Model) -> bool:
+    paths = {path for path, module in modules if type(module) is nn.Linear}
+    return bool(paths) and paths <= known.linears
+
+
+def _nothing_matched(linears: Sequence[MatchRecord], modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+    if linears:
+        reasons = Counter(match.reason for match in linears).most_common(3)
+        listed = "; ".join(f"{times} x {reason}" for reason, times in reasons)
+        yield f"no linear of the model is in a recipe: {listed}. te_dynamo.inspect.explain has a row for each"
+    elif modules:
+        yield "no linear was found in the model: it runs as with Inductor alone"
+
+
+def _rules_without_effect(options: Options, paths: Sequence[str]) -> Iterator[str]:
+    for pattern, _ in options.rules:
+        if not any(re.search(pattern, path) for path in paths):
+            names = sorted({*paths, *(part for path in paths for part in path.split(".") if not part.isdigit())} - {""})
+            near = difflib.get_close_matches(re.sub(r"\\.|[\\^$()|\[\]?*+]", "", pattern).strip("."), names, n=3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            yield f"no module path of the model matches the rule {pattern!r}{hint}"
+
+
+def _quantized_already(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for path, module in modules:
+        classes = type(module), *(type(parameter) for parameter in module.parameters(recurse=False))
+        for cls in classes:
+            package = next((p for p in _QUANTIZED_BY if f"{cls.__module__}.".startswith(f"{p}.")), "")
+            if package and (isinstance(module, nn.Linear) or "Linear" in type(module).__name__):
+                found.setdefault(package, []).append(path)
+                break
+    for package, paths in found.items():
+        yield (
+            f"linears of {package} are in the model ({len(paths)}, {paths[0]!r} first): they quantize by themselves and are in no recipe; "
+            "build the model without them to have te_dynamo do it"
+        )

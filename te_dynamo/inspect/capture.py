@@ -1,0 +1,259 @@
+"""The graphs after each stage of the backend, as text and as graphs.
+
+    with te_dynamo.inspect.capture() as graphs:
+        torch.compile(model, backend="te")(x).sum().backward()
+    print(graphs["backward"])
+
+The backend's side is `begin_graph`, `record` and `publish`, which cost one test of an empty list when nobody
+captures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from te_dynamo.errors import TeError
+from te_dynamo.inspect.graph_names import name_inputs
+from te_dynamo.inspect.graph_text import graph_text
+from te_dynamo.inspect.report import Report
+
+__all__ = [
+    "STAGES",
+    "Captured",
+    "MissingStageError",
+    "abandon",
+    "active",
+    "begin_graph",
+    "capture",
+    "publish",
+    "record",
+    "uncached",
+]
+
+STAGES = (
+    "match",
+    "joint",
+    "forward",
+    "backward",
+    "inference",
+    "lower.forward",
+    "lower.backward",
+    "lower.inference",
+)
+"""In the order in which a graph passes them."""
+
+# Not a ContextVar: autograd compiles a CUDA model's backward graph on a thread that inherits no context.
+_captures: list[Captured] = []
+_lock = threading.RLock()
+_numbers = itertools.count()
+
+
+class MissingStageError(TeError, KeyError):
+    """A stage that was not captured, or that does not exist."""
+
+    __str__ = Exception.__str__  # KeyError's own prints the message quoted and escaped
+
+
+class Captured:
+    """What one `capture()` saw. Filled while the context is open, readable then and after.
+
+    graphs[stage]: the stage's text; with several Dynamo graphs their texts under a header each.
+    graphs.all(stage): the texts, one a Dynamo graph. graphs.graph(stage): the graph itself (a copy).
+    graphs.stages: the captured stages in order. graphs.reports: a Report for each Dynamo graph.
+    Each raises MissingStageError (a KeyError) for a stage that was not captured, saying why it may be
+    missing.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[str, dict[int, tuple[str, fx.Graph]]] = {}
+        self._reports: dict[int, Report] = {}
+        self._order: dict[int, int] = {}
+
+    def __getitem__(self, stage: str) -> str:
+        texts = self.all(stage)
+        if len(texts) == 1:
+            return texts[0]
+        numbers = sorted(self._graphs[stage])
+        return "\n\n".join(f"# graph {number}\n{text}" for number, text in zip(numbers, texts, strict=True))
+
+    def __contains__(self, stage: object) -> bool:
+        return stage in self._graphs
+
+    def all(self, stage: str) -> list[str]:
+        """The stage's texts in the order of the Dynamo graphs."""
+        return [self._stage(stage)[number][0] for number in sorted(self._stage(stage))]
+
+    def graph(self, stage: str, index: int = 0) -> fx.Graph:
+        """A copy of the graph as the stage left it; `index` counts the Dynamo graphs that have the stage."""
+        graphs = self._stage(stage)
+        return graphs[sorted(graphs)[index]][1]
+
+    @property
+    def stages(self) -> list[str]:
+        """The names of the captured stages, in the pipeline's order."""
+        return [stage for stage in STAGES if stage in self._graphs]
+
+    @property
+    def reports(self) -> list[Report]:
+        """What was matched, fused, lowered and left, a Report for each Dynamo graph in order."""
+        return [self._reports[number] for number in sorted(self._reports)]
+
+    def __len__(self) -> int:
+        """The number of Dynamo graphs."""
+        return len(self._order)
+
+    def __str__(self) -> str:
+        if not self._graphs:
+            return "no graph captured"
+        sections = []
+        for number in sorted(self._order.values()):
+            for stage in self.stages:
+                if number in self._graphs[stage]:
+                    sections.append(f"# graph {number}, {stage}\n{self._graphs[stage][number][0]}")
+        return "\n\n".join(sections)
+
+    def _number(self, index: int) -> int:
+        return self._order.setdefault(index, max(self._order.values(), default=-1) + 1)
+
+    def _stage(self, stage: str) -> dict[int, tuple[str, fx.Graph]]:
+        if stage in self._graphs:
+            return self._graphs[stage]
+        if stage not in STAGES:
+            raise MissingStageError(f"te_dynamo: no stage {stage!r}; the stages are {', '.join(STAGES)}")
+        seen = f"captured: {', '.join(self.stages)}" if self._graphs else "nothing was captured"
+        raise MissingStageError(f"te_dynamo: stage {stage!r} was not captured ({seen}). {self._why_missing(stage)}")
+
+    def _why_missing(self, stage: str) -> str:
+        if not self._graphs:
+            return (
+                "Compile and call the model inside capture(): what was compiled before is not compiled again "
+                "(torch._dynamo.reset() makes it), and only torch.compile(..., backend='te') is recorded."
+            )
+        if "inference" in self._graphs and stage != "inference":
+            return "The graph was compiled for inference: nothing required grad, or grad mode was off."
+        if stage.endswith("backward"):
+            return "The backward graph is compiled by the first backward(), which must happen inside capture()."
+        if stage.endswith("inference"):
+            return "The graph was compiled for training: call the model under torch.no_grad()."
+        return "The pipeline stopped before it, or codegen='eager' has no such stage."
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Captured]:
+    """Records the graphs of everything that backend "te" compiles while the context is open, on any thread.
+
+    torch's compile caches are off inside, because on a warm start no pass runs; they are restored on exit,
+    also after an exception. Contexts nest: each records what is compiled while it is open. A function that is
+    compiled already does not compile again inside: create the compiled model inside, or call
+    torch._dynamo.reset() first (te_dynamo.inspect.explain compiles afresh by itself).
+    """
+    captured = Captured()
+    with _caches_off():
+        with _lock:
+            _captures.append(captured)
+        try:
+            yield captured
+        finally:
+            with _lock:
+                # by identity: two captures are never equal, but list.remove would compare
+                _captures[:] = [other for other in _captures if other is not captured]
+
+
+def active() -> bool:
+    """Whether anybody captures."""
+    return bool(_captures)
+
+
+def begin_graph() -> int:
+    """Number of the Dynamo graph that the backend starts on, to hand to `record` and `publish`."""
+    index = next(_numbers)
+    with _lock:
+        for captured in _captures:
+            captured._number(index)
+    return index
+
+
+def record(stage: str, graph: fx.Graph, index: int) -> None:
+    """Stores `graph` after `stage`, as text and as a copy. MissingStageError for an unknown stage."""
+    if not _captures:
+        return
+    if stage not in STAGES:
+        raise MissingStageError(f"te_dynamo: no stage {stage!r}; the stages are {', '.join(STAGES)}")
+    copy = _copy_graph(graph)
+    with _lock:
+        name_inputs(copy, stage, _earlier(index))
+        entry = (graph_text(copy), copy)
+        for captured in _captures:
+            captured._graphs.setdefault(stage, {})[captured._number(index)] = entry
+
+
+def _earlier(index: int) -> dict[str, fx.Graph]:
+    """The stages that Dynamo graph `index` has passed while anybody captured."""
+    return {
+        stage: numbered[captured._order[index]][1]
+        for captured in _captures
+        if index in captured._order
+        for stage, numbered in captured._graphs.items()
+        if captured._order[index] in numbered
+    }
+
+
+def abandon(index: int) -> None:
+    """Forgets Dynamo graph `index`: Dynamo gives up the attempt and traces the function again."""
+    with _lock:
+        for captured in _captures:
+            number = captured._order.pop(index, -1)
+            captured._reports.pop(number, None)
+            for numbered in captured._graphs.values():
+                numbered.pop(number, None)
+            captured._graphs = {stage: numbered for stage, numbered in captured._graphs.items() if numbered}
+
+
+def publish(report: Report, index: int) -> None:
+    """Stores the report of Dynamo graph `index`: itself, no copy, so later stages may still write to it."""
+    with _lock:
+        for captured in _captures:
+            captured._reports[captured._number(index)] = report
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Turns torch's compile caches off on this thread while anybody captures; does nothing otherwise.
+
+    For the backend to put around `compile_fx_inner`: from torch 2.13 a config patch holds for one thread,
+    and autograd compiles the backward graph on another.
+    """
+    with _caches_off() if _captures else contextlib.nullcontext():
+        yield
+
+
+def _caches_off() -> contextlib.AbstractContextManager[None]:
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(force_disable_caches=True)
+
+
+def _copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy whose later life is its own: nodes and their meta, and the bodies of higher-order operations."""
+    copy = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = copy.node_copy(node, lambda old: mapping[old])
+    owner = graph.owning_module
+    if owner is not None and any(node.op in ("get_attr", "call_module") for node in graph.nodes):
+        # A plain module: a GraphModule would generate code for a graph that is only looked at.
+        holder = torch.nn.Module()
+        for name, child in owner.named_children():
+            body = getattr(child, "graph", None)
+            copied = torch.nn.Module() if isinstance(body, fx.Graph) else child
+            if isinstance(body, fx.Graph):
+                copied.graph = _copy_graph(body)  # type: ignore[assignment]
+            holder.add_module(name, copied)  # type: ignore[arg-type]
+        copy.owning_module = holder  # type: ignore[assignment]
+    return copy

@@ -1,0 +1,308 @@
+"""`explain`: what the backend made of a model, a row per linear, and why it left the rest alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from te_dynamo.inspect.capture import capture
+from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
+
+__all__ = ["Explanation", "GraphBreak", "explain"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo split the model: "file.py:17" ("" where unknown) and its reason: of a deliberate break its message, else the first line of Dynamo's."""
+
+    source: str
+    reason: str
+
+
+class Explanation:
+    """What was matched, fused, lowered and left. str(), to_html() for people, to_dict() for programs."""
+
+    def __init__(self, reports: list[Report], graph_breaks: list[GraphBreak]) -> None:
+        self.reports = reports
+        self.graph_breaks = graph_breaks
+
+    @property
+    def linears(self) -> list[MatchRecord]:
+        """A record for each linear of each graph, in the model's order."""
+        return [match for report in self.reports for match in report.matches if match.kind == "linear"]
+
+    @property
+    def norms_activations(self) -> list[MatchRecord]:
+        """A record for each norm and activation."""
+        return [match for report in self.reports for match in report.matches if match.kind != "linear"]
+
+    @property
+    def coverage(self) -> float:
+        """The share of linear FLOPs that runs in a recipe, 0 to 1: `coverage` in te_dynamo/inspect/report.py."""
+        return coverage(self.linears)
+
+    @property
+    def headline(self) -> str:
+        """One line: coverage, recipes, counts."""
+        matched = [match for match in self.linears if match.matched]
+        recipes = ", ".join(dict.fromkeys(match.recipe for match in matched if match.recipe)) or "no recipe"
+        kept = sum(weight.nbytes for weight in self._kept_weights())
+        weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
+        unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
+        uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
+        return (
+            f"coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
+            f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
+            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: "coverage", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
+        "graphs", "notes".
+
+        "linears" and "norms_activations" hold MatchRecord's fields, "weights" WorkspaceRecord's: the quantized weights that are
+        kept between calls; "graphs" is the number of Dynamo graphs.
+        """
+        return {
+            "coverage": self.coverage,
+            "linears": [dataclasses.asdict(match) for match in self.linears],
+            "norms_activations": [dataclasses.asdict(match) for match in self.norms_activations],
+            "fusions": [
+                {"phase": phase, "fusion": fusion, "count": count} for (phase, fusion), count in self._fusions().items()
+            ],
+            "lowered": [
+                {"phase": phase, "op": op, "runs": runs, "count": count}
+                for (phase, op, runs), count in self._lowered().items()
+            ],
+            "weights": [dataclasses.asdict(weight) for weight in self._kept_weights()],
+            "graph_breaks": [dataclasses.asdict(stop) for stop in self.graph_breaks],
+            "graphs": len(self.reports),
+            "notes": self._notes(),
+        }
+
+    def to_html(self, path: Any) -> None:
+        """Writes the same tables as one self-contained page."""
+        console = Console(record=True, file=io.StringIO(), width=180)
+        self._render(console)
+        console.save_html(str(path))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self._render(Console(file=text, width=160, color_system=None))
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def _notes(self) -> list[str]:
+        """Each once, though several graphs have it."""
+        return list(dict.fromkeys(note for report in self.reports for note in report.notes))
+
+    def _fusions(self) -> Counter[tuple[str, str]]:
+        counts: Counter[tuple[str, str]] = Counter()
+        for report in self.reports:
+            for phase, fusion, count in report.fusions:
+                counts[phase, fusion] += count
+        return counts
+
+    def _kept_weights(self) -> list[WorkspaceRecord]:
+        """Each once, though several graphs read it."""
+        return list(dict.fromkeys(weight for report in self.reports for weight in report.workspaces))
+
+    def _lowered(self) -> Counter[tuple[str, str, str]]:
+        return Counter(row for report in self.reports for row in report.lowered)
+
+    def _render(self, console: Console) -> None:
+        console.print(f"{self.headline}\n", markup=False, highlight=False)
+        tables = (
+            (
+                "linears",
+                ("module", "source", "M x N x K", "dtype", "recipe", "reason"),
+                map(_linear_row, self.linears),
+            ),
+            (
+                "norms and activations",
+                ("kind", "module", "source", "te op", "reason"),
+                map(_other_row, self.norms_activations),
+            ),
+            (
+                "fusions",
+                ("phase", "fusion", "times"),
+                ((*key, count) for key, count in self._fusions().items()),
+            ),
+            (
+                "lowered",
+                ("phase", "te op", "runs", "times"),
+                ((*key, count) for key, count in self._lowered().items()),
+            ),
+            (
+                "quantized weights",
+                ("weight", "held as", "MiB", "kept"),
+                map(_weight_row, self._kept_weights()),
+            ),
+            (
+                "graph breaks",
+                ("source", "reason"),
+                ((stop.source, stop.reason) for stop in self.graph_breaks),
+            ),
+            ("notes", ("note",), ((note,) for note in self._notes())),
+        )
+        for title, columns, rows in tables:
+            cells = [tuple(map(str, row)) for row in rows]
+            if cells:
+                console.print(_table(title, columns, cells))
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
+
+    model:         a module, a function, or the result of torch.compile: then what it wraps is compiled, with
+                   a module's own options and mode where none are given (a function does not keep its).
+    options, mode: as for torch.compile.
+
+    Runs forward and, where an output requires grad, backward. Left as they were: parameters, `.grad`,
+    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, torch's
+    caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
+    the arguments), tensor hooks, which run, and the entry that this compilation adds in Dynamo's table of
+    the model's code, which counts towards its recompile limit.
+    """
+    target, own = _unwrap(model)
+    if options is None and mode is None:
+        options, mode = own.get("options"), own.get("mode")
+    breaks_before = len(_graph_break_log())
+    # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
+    backend = _fresh(_te_backend())
+    compiled = torch.compile(target, backend=backend, options=options, mode=mode)
+    with warnings.catch_warnings(), capture() as graphs, _unchanged(target, args, kwargs):
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        _run(compiled, target, args, kwargs)
+    breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
+    return Explanation(graphs.reports, breaks)
+
+
+def _run(compiled: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> None:
+    outputs = [out for out in _tensors(compiled(*args, **kwargs)) if out.requires_grad]
+    parameters = list(target.parameters()) if isinstance(target, nn.Module) else []
+    leaves = [leaf for leaf in (*parameters, *_tensors((args, kwargs))) if leaf.requires_grad]
+    if outputs and leaves:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
+
+
+def _te_backend() -> Callable[..., Any]:
+    return torch._dynamo.lookup_backend("te")
+
+
+def _fresh(backend: Callable[..., Any]) -> Callable[..., Any]:
+    def te(gm: Any, example_inputs: Any, **options: Any) -> Any:
+        return backend(gm, example_inputs, **options)
+
+    return te
+
+
+def _unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
+    if not isinstance(model, torch._dynamo.OptimizedModule):
+        return getattr(model, "_torchdynamo_orig_callable", model), {}
+    layer: Any = getattr(model.dynamo_ctx, "callback", None)
+    for _ in range(4):  # wrappers around the backend: their number differs between releases
+        if isinstance(found := getattr(layer, "kwargs", None), dict):
+            return model._orig_mod, found
+        layer = getattr(layer, "_torchdynamo_orig_backend", None)
+    return model._orig_mod, {}
+
+
+@contextlib.contextmanager
+def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Puts back the random state and every buffer that the run writes to or replaces."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    buffers = [(module, dict(module._buffers.items())) for module in modules]
+    copies = {
+        id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
+    }
+    devices = {tensor.device.index for tensor in _tensors((args, kwargs)) if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+        try:
+            yield
+        finally:
+            for module, named in buffers:
+                if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
+                    module._buffers.update(named)
+            with torch.no_grad():
+                for buffer, version, copy in copies.values():
+                    if buffer._version != version:
+                        buffer.copy_(copy)
+
+
+def _graph_break_log() -> list[Any]:
+    return getattr(torch._dynamo.utils, "graph_break_reasons", [])
+
+
+def _graph_break(entry: Any) -> GraphBreak:
+    frame = entry.user_stack[-1] if entry.user_stack else None
+    source = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame is not None else ""
+    lines = str(entry.reason).splitlines() or [""]
+    message = next(
+        (line.partition("Message: ")[2] for line in lines if "Message: " in line), ""
+    )  # of a deliberate break, "None" where it was given none
+    return GraphBreak(source=source, reason=lines[0] if message in ("", "None") else message)
+
+
+def _linear_row(match: MatchRecord) -> tuple[str, ...]:
+    shape = " x ".join(match.shape) + (f" in {match.groups} groups" if match.groups else "")
+    return (
+        match.module,
+        match.source,
+        shape,
+        match.dtype,
+        match.recipe if match.matched else "left",
+        match.reason,
+    )
+
+
+def _weight_row(weight: WorkspaceRecord) -> tuple[str, ...]:
+    return weight.weight, weight.quantizer, f"{weight.nbytes / 2**20:.2f}", weight.kept
+
+
+def _other_row(match: MatchRecord) -> tuple[str, ...]:
+    return (
+        match.kind,
+        match.module,
+        match.source,
+        f"te.{match.kind}" if match.matched else "left",
+        match.reason,
+    )
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", box=MARKDOWN)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f}%"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

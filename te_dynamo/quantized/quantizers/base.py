@@ -1,0 +1,216 @@
+"""What every quantizer promises: a value that says how a tensor is held in low precision.
+
+A quantizer is configuration only. Equal configuration is an equal object, so that a graph can carry it as a constant and
+a guard can compare it; there is no tensor, module or process group in it (source of the rule: design section 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from te_dynamo._compat import OpaqueMeta, register_value_class
+from te_dynamo.errors import QuantizationError
+
+if TYPE_CHECKING:
+    from te_dynamo.quantized.storage import QuantizedTensorStorage
+    from te_dynamo.quantized.tensor import QuantizedTensor
+
+__all__ = ["Buffers", "Quantizer"]
+
+Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Buffer name -> (shape, dtype), in the order in which `te.quantize` returns them."""
+
+_VALUE_TYPES = (bool, int, float, str, enum.Enum)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantizer(metaclass=OpaqueMeta):
+    """Base of the quantizers.
+
+    rowwise:    hold the data in the tensor's own order, read by the GEMMs that contract the last dimension.
+    columnwise: hold what the GEMMs that contract the leading dimension read.
+
+    Raises TypeError for a field that is not an int, bool, float, str or enum, or not of its default's kind ("no" would be a
+    switch that is on), and QuantizationError when neither usage is on.
+    """
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+    reads_as_matrix: ClassVar[bool] = True
+    """Whether a tensor of any rank is read as [M, K], so that its views of the same K have the same buffers."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, _VALUE_TYPES):
+                raise TypeError(
+                    f"{type(self).__name__}.{field.name}: expected int, bool, float, str or enum, got {type(value).__name__}; "
+                    "a quantizer is a value and must compare equal by its configuration"
+                )
+            if field.default is not dataclasses.MISSING and not _is_like(value, field.default):
+                raise TypeError(
+                    f"{type(self).__name__}.{field.name}: expected {type(field.default).__name__}, got {value!r}"
+                )
+        if not (self.rowwise or self.columnwise):
+            raise QuantizationError(f"{type(self).__name__}: neither rowwise nor columnwise usage is on")
+        self.__dict__["_made_with"] = self._fields()
+
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def value(self) -> tuple[Any, ...]:
+        """What it is compared by. Raises QuantizationError if it was changed since it was made, past the frozen class.
+
+        Every comparison asks, so every guard, and `te.quantize`.
+        """
+        fields = self._fields()
+        if fields != self.__dict__["_made_with"]:
+            raise QuantizationError(
+                f"{type(self).__name__} was changed: made with {self.__dict__['_made_with']}, now {fields}. Graphs and caches "
+                "hold it as a value; make another with dataclasses.replace or with_usage"
+            )
+        return fields
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.value() == other.value()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self).__qualname__, self.value()))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_value_class(cls)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """The constructor call, for graph code: part of torch's contract for value classes."""
+        name = type(self).__name__
+        fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"{name}({fields})", {name: type(self)}
+
+    def needs_random(self) -> bool:
+        """Whether quantizing takes random bits."""
+        return False
+
+    def transposes_columns(self) -> bool:
+        """Whether columnwise data is the rows of x^T, not in the order of x."""
+        return True
+
+    def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
+        """The same quantizer with other usages; None keeps what is set."""
+        self._check_unchanged()
+        return self._using(
+            self.rowwise if rowwise is None else rowwise,
+            self.columnwise if columnwise is None else columnwise,
+        )
+
+    def _using(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        """The same configuration with those usages. Each class calls its constructor: Dynamo traces that, not `replace`."""
+        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raises QuantizationError for a shape this format cannot hold."""
+        self._check_unchanged()
+        if len(shape) < 1:
+            raise QuantizationError(
+                f"{type(self).__name__}: the shape {tuple(shape)} has rank 0; a quantized tensor is read as [M, K], of rank 1 or more"
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises QuantizationError unless values of that dtype can be held: floating ones."""
+        if not dtype.is_floating_point:
+            raise QuantizationError(f"{self.describe()}: expected a floating dtype of the values, got {dtype}")
+
+    def _check_unchanged(self) -> None:
+        """`value`, where Dynamo is not tracing: its guards have compared."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.value()
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        """The contiguous buffers of a tensor of that shape, for the usages that are on."""
+        raise NotImplementedError
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        """{"cls": qualified name of the storage class, "kwargs": its constructor's arguments beside the buffers}."""
+        raise NotImplementedError
+
+    def create_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        """What rebuilds a quantized tensor from its buffers; see `QuantizedTensorStorage.from_metadata`."""
+        self.check_dtype(dtype)
+        return self._storage_metadata(tuple(shape), dtype)
+
+    def alloc_tensors(self, shape: tuple[int, ...], device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """Uninitialised buffers by name; plain torch.empty calls, so it traces and runs under a fake mode."""
+        described = self._describe_buffers(tuple(shape))
+        return {name: torch.empty(s, dtype=dtype, device=device) for name, (s, dtype) in described.items()}
+
+    def quantize(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> QuantizedTensor:
+        """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows.
+
+        generator: of the random bits, where this rounds stochastically; None takes torch's own.
+        Raises QuantizationError for a tensor that the format cannot hold.
+        """
+        from te_dynamo.quantized.quantize import quantize_tensor
+        from te_dynamo.quantized.tensor import from_buffers
+
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{type(self).__name__}.quantize: expected a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise QuantizationError(
+                f"{self.describe()}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout} "
+                f"of shape {tuple(tensor.shape)}"
+            )
+        shape = tuple(tensor.shape)
+        self.check_shape(shape)
+        buffers = quantize_tensor(tensor.detach().contiguous(), self, generator)
+        return from_buffers(buffers, shape, tensor.dtype, self, False)
+
+    def dequantize(self, tensor: QuantizedTensor | QuantizedTensorStorage) -> torch.Tensor:
+        """The values of a tensor of this format in its own dtype. Raises QuantizationError for another format."""
+        if tensor.quantizer.with_usage(True, True) != self.with_usage(True, True):
+            raise QuantizationError(f"{self.describe()} cannot read {tensor.quantizer.describe()}")
+        return tensor.dequantize()
+
+    def buffer_names(self) -> list[str]:
+        """The buffers of a tensor of any shape, in the order of `te.quantize`: neither names nor order depend on the shape."""
+        return list(self._describe_buffers((1, 1, 1)))
+
+    def operand(self, buffers: list[torch.Tensor], columnwise: bool) -> tuple[torch.Tensor, ...]:
+        """What a GEMM reads: data, then its scales, contracting the last dimension, or the leading ones (columnwise).
+
+        buffers: in the order of `_describe_buffers`, as `te.quantize` returns them.
+        """
+        if not (self.columnwise if columnwise else self.rowwise):
+            wanted = "columnwise" if columnwise else "rowwise"
+            there = ", ".join(f"{n} {list(b.shape)}" for n, b in zip(self.buffer_names(), buffers, strict=False))
+            raise QuantizationError(
+                f"{wanted} data of {self.describe()} was never allocated: switch the usage on; there is {there}"
+            )
+        names = self.buffer_names()
+        return tuple(buffers[names.index(name)] for name in self._operand_names(columnwise))
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        """The buffers of that usage, data first."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One short word for graphs and tables: "e4m3[row+column]"."""
+        raise NotImplementedError
+
+    def _usage_text(self) -> str:
+        return "+".join(name for name, on in (("row", self.rowwise), ("column", self.columnwise)) if on)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a field with that default takes `value`: the same type, or an int for a float; a bool for nothing but a bool."""
+    kinds = (int, float) if isinstance(default, float) else type(default)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
+
+
+register_value_class(Quantizer)

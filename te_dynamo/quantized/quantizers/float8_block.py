@@ -1,0 +1,97 @@
+"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: docs/architecture.md, Float8 block scaling)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.formats import (
+    FP8_DTYPES,
+    TRANSPOSE_ALIGNMENT,
+    check_amax_epsilon,
+    check_fp8_format,
+    epsilon_text,
+    rounded_up,
+    rows_and_columns,
+    tiles,
+)
+
+__all__ = ["Float8BlockQuantizer"]
+
+BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8BlockQuantizer(Quantizer):
+    """x ~ data * scale_inv of its block, with scale_inv = amax(block) / fmax.
+
+    fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
+    block_dims: 1 for blocks of 128 along the contracted dimension, activations and gradients; 2 for 128x128, weights.
+    power_of_two_scale: clear the scales' mantissa bits.
+    amax_epsilon: a block's amax is at least this.
+
+    Buffers of x read as [M, K] (^n: rounded up to a multiple of n, the padding zero):
+
+        data                 [M, K]       scale_inv             1D (ceil(K/128), M^4), 2D (ceil(M/128), ceil(K/128)^4)
+        transpose            [K, M^16]    columnwise_scale_inv  1D (ceil(M/128), K^4), 2D (ceil(K/128), ceil(M/128)^4)
+
+    1D columns are quantized on their own; 2D columns are the transposed rows.
+    """
+
+    fp8_format: str = "e4m3"
+    block_dims: int = 1
+    power_of_two_scale: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self.fp8_format)
+        if self.block_dims not in (1, 2):
+            raise QuantizationError(
+                f"block_dims: expected 1 (blocks of 1x128) or 2 (blocks of 128x128), got {self.block_dims!r}"
+            )
+        check_amax_epsilon(self.amax_epsilon)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float8 dtype of the data."""
+        return FP8_DTYPES[self.fp8_format]
+
+    def _using(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
+        return Float8BlockQuantizer(
+            rowwise, columnwise, self.fp8_format, self.block_dims, self.power_of_two_scale, self.amax_epsilon
+        )
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        self.check_shape(shape)
+        rows, columns = rows_and_columns(shape)
+        dtype = FP8_DTYPES[self.fp8_format]
+        buffers: Buffers = {}
+        if self.rowwise:
+            buffers["data"] = ((rows, columns), dtype)
+            buffers["scale_inv"] = (_scale_shape(rows, columns, self.block_dims), torch.float32)
+        if self.columnwise:
+            buffers["transpose"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
+            buffers["columnwise_scale_inv"] = (_scale_shape(columns, rows, self.block_dims), torch.float32)
+        return buffers
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "Float8BlockTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return ("transpose", "columnwise_scale_inv") if columnwise else ("data", "scale_inv")
+
+    def describe(self) -> str:
+        block = "1x128" if self.block_dims == 1 else "128x128"
+        options = "" if self.power_of_two_scale else ", fp32 scales"
+        return f"{self.fp8_format} {block}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"
+
+
+def _scale_shape(outer: int, contracted: int, block_dims: int) -> tuple[int, int]:
+    """Of the scales of data [outer, contracted]: contracted blocks first in 1D, as in the data in 2D."""
+    blocks = tiles(contracted, BLOCK)
+    return (blocks, rounded_up(outer, 4)) if block_dims == 1 else (tiles(outer, BLOCK), rounded_up(blocks, 4))

@@ -1,0 +1,73 @@
+"""FP8 with one scale a tensor, from the tensor's present amax (`notes`: Float8 current scaling in docs/architecture.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.formats import (
+    FP8_DTYPES,
+    TRANSPOSE_ALIGNMENT,
+    check_amax_epsilon,
+    check_fp8_format,
+    epsilon_text,
+    rounded_up,
+    rows_and_columns,
+)
+
+__all__ = ["Float8CurrentScalingQuantizer"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8CurrentScalingQuantizer(Quantizer):
+    """x ~ data * scale_inv, with scale_inv = amax(x) / fmax.
+
+    fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
+    power_of_two_scale: clear the scale's mantissa bits.
+    amax_epsilon: amax is at least this.
+    """
+
+    fp8_format: str = "e4m3"
+    power_of_two_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self.fp8_format)
+        check_amax_epsilon(self.amax_epsilon)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float8 dtype of the data."""
+        return FP8_DTYPES[self.fp8_format]
+
+    def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
+        return Float8CurrentScalingQuantizer(
+            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+        )
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        self.check_shape(shape)
+        rows, columns = rows_and_columns(shape)
+        # Not self.dtype: Dynamo, tracing this, cannot look a property up on a value.
+        dtype = FP8_DTYPES[self.fp8_format]
+        buffers: Buffers = {}
+        if self.rowwise:
+            buffers["data"] = ((rows, columns), dtype)
+        if self.columnwise:
+            buffers["transpose"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
+        buffers["scale_inv"] = ((1,), torch.float32)
+        return buffers
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return ("transpose" if columnwise else "data", "scale_inv")
+
+    def describe(self) -> str:
+        pow2 = ", pow2" if self.power_of_two_scale else ""
+        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"

@@ -1,0 +1,95 @@
+"""MXFP8: FP8 with a power-of-two scale for each 32 values (rules: docs/architecture.md; OCP Microscaling Formats 1.0)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.formats import (
+    FP8_DTYPES,
+    TRANSPOSE_ALIGNMENT,
+    check_fp8_format,
+    rounded_up,
+    rows_and_columns,
+    tiles,
+)
+
+__all__ = ["MXFP8Quantizer"]
+
+BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MXFP8Quantizer(Quantizer):
+    """x ~ data * 2^(scale_inv - 127) of its block, the exponent that of amax(block) / fmax, rounded up.
+
+    fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
+    scale_block: 32, or 128 for four equal scales in a row: still MXFP8, and what the 1x128 kernels of Hopper read too.
+
+    Buffers of x read as [M, K]; scales are E8M0 codes (255 is NaN), held as uint8 (^n: rounded up, the padding zero):
+
+        data             [M, K]                           scale_inv             (M^128, ceil(K/32)^4)
+        columnwise_data  32: [M, K], 128: [K, M^16]       columnwise_scale_inv  32: (ceil(M/32)^4, K^128), 128: (K^128, ceil(M/32)^4)
+
+    Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
+    """
+
+    fp8_format: str = "e4m3"
+    scale_block: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self.fp8_format)
+        if self.scale_block not in (32, 128):
+            raise QuantizationError(
+                f"scale_block: expected 32 (the format's own block) or 128 (four equal scales), got {self.scale_block!r}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float8 dtype of the data."""
+        return FP8_DTYPES[self.fp8_format]
+
+    def transposes_columns(self) -> bool:
+        return self.scale_block != BLOCK
+
+    def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
+        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block)
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        self.check_shape(shape)
+        rows, columns = rows_and_columns(shape)
+        dtype = FP8_DTYPES[self.fp8_format]
+        buffers: Buffers = {}
+        if self.rowwise:
+            buffers["data"] = ((rows, columns), dtype)
+            buffers["scale_inv"] = (_scale_shape(rows, columns), torch.uint8)
+        if self.columnwise:
+            scales = _scale_shape(columns, rows)
+            if self.scale_block == BLOCK:
+                buffers["columnwise_data"] = ((rows, columns), dtype)
+                buffers["columnwise_scale_inv"] = ((scales[1], scales[0]), torch.uint8)
+            else:
+                buffers["columnwise_data"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
+                buffers["columnwise_scale_inv"] = (scales, torch.uint8)
+        return buffers
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "MXFP8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return ("columnwise_data", "columnwise_scale_inv") if columnwise else ("data", "scale_inv")
+
+    def describe(self) -> str:
+        element = "" if self.fp8_format == "e4m3" else f" {self.fp8_format}"
+        block = "" if self.scale_block == BLOCK else f" 1x{self.scale_block}"
+        return f"mxfp8{element}{block}[{self._usage_text()}]"
+
+
+def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
+    """Of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
+    return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)

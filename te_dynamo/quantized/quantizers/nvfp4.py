@@ -1,0 +1,83 @@
+"""NVFP4: 4-bit values with an e4m3 scale for each 16 and an fp32 amax for the tensor (rules: docs/architecture.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.formats import rounded_up, rows_and_columns, tiles
+
+__all__ = ["NVFP4Quantizer"]
+
+BLOCK = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NVFP4Quantizer(Quantizer):
+    """x ~ e2m1(data) * e4m3(scale_inv) * amax / 2688, scale_inv that of its block of 16.
+
+    hadamard: rotate the columnwise operand by a random 16x16 Hadamard matrix before it is quantized.
+    stochastic_rounding: round to one of the two neighbours with the probability of its nearness, from random bits that
+        are given; for gradients.
+    two_d: one scale for 16x16 values, the same for rows and columns; for weights.
+
+    Buffers of x read as [M, K], two values a byte, the even one in the low nibble (^n: rounded up, the padding zero):
+
+        data             [M, K^16 / 2]    scale_inv             (M^128, ceil(K/16)^4)    amax             [1]
+        columnwise_data  [K, M^16 / 2]    columnwise_scale_inv  (K^128, ceil(M/16)^4)    columnwise_amax  [1]
+
+    data and scales are uint8, the scales the bits of e4m3; columns are the rows of x^T.
+    """
+
+    hadamard: bool = False
+    stochastic_rounding: bool = False
+    two_d: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.two_d and self.hadamard:
+            raise QuantizationError(
+                "NVFP4Quantizer: two_d=True with hadamard=True: 16x16 blocks share scales between rows and columns, so columns "
+                "cannot be rotated; hold the weight in 2D or rotate both operands of wgrad"
+            )
+
+    def needs_random(self) -> bool:
+        return self.stochastic_rounding
+
+    def _using(self, rowwise: bool, columnwise: bool) -> NVFP4Quantizer:
+        return NVFP4Quantizer(rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.two_d)
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        self.check_shape(shape)
+        rows, columns = rows_and_columns(shape)
+        buffers: Buffers = {}
+        if self.rowwise:
+            buffers["data"] = ((rows, rounded_up(columns, BLOCK) // 2), torch.uint8)
+            buffers["scale_inv"] = (_scale_shape(rows, columns), torch.uint8)
+            buffers["amax"] = ((1,), torch.float32)
+        if self.columnwise:
+            buffers["columnwise_data"] = ((columns, rounded_up(rows, BLOCK) // 2), torch.uint8)
+            buffers["columnwise_scale_inv"] = (_scale_shape(columns, rows), torch.uint8)
+            buffers["columnwise_amax"] = ((1,), torch.float32)
+        return buffers
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "NVFP4TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        if columnwise:
+            return ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
+        return ("data", "scale_inv", "amax")
+
+    def describe(self) -> str:
+        options = (("16x16", self.two_d), ("hadamard", self.hadamard), ("stochastic", self.stochastic_rounding))
+        return f"nvfp4[{', '.join([self._usage_text(), *(name for name, on in options if on)])}]"
+
+
+def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
+    """Of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
+    return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)

@@ -1,0 +1,46 @@
+"""Which two quantized tensors a GEMM multiplies: asked where a recipe or a linear is configured, not at the first step."""
+
+from __future__ import annotations
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantizers.base import Quantizer
+from te_dynamo.quantized.quantizers.float8_block import Float8BlockQuantizer
+from te_dynamo.quantized.quantizers.mxfp8 import MXFP8Quantizer
+from te_dynamo.quantized.quantizers.nvfp4 import NVFP4Quantizer
+
+__all__ = ["check_linear", "check_product"]
+
+
+def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
+    """Raises QuantizationError, naming the GEMM, unless the GEMMs of a linear can multiply their operands.
+
+    dy: None for gradients computed in high precision, where there is only fprop.
+    """
+    gemms = [("fprop", x, False, weight, False)]
+    if dy is not None:
+        gemms += [("dgrad", dy, False, weight, True), ("wgrad", dy, True, x, True)]
+    for gemm, a, a_columnwise, b, b_columnwise in gemms:
+        try:
+            check_product(a, a_columnwise, b, b_columnwise)
+        except QuantizationError as error:
+            raise QuantizationError(f"{gemm}: {error}") from None
+
+
+def check_product(a: Quantizer, a_columnwise: bool, b: Quantizer, b_columnwise: bool) -> None:
+    """Raises QuantizationError unless a GEMM multiplies a tensor of `a` by one of `b`, each read columnwise or rowwise."""
+    if type(a) is not type(b):
+        raise QuantizationError(f"no GEMM multiplies {type(a).__name__} by {type(b).__name__}")
+    if getattr(a, "fp8_format", "") == getattr(b, "fp8_format", "") == "e5m2":
+        raise QuantizationError("e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one operand in e4m3")
+    if isinstance(a, Float8BlockQuantizer) and isinstance(b, Float8BlockQuantizer):
+        if a.block_dims == b.block_dims == 2:
+            raise QuantizationError("2D x 2D: no GEMM multiplies two operands in 128x128 blocks; hold one in 1x128")
+    elif isinstance(a, MXFP8Quantizer) and isinstance(b, MXFP8Quantizer):
+        if a.scale_block != b.scale_block:
+            raise QuantizationError(f"scale blocks of {a.scale_block} and {b.scale_block}: expected equal ones")
+    elif (
+        isinstance(a, NVFP4Quantizer)
+        and isinstance(b, NVFP4Quantizer)
+        and (a.hadamard and a_columnwise) != (b.hadamard and b_columnwise)
+    ):
+        raise QuantizationError("one operand is rotated by the Hadamard transform and the other is not")

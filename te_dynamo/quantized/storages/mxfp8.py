@@ -1,0 +1,45 @@
+"""The storage of MXFP8Quantizer."""
+
+from __future__ import annotations
+
+import torch
+
+from te_dynamo.quantized.quantizers import MXFP8Quantizer
+from te_dynamo.quantized.storage import QuantizedTensorStorage
+from te_dynamo.quantized.storages.blocks import spread
+
+__all__ = ["MXFP8TensorStorage"]
+
+
+class MXFP8TensorStorage(QuantizedTensorStorage):
+    """FP8 with an E8M0 scale for each 32 values: data [M, K], columnwise_data [M, K] or [K, M^16], and their scales."""
+
+    _FLATTEN_TENSOR_BUFFERS = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+    quantizer: MXFP8Quantizer
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    columnwise_data: torch.Tensor
+    columnwise_scale_inv: torch.Tensor
+
+    def _rows(self) -> torch.Tensor:
+        return _values(self.data, self.scale_inv, (1, 32))
+
+    def _columns(self) -> torch.Tensor:
+        if self.quantizer.scale_block == 32:
+            return _values(self.columnwise_data, self.columnwise_scale_inv, (32, 1))
+        return _values(self.columnwise_data, self.columnwise_scale_inv, (1, 32)).t()
+
+
+def _values(data: torch.Tensor, codes: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """data in fp32, each value times 2^(code - 127) of its block, exactly; code 255 is NaN."""
+    shape = (data.shape[0], data.shape[1])
+    return data.to(torch.float32) * spread(_powers_of_two(codes), block, shape)
+
+
+def _powers_of_two(codes: torch.Tensor) -> torch.Tensor:
+    """2^(code - 127) in fp32, from the bits: code 0 is a denormal, code 255 NaN."""
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, torch.full_like(bits, 0x00400000), bits)
+    bits = torch.where(codes == 255, torch.full_like(bits, 0x7FC00000), bits)
+    return bits.view(torch.float32)

@@ -1,0 +1,285 @@
+"""`QuantizedTensor`: a torch.Tensor over the buffers of a quantized storage.
+
+It has the shape, dtype and device of the values and moves, clones, saves and compiles as one tensor. What computes with it
+computes with the dequantized values and gives a plain tensor, views too; what would write to it raises. A write to such a view
+goes to a copy of the values: torch counts it as one of the tensor, and the next use of that raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from te_dynamo.cache_key import sources_digest
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.storage import QuantizedTensorStorage
+
+__all__ = ["QuantizedTensor"]
+
+aten = torch.ops.aten
+
+
+class QuantizedTensor(torch.Tensor):
+    """x of `shape` and `dtype`, held as `quantizer` says. Made by `quantizer.quantize(x)`.
+
+    Copies and moves keep the format (`clone`, `detach`, `.to(device)`, `copy.deepcopy`, `torch.save`); `dequantize()` gives
+    the values. No gradient flows into the tensor it was made from.
+
+    Each buffer is an attribute, its name with an underscore before it: `data` means another thing on a tensor.
+    """
+
+    quantizer: Quantizer
+
+    @staticmethod
+    def __new__(
+        cls,
+        buffers: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        storage = QuantizedTensorStorage.from_metadata(buffers, quantizer.create_metadata(shape, dtype))
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=storage.device, requires_grad=requires_grad
+        )
+        self.quantizer = quantizer
+        for name, buffer in storage.named_buffers().items():
+            setattr(self, f"_{name}", buffer)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dequantize(self) -> torch.Tensor:
+        """The values, a plain tensor. A gradient flows into this tensor as it is."""
+        return aten.alias_copy(self)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves the buffers to memory that processes share. torch's own would read a storage that is not there."""
+        for buffer in self.buffers():
+            buffer.share_memory_()
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise QuantizationError(f"{self!r} has no memory of its own to share: take dequantize() or a buffer")
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers, in the order in which `te.quantize` returns them."""
+        return list(self.named_buffers().values())
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """Name -> buffer, in the same order. Not inside a compiled function: `buffers` is.
+
+        Raises QuantizationError if a view of the tensor was written. Every use asks, so every compilation too.
+        """
+        if not self.is_inference() and self._version:
+            raise QuantizationError(
+                f"a view of {self!r} was written, as in q[0].add_(1): views hold a copy of the values, and the write is lost. "
+                "Compute with dequantize() and quantize the result"
+            )
+        return {name: getattr(self, f"_{name}") for name in self.quantizer.buffer_names()}
+
+    def to_storage(self) -> QuantizedTensorStorage:
+        """The storage over the same buffers."""
+        metadata = self.quantizer.create_metadata(tuple(self.shape), self.dtype)
+        return QuantizedTensorStorage.from_metadata(self.named_buffers(), metadata)
+
+    def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> QuantizedTensor:
+        """Over the same buffers, less those that only a dropped usage needs; see `QuantizedTensorStorage.with_usage`."""
+        return from_storage(self.to_storage().with_usage(rowwise, columnwise), self.requires_grad)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise QuantizationError(_no_write("item assignment", self))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its gradient history, as on every tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise QuantizationError(_no_write("assignment to data", self))
+
+    # What the compiler asks of a tensor made of tensors.
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return [f"_{name}" for name in self.named_buffers()], {"dtype": self.dtype, "quantizer": self.quantizer}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], shape: tuple[int, ...], _: Any
+    ) -> QuantizedTensor:
+        buffers = {name[1:]: buffer for name, buffer in inner.items()}
+        return QuantizedTensor(buffers, tuple(shape), metadata["dtype"], metadata["quantizer"])
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key in torch's compile caches. torch's own has the quantizer's type only, and nothing of our sources."""
+        layout = [(name, str(tuple(b.shape)), b.dtype, str(b.stride())) for name, b in self.named_buffers().items()]
+        parts = (str(tuple(self.shape)), self.dtype, self.device, self.requires_grad, self.quantizer, layout)
+        return f"{sources_digest()} {parts!r}"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_view_of_ordinary(func, args):
+            with torch.inference_mode(False):  # or torch refuses it: a view has its base's version counter
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        if func in _KEEPS_FORMAT:
+            result = _KEEPS_FORMAT[func](*args, **kwargs)
+            if result is not None:
+                return return_and_correct_aliasing(func, args, kwargs, result)
+        if func in (aten.dequantize.self, aten.alias_copy.default):
+            return args[0].to_storage().dequantize()
+        _refuse_writes(func, args, kwargs)
+        args, kwargs = tree_map_only(QuantizedTensor, lambda q: q.to_storage().dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        fields = {field.name: getattr(self.quantizer, field.name) for field in dataclasses.fields(self.quantizer)}
+        is_parameter = getattr(self, "_is_param", False)
+        values = (tuple(self.shape), self.dtype, type(self.quantizer).__qualname__, fields)
+        buffers = {name: _storable(buffer) for name, buffer in self.named_buffers().items()}
+        return _load, (buffers, *values, self.requires_grad, is_parameter)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        flags = ", requires_grad=True" if self.requires_grad else ""
+        return f"QuantizedTensor({tuple(self.shape)}, {self.dtype}, {self.quantizer.describe()}, device='{self.device}'{flags})"
+
+
+# A graph holds a call of this function: the compiler cannot look into the making of a tensor subclass, and need not.
+@torch._dynamo.allow_in_graph
+def from_buffers(
+    buffers: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, requires_grad: bool
+) -> QuantizedTensor:
+    """The tensor over `buffers`, in the order in which `te.quantize` returns them."""
+    names = quantizer._describe_buffers(tuple(shape))
+    return QuantizedTensor(dict(zip(names, buffers, strict=True)), tuple(shape), dtype, quantizer, requires_grad)
+
+
+def from_storage(storage: QuantizedTensorStorage, requires_grad: bool = False) -> QuantizedTensor:
+    """The tensor over the buffers of `storage`."""
+    buffers = storage.buffers()
+    return from_buffers(buffers, storage.shape, storage.dtype, storage.quantizer, requires_grad)
+
+
+# What keeps the format. Each returns None where it cannot: then the values are dequantized.
+
+
+def _alias(q: QuantizedTensor) -> QuantizedTensor:
+    return from_storage(q.to_storage())
+
+
+def _same_geometry(q: QuantizedTensor, size: Any, stride: Any, offset: Any = None) -> QuantizedTensor | None:
+    """as_strided as the compiler uses it to make an output that is an input."""
+    same = tuple(size) == tuple(q.shape) and tuple(stride) == q.stride() and not offset
+    return _alias(q) if same else None
+
+
+def _same_shape(q: QuantizedTensor, size: Any) -> QuantizedTensor | None:
+    return _alias(q) if tuple(size) == tuple(q.shape) else None
+
+
+def _clone(q: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
+    return from_storage(q.to_storage().map(torch.clone))
+
+
+def _moved(
+    q: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> QuantizedTensor | None:
+    """A copy on `device`. Another floating dtype is that of the values from now on: `module.bfloat16()` keeps the format."""
+    dtype = dtype or q.dtype
+    if not dtype.is_floating_point:
+        return None
+    buffers = [b.to(device or b.device, non_blocking=non_blocking, copy=True) for b in q.buffers()]
+    return from_buffers(buffers, tuple(q.shape), dtype, q.quantizer, False)
+
+
+_KEEPS_FORMAT: dict[Any, Callable[..., QuantizedTensor | None]] = {
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
+    aten.as_strided.default: _same_geometry,
+    aten.view.default: _same_shape,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _moved,
+    torch.ops.prims.convert_element_type.default: _moved,  # what Inductor makes of it
+}
+
+
+def _is_view_of_ordinary(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func` makes a view of a quantized tensor that was made outside of inference mode."""
+    views = any(result.alias_info is not None for result in func._schema.returns)
+    return views and isinstance(args[0], QuantizedTensor) and not args[0].is_inference()
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises QuantizationError if `func` writes to an argument that is quantized."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = kwargs.get(argument.name, args[position] if position < len(args) else None)
+        for tensor in written if isinstance(written, (list, tuple)) else (written,):
+            if isinstance(tensor, QuantizedTensor):
+                raise QuantizationError(_no_write(str(func), tensor))
+
+
+def _no_write(what: str, tensor: QuantizedTensor) -> str:
+    return (
+        f"{what} would write to {tensor!r}: a quantized tensor is not written in place, as its scales belong to its values. "
+        "Compute with dequantize() and quantize the result; load a state dict with assign=True"
+    )
+
+
+def _storable(buffer: torch.Tensor) -> torch.Tensor:
+    """Bytes in place of float8, which pickle.loads does not read back (torch 2.11 to 2.15; torch.load does)."""
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+
+
+def _stored(buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The buffer that `_storable` took: bytes as the 8-bit dtype they were."""
+    return buffer.view(dtype) if dtype is not None and dtype.itemsize == buffer.dtype.itemsize == 1 else buffer
+
+
+def _load(
+    buffers: dict[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    quantizer: str,
+    fields: dict[str, Any],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> QuantizedTensor:
+    """What a pickle calls; it names the quantizer, so that a file may be read with weights_only=True."""
+    from te_dynamo.quantized import quantizers
+    from te_dynamo.quantized.tensor_proto import TensorProto, check_layout
+
+    cls = getattr(quantizers, quantizer, None)
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise QuantizationError(
+            f"QuantizedTensor: a file names the quantizer {quantizer!r}, which te_dynamo does not have"
+        )
+    made = cls(**fields)
+    dtypes = {name: dtype for name, (_, dtype) in made._describe_buffers(shape).items()}
+    buffers = {name: _stored(buffer, dtypes.get(name)) for name, buffer in buffers.items()}
+    check_layout(TensorProto(shape, dtype, made), buffers)
+    tensor = QuantizedTensor(buffers, shape, dtype, made, requires_grad)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([_load])
