@@ -26,7 +26,6 @@ from te_dynamo.cache_key import cache_key
 from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
-from te_dynamo.garbage import without_full_collections
 from te_dynamo.inspect.advice import advise, require_coverage
 from te_dynamo.inspect.capture import abandon, begin_graph, publish, record, uncached
 from te_dynamo.inspect.report import Report
@@ -36,7 +35,6 @@ from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
 from te_dynamo.lowering.inductor.cpp_scratch import allocate_for_all_programs
 from te_dynamo.lowering.inductor.early_compile import compile_when_defined
 from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
-from te_dynamo.lowering.inductor.output_names import list_outputs_once
 from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
 from te_dynamo.lowering.inductor.static_launch import STATIC_LAUNCH, tell_workers
 from te_dynamo.lowering.lower import lower
@@ -198,8 +196,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         token = _phase.set(phase)
         try:
             # Autograd compiles a CUDA backward after compile_fx has returned, on a thread of its own: what holds there does not here,
-            # neither capture()'s patches nor the collector's thresholds.
-            with uncached(), compiles_ahead(), without_full_collections():
+            # nor do capture()'s patches.
+            with uncached(), compiles_ahead():
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)
@@ -209,7 +207,6 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
     extern_gemm.register()
     allocate_for_all_programs()
     compile_when_defined()
-    list_outputs_once()
     launch_early_kernels_early()  # last: what it adds to a kernel's definition is compiled too
     tell_workers()
     use_torchs_ptxas()
@@ -220,8 +217,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         ("post_grad_custom_post_pass", lambda graph: compilation.lower(graph, _phase.get())),
     ):
         patches[hook] = _chained(hook, stage, patches, key)
-    with without_full_collections():
-        return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
 
 
 def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:

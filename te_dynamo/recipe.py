@@ -98,8 +98,7 @@ class Float8CurrentScaling(Recipe):
         reduced-precision accumulator (fast) or adds up in fp32 after every 128 products (slow). Hopper's keeps fewer bits than
         fp32 and truncates: all three GEMMs are slow by default, for 1 to 3% of a step's speed. Transformer Engine and torchao
         are fast in forward: fprop_fast_accum=True gives their numbers (docs/usage.md has losses of both).
-    forward_format: "e4m3". backward_format: "e4m3" or "e5m2". FP8 tensor cores do not multiply e5m2 by e5m2, and an input
-        and a weight have one format.
+    backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3: FP8 tensor cores do not multiply e5m2 by e5m2.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of amax before the scale is computed.
     """
@@ -109,7 +108,6 @@ class Float8CurrentScaling(Recipe):
     fprop_fast_accum: bool = _one_of(False, True)
     dgrad_fast_accum: bool = _one_of(False, True)
     wgrad_fast_accum: bool = _one_of(False, True)
-    forward_format: str = _one_of("e4m3")
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
@@ -120,10 +118,10 @@ class Float8CurrentScaling(Recipe):
         )
 
     def input_quantizer(self) -> Quantizer:
-        return self._quantizer(self.forward_format)
+        return self._quantizer("e4m3")
 
     def weight_quantizer(self) -> Quantizer:
-        return self._quantizer(self.forward_format)
+        return self._quantizer("e4m3")
 
     def grad_output_quantizer(self) -> Quantizer:
         return self._quantizer(self.backward_format)
@@ -137,7 +135,7 @@ class Float8BlockScaling(Recipe):
     """One fp32 scale for 128 values in a row (1x128 blocks), or for 128 rows of them (128x128).
 
     input_block_dims, weight_block_dims, grad_block_dims: 1 or 2. No GEMM multiplies two operands in 128x128 blocks.
-    forward_format: "e4m3". backward_format: "e4m3" or "e5m2".
+    backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a block's amax before the scale is computed.
     """
@@ -147,7 +145,6 @@ class Float8BlockScaling(Recipe):
     input_block_dims: int = _one_of(1, 2)
     weight_block_dims: int = _one_of(2, 1)
     grad_block_dims: int = _one_of(1, 2)
-    forward_format: str = _one_of("e4m3")
     backward_format: str = _one_of("e4m3", "e5m2")
     power_of_two_scales: bool = _one_of(True, False)
     amax_epsilon: float = 0.0
@@ -161,10 +158,10 @@ class Float8BlockScaling(Recipe):
         )
 
     def input_quantizer(self) -> Quantizer:
-        return self._quantizer(self.forward_format, self.input_block_dims)
+        return self._quantizer("e4m3", self.input_block_dims)
 
     def weight_quantizer(self) -> Quantizer:
-        return self._quantizer(self.forward_format, self.weight_block_dims)
+        return self._quantizer("e4m3", self.weight_block_dims)
 
     def grad_output_quantizer(self) -> Quantizer:
         return self._quantizer(self.backward_format, self.grad_block_dims)
@@ -176,7 +173,7 @@ class MXFP8BlockScaling(Recipe):
 
     scale_block: 32, or 128 for one scale every 128 values, written four times: still valid MXFP8 for Blackwell's tensor
         cores, and on Hopper it runs on the block-scaling kernels at full speed, with the same numbers.
-    forward_format: "e4m3". backward_format: "e4m3" or "e5m2".
+    backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
     """
 
     name: ClassVar[str] = "mxfp8"
@@ -184,17 +181,16 @@ class MXFP8BlockScaling(Recipe):
     gemms: ClassVar[str] = "MXFP8 GEMMs"
 
     scale_block: int = _one_of(32, 128)
-    forward_format: str = _one_of("e4m3")
     backward_format: str = _one_of("e4m3", "e5m2")
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return MXFP8Quantizer(fp8_format=fp8_format, scale_block=self.scale_block)
 
     def input_quantizer(self) -> Quantizer:
-        return self._quantizer(self.forward_format)
+        return self._quantizer("e4m3")
 
     def weight_quantizer(self) -> Quantizer:
-        return self._quantizer(self.forward_format)
+        return self._quantizer("e4m3")
 
     def grad_output_quantizer(self) -> Quantizer:
         return self._quantizer(self.backward_format)

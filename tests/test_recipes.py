@@ -129,7 +129,6 @@ def test_fast_accumulation_is_only_of_current_scaling() -> None:
         (lambda: Float8CurrentScaling(fprop_fast_accum="yes"), "unknown fprop_fast_accum 'yes'; valid: False, True"),
         (lambda: Float8CurrentScaling(dgrad_fast_accum=1), "unknown dgrad_fast_accum 1; valid: False, True"),
         (lambda: Float8BlockScaling(backward_format="e5m3"), "unknown backward_format 'e5m3'; did you mean 'e5m2'"),
-        (lambda: Float8BlockScaling(forward_format="e5m2"), "unknown forward_format 'e5m2'; valid: 'e4m3'"),
         (lambda: Float8BlockScaling(weight_block_dims=3), "unknown weight_block_dims 3; valid: 1, 2"),
         (lambda: Float8BlockScaling(amax_epsilon=-1.0), "amax_epsilon: expected a finite number >= 0, got -1.0"),
         (

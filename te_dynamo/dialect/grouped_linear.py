@@ -84,7 +84,7 @@ class GroupedLinearConfig(LinearConfig):
             weight_quantizer=Float8GroupedQuantizer(
                 rowwise=input_requires_grad or not weight_transposed,
                 columnwise=input_requires_grad or weight_transposed,
-                fp8_format=recipe.forward_format,
+                fp8_format="e4m3",
                 power_of_two_scale=recipe.power_of_two_scales,
                 amax_epsilon=recipe.amax_epsilon,
             ),
