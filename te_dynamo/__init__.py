@@ -1,5 +1,11 @@
 """te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`."""
 
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+if not (Path(__file__).parent / "kernels").is_dir():  # in a checkout, whose other code folders lie beside this one
+    __path__.append(str(Path(__file__).parents[1]))
+
 from te_dynamo import nn, ops, recipe, testing
 from te_dynamo.fusion_registry import (
     register_backward_fusion,
@@ -29,6 +35,11 @@ from te_dynamo.quantized.storages import (
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 from te_dynamo.weights.freeze import freeze, invalidate, unfreeze
+
+try:
+    __version__ = version("te-dynamo")
+except PackageNotFoundError:  # a checkout that nobody has installed
+    __version__ = "0"
 
 __all__ = [
     "Sequential",
