@@ -1,4 +1,4 @@
-"""Forward of frozen models at few tokens: te_dynamo.weights.freeze beside bf16 Inductor, in one process.
+"""Forward of frozen models at few tokens: te_dynamo.freeze beside bf16 Inductor, in one process.
 
     python benchmarks/inference.py                                        # every case, 1, 16, 64 and 512 tokens
     python benchmarks/inference.py --quick                                # the MLP at 1 and 64 tokens, few rounds
@@ -92,7 +92,7 @@ def prepare(provider: str, base: nn.Module, recipes: list[str]) -> Candidate:
         recipe, _, how = provider.partition(", ")
         assert recipe in recipes
         if how == "frozen":
-            te_dynamo.weights.freeze(module, drop_weights=True)
+            te_dynamo.freeze(module, drop_weights=True)
         call = torch.compile(module, backend="te", options={"recipe": recipe})
     with torch.no_grad():
         call(torch.randn(1, 512, module_width(base), device=device, dtype=torch.bfloat16))
@@ -212,7 +212,7 @@ def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
     lines = report.heading("Forward of frozen models", facts)
     lines += [
         f"bf16 models without gradients, {rounds} rounds over all providers in turn, L2 cold; made by",
-        "`benchmarks/inference.py`. `frozen` is `te_dynamo.weights.freeze(model, drop_weights=True)`. `graph` replays a CUDA",
+        "`benchmarks/inference.py`. `frozen` is `te_dynamo.freeze(model, drop_weights=True)`. `graph` replays a CUDA",
         "graph of the compiled call, `plain` calls it.",
     ]
     for case in dict.fromkeys(row.case for row in rows):
@@ -231,7 +231,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", default="1,16,64,512")
     parser.add_argument("--recipes", default="float8_current_scaling")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--not-frozen", action="store_true", help="also without te_dynamo.weights.freeze")
+    parser.add_argument("--not-frozen", action="store_true", help="also without te_dynamo.freeze")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a call")
     parser.add_argument("--quick", action="store_true", help="the first case, 1 and 64 tokens, two rounds")
     parser.add_argument("--device", default="cuda")

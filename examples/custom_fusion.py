@@ -133,9 +133,9 @@ def in_an_unmodified_model(x):
     model = MLP(64, 256).to(x.device, x.dtype)
     # eager: no C++ compiler needed. The rule: linears as narrow as these are faster in bf16 on a GPU, and would be left there.
     options = {"codegen": "inductor" if x.is_cuda else "eager", "rules": [("", "float8_current_scaling")]}
-    print(te_dynamo.inspect.explain(model, x, options=options))
+    print(te_dynamo.explain(model, x, options=options))
     compiled = torch.compile(model, backend="te", options=options)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         ours = gradients(compiled, model, x)
     print(graphs["match"])
     torch._dynamo.reset()

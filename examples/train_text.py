@@ -211,8 +211,8 @@ def tolerance(recipe: str) -> float:
 
 def show_graphs(model: LlamaForCausalLM, tokens: torch.Tensor, options: dict[str, Any], out: pathlib.Path) -> None:
     """Prints what te_dynamo did to the model, and the fused forward graph from its first FP8 operation on."""
-    with te_dynamo.inspect.capture() as graphs:
-        explanation = te_dynamo.inspect.explain(model, input_ids=tokens, labels=tokens, options=options)
+    with te_dynamo.capture() as graphs:
+        explanation = te_dynamo.explain(model, input_ids=tokens, labels=tokens, options=options)
     print(explanation)
     graph = graphs["forward"]
     (out / "forward_graph.txt").write_text(graph + "\n")

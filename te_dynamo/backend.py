@@ -161,7 +161,7 @@ def _is_whole(gm: GraphModule) -> bool:
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:
-    """te_dynamo.weights.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
+    """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
     code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
     if code:
         watch(code[0], [value for value in example_inputs if isinstance(value, torch.nn.Parameter)])
@@ -318,6 +318,6 @@ def _warn_if_left_for_cost(gm: GraphModule) -> None:
         _warned.add(LEFT_FOR_COST)
         warnings.warn(
             f"te_dynamo: {len(left)} linears stay in the model's precision, which is faster for them: {left[0]}. "
-            "te_dynamo.inspect.explain lists all",
+            "te_dynamo.explain lists all",
             stacklevel=2,
         )

@@ -131,7 +131,7 @@ def run(model, options=EAGER):
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(2, 16, WIDTH, dtype=next(model.parameters()).dtype, requires_grad=True)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         y = torch.compile(model, backend="te", fullgraph=True, options=options)(x)
         if not y.requires_grad:
             return graphs, [y]

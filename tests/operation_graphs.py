@@ -25,7 +25,7 @@ def graphs(ops: Sequence[FusibleOperation], fusion: Fusion | None) -> dict[str, 
     # Of the graph's own fusions one that finds nothing here: none at all would turn off those of operations too.
     options = {"codegen": "eager", "fusions": ["fuse_shared_input"]}
     x = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with shipped_alone(fusion), te_dynamo.inspect.capture() as captured:
+    with shipped_alone(fusion), te_dynamo.capture() as captured:
         extra = [extra_input(op) for op in ops if op.num_extra_inputs]
         outputs = torch.compile(module, backend="te", fullgraph=True, options=options)(x, *extra)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)

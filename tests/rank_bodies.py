@@ -85,7 +85,7 @@ def data_parallel(
     call = torch.compile(wrapped, backend="te", options=options) if compiled == "whole" else wrapped
     ids, wanted = (half.chunk(SIZE)[rank].to(device()) for half in batch())
     losses, gradients = [], {}
-    with te_dynamo.inspect.capture() as graphs, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
+    with te_dynamo.capture() as graphs, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
         for number in range(steps):
             wrapped.zero_grad()
             total = 0.0
@@ -239,7 +239,7 @@ def tensor_parallel(
         fully_shard(shared, mesh=both["data"])
     call = torch.compile(shared, backend="te", options=options) if compiled == "whole" else shared
     parts = (tensor.to(device()).chunk(both["data"].size())[both["data"].get_local_rank()] for tensor in batch())
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         loss = loss_of(call, *parts)
         loss.backward()
     return {
@@ -308,7 +308,7 @@ def biased(rank: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
     )
     x = torch.randn(4, 24, 32)
     given = DTensor.from_local(x.to(device()), ranks, [Replicate()]).requires_grad_()
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         y = torch.compile(mlp, backend="te", options=options or {"codegen": "eager"})(given)
         y.full_tensor().square().sum().backward()
     return {
@@ -334,7 +334,7 @@ def mixed_precision(rank: int) -> dict[str, Any]:
         fully_shard(layer, mesh=ranks, mp_policy=policy)
     fully_shard(shared, mesh=ranks, mp_policy=policy)
     ids, wanted = (half.chunk(SIZE)[rank].to(device()) for half in batch())
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         loss = loss_of(shared, ids, wanted)
         loss.backward()
     return {
@@ -345,7 +345,7 @@ def mixed_precision(rank: int) -> dict[str, Any]:
 
 
 def frozen(rank: int) -> dict[str, str]:
-    """What te_dynamo.weights.freeze says of each kind of model."""
+    """What te_dynamo.freeze says of each kind of model."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     said = {}
@@ -356,7 +356,7 @@ def frozen(rank: int) -> dict[str, str]:
         "tensor": tensor,
     }.items():
         try:
-            te_dynamo.weights.freeze(shared)
+            te_dynamo.freeze(shared)
             said[name] = ""
         except TeError as error:
             said[name] = str(error)

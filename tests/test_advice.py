@@ -49,11 +49,11 @@ def test_no_linear_in_a_recipe() -> None:
     model = mlp(30)
     (text,) = run(model)
     assert text.startswith("no linear of the model is in a recipe: 1 x N = 30, K = 32: ")
-    assert "; 1 x N = 32, K = 30: " in text and text.endswith(". te_dynamo.inspect.explain has a row for each")
+    assert "; 1 x N = 32, K = 30: " in text and text.endswith(". te_dynamo.explain has a row for each")
     assert run(model) == [], "once a model"
     assert run(mlp(30)) == [text]
     assert run(mlp(30), recipe=None) == [], "as asked for"
-    assert te_dynamo.inspect.explain(model, torch.randn(16, 32), options=EAGER).to_dict()["notes"] == [text]
+    assert te_dynamo.explain(model, torch.randn(16, 32), options=EAGER).to_dict()["notes"] == [text]
 
 
 def test_no_linear_at_all() -> None:

@@ -123,7 +123,7 @@ def test_one_graph_after_another(options: dict[str, Any]) -> None:
 
 
 def test_sizes_that_change_need_two_graphs() -> None:
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         call = compiled(SwiGLU(), EAGER)
         for tokens in (16, 24, 32, 40):
             trained(call, pending, tokens)
@@ -199,7 +199,7 @@ class Flat(nn.Module):
 
 def test_views_are_plain_too() -> None:
     """The linear that reads one runs in the recipe; one that is returned has its gradient."""
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         call = compiled(Flat(), EAGER)
         late = [trained(lambda x, part=part: call(x)[part], pending) for part in (0, 1)]
     assert [(r.module, r.reason) for report in graphs.reports for r in report.matches] == [("linear", "")]

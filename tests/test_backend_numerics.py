@@ -83,7 +83,7 @@ def test_equals_fp8_written_a_second_time_through_inductor(name: str) -> None:
 @pytest.mark.parametrize("name", ["swiglu", "gpt_block", "llama_block"])
 def test_fusions_change_no_bit(name: str) -> None:
     model, x, dy = example(name, torch.bfloat16)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         fused = run(compiled(model), model, x, dy)
     assert graphs.reports[0].fusions
     assert_close(fused, run(compiled(model, fusions=False), model, x, dy), 0.0)
@@ -190,7 +190,7 @@ def test_hugging_face_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     model.eval()  # GPT-2's dropout is on by default
     actual = loss_and_gradients(compiled(model), model)
-    explanation = te_dynamo.inspect.explain(model, torch.arange(8)[None], options=EAGER)
+    explanation = te_dynamo.explain(model, torch.arange(8)[None], options=EAGER)
     assert [(row.module, row.matched) for row in explanation.linears] == [
         ("transformer.h.0.attn.c_attn", True),
         ("transformer.h.0.attn.c_proj", True),

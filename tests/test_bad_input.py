@@ -44,7 +44,7 @@ def linear(n: int = 32, k: int = 32, **kwargs: Any) -> nn.Linear:
 
 def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
     """The reason of every linear in `explain`, "" for one that runs in FP8."""
-    return [row.reason for row in te_dynamo.inspect.explain(model, *args, options={**EAGER, **options}).linears]
+    return [row.reason for row in te_dynamo.explain(model, *args, options={**EAGER, **options}).linears]
 
 
 # ---- options
@@ -124,9 +124,7 @@ class Broken(nn.Module):
 
 
 def test_rules_find_module_paths_behind_a_graph_break() -> None:
-    explanation = te_dynamo.inspect.explain(
-        Broken(), torch.randn(4, 32), options={**EAGER, "rules": [("^head$", None)]}
-    )
+    explanation = te_dynamo.explain(Broken(), torch.randn(4, 32), options={**EAGER, "rules": [("^head$", None)]})
     rows = [(row.module, row.matched) for row in explanation.linears]
     if torch_version() == (2, 11):  # which compiles nothing of a module whose own hook breaks the graph
         assert rows == [("head", False)] and explanation.graph_breaks
@@ -153,11 +151,11 @@ def test_a_rule_that_tells_blocks_of_one_graph_apart_leaves_them() -> None:
     """The second and third block run the first one's graph: a rule for one must not hold for all, nor for none."""
     torch.manual_seed(0)
     model, x = BrokenLoop(), torch.randn(8, 32, requires_grad=True)
-    explanation = te_dynamo.inspect.explain(model, x, options={**EAGER, "rules": [(r"layers\.2", None)]})
+    explanation = te_dynamo.explain(model, x, options={**EAGER, "rules": [(r"layers\.2", None)]})
     assert explanation.coverage == 0 and len(explanation.reports) == 1
     reason = "3 modules run this graph, behind graph breaks, and the rules treat them differently"
     assert {row.reason.partition(";")[0] for row in explanation.linears} == {reason}
-    same = te_dynamo.inspect.explain(model, x, options={**EAGER, "rules": [("down", None)]})
+    same = te_dynamo.explain(model, x, options={**EAGER, "rules": [("down", None)]})
     assert [(row.module, row.matched) for row in same.linears] == [
         ("layers.0.gate", True),
         ("layers.0.up", True),
@@ -279,7 +277,7 @@ def test_a_sparse_weight_runs_as_it_is_behind_a_graph_break(layout: str) -> None
 
     assert torch.equal(te(forward)(x, weight), forward(x, weight))
     torch._dynamo.reset()  # or Dynamo remembers that it has nothing to compile here
-    explanation = te_dynamo.inspect.explain(forward, x, weight, options=EAGER)
+    explanation = te_dynamo.explain(forward, x, weight, options=EAGER)
     assert explanation.coverage == 0 and "sparse" in str(explanation.graph_breaks)
 
 
@@ -429,7 +427,7 @@ def test_tokens_that_data_counts_are_not_in_coverage() -> None:
             return self.expert(x[chosen])
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        found = te_dynamo.inspect.explain(Routed(), torch.randn(4, 16), options=EAGER)
+        found = te_dynamo.explain(Routed(), torch.randn(4, 16), options=EAGER)
     assert found.coverage == 1.0
     assert found.headline.endswith(
         "2 of 2 linears; 1 graph, 0 graph breaks; 1 linear of a length that data decides not counted"
@@ -468,7 +466,7 @@ def test_a_caller_may_free_what_it_has_compiled(how: str) -> None:
 def test_a_jagged_tensor_is_left_with_a_reason(call: Callable[..., Any], left: int) -> None:
     x = torch.nested.nested_tensor_from_jagged(torch.randn(48, 64), torch.tensor([0, 16, 20, 48]))
     model = nn.Linear(64, 64, bias=False)
-    found = te_dynamo.inspect.explain(lambda x: call(model, x).values(), x, options=EAGER)
+    found = te_dynamo.explain(lambda x: call(model, x).values(), x, options=EAGER)
     assert [row.reason for row in found.linears] == ["an operand is a nested tensor"] * left
     assert {row.flops for row in found.linears} == {2 * 48 * 64 * 64}
     expected = call(model, x).values()
@@ -496,7 +494,7 @@ def test_what_is_loaded_is_compiled(tmp_path: Path) -> None:
     model, x = nn.Sequential(linear(), nn.GELU(), linear()), torch.randn(16, 32)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
-    assert te_dynamo.inspect.explain(loaded, x, options=EAGER).coverage == 1.0
+    assert te_dynamo.explain(loaded, x, options=EAGER).coverage == 1.0
     torch.testing.assert_close(te(loaded)(x), te(model)(x), rtol=0, atol=0)
 
 
@@ -517,5 +515,5 @@ def test_a_wrapper_in_c_plus_plus_runs_a_model_in_its_own_precision() -> None:
 
 def test_paths_in_a_model_that_a_function_closes_over() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
-    found = te_dynamo.inspect.explain(lambda x: model(x), torch.randn(4, 32), options=EAGER)
+    found = te_dynamo.explain(lambda x: model(x), torch.randn(4, 32), options=EAGER)
     assert [row.module for row in found.linears] == ["0", "1.0"]

@@ -66,7 +66,7 @@ PROGRAM = textwrap.dedent(
     frozen = options.pop("frozen", False)
     mlp = MLP().to(device, torch.bfloat16)
     if frozen:
-        te_dynamo.weights.freeze(mlp, drop_weights=True).requires_grad_(False)
+        te_dynamo.freeze(mlp, drop_weights=True).requires_grad_(False)
     model, x = torch.compile(mlp, backend="te", options=options), torch.randn(1024, 32, device=device, dtype=torch.bfloat16)
     losses = []
     for _ in range(2):

@@ -108,7 +108,7 @@ def _frozen_chain(layers: int) -> nn.Sequential:
     torch.manual_seed(0)
     pairs = (nn.Sequential(nn.Linear(2048, 8192, bias=False), nn.Linear(8192, 2048)) for _ in range(layers))
     chain = nn.Sequential(*pairs).to("cuda", torch.bfloat16).eval().requires_grad_(False)
-    return te_dynamo.weights.freeze(chain)
+    return te_dynamo.freeze(chain)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""te_dynamo.weights.freeze: weights quantized once, no stale product, state dicts, what is refused."""
+"""te_dynamo.freeze: weights quantized once, no stale product, state dicts, what is refused."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_every_recipe_has_the_bits_of_the_model_that_is_not_frozen(recipe, quant
     with torch.no_grad():
         expected = te(model, recipe=recipe)(x)
         torch._dynamo.reset()
-        compiled = te(te_dynamo.weights.freeze(model, drop_weights=True), recipe=recipe)
-        with te_dynamo.inspect.capture() as graphs:
+        compiled = te(te_dynamo.freeze(model, drop_weights=True), recipe=recipe)
+        with te_dynamo.capture() as graphs:
             results = [compiled(x), compiled(x)]
     for result in results:
         assert_same(result, expected)
@@ -110,8 +110,8 @@ def test_stacked_linears_have_one_workspace(codegen: str, drop: bool, quantized)
     with torch.no_grad():
         expected = te(model, codegen=codegen)(x)
         torch._dynamo.reset()
-        with te_dynamo.inspect.capture() as graphs:
-            compiled = te(te_dynamo.weights.freeze(model, drop_weights=drop), codegen=codegen)
+        with te_dynamo.capture() as graphs:
+            compiled = te(te_dynamo.freeze(model, drop_weights=drop), codegen=codegen)
             assert_same(compiled(x), expected)
         assert_same(compiled(x), expected)
     inputs = [n.meta["val"].shape for n in graphs.graph("inference").find_nodes(op="placeholder")]
@@ -123,9 +123,9 @@ def test_stacked_linears_have_one_workspace(codegen: str, drop: bool, quantized)
 @pytest.mark.slow
 def test_on_a_gpu_the_stacks_are_one_gemm_each() -> None:
     model = block(512)
-    with te_dynamo.inspect.capture() as graphs, fake_cuda():
+    with te_dynamo.capture() as graphs, fake_cuda():
         te_dynamo.testing.fake_cuda._move(model)
-        te_dynamo.weights.freeze(model)
+        te_dynamo.freeze(model)
         with torch.no_grad():
             torch.compile(model, backend="te")(torch.randn(1, 2048, 512, device="cuda", dtype=torch.bfloat16))
     text = graphs["inference"]
@@ -139,7 +139,7 @@ def test_autocast_casts_before_it_quantizes(quantized) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = te(model)(x)
         torch._dynamo.reset()
-        compiled = te(te_dynamo.weights.freeze(model))
+        compiled = te(te_dynamo.freeze(model))
         for _ in range(2):
             assert_same(compiled(x), expected)
     assert quantized == [(48, 32)]
@@ -147,7 +147,7 @@ def test_autocast_casts_before_it_quantizes(quantized) -> None:
 
 @pytest.mark.slow
 def test_lengths_share_what_is_kept(quantized) -> None:
-    compiled = te(te_dynamo.weights.freeze(SwiGLU(WIDTH), drop_weights=True))
+    compiled = te(te_dynamo.freeze(SwiGLU(WIDTH), drop_weights=True))
     with torch.no_grad():
         for rows in (1, 8, 24):
             compiled(torch.randn(2, rows, WIDTH))
@@ -158,7 +158,7 @@ def test_layers_that_share_a_graph_have_buffers_of_their_own(quantized) -> None:
     layers, x = [linear(torch.bfloat16) for _ in range(3)], tokens(32)
     for seed, layer in enumerate(layers):
         layer.weight.data += seed
-        te_dynamo.weights.freeze(layer)
+        te_dynamo.freeze(layer)
 
     def layer_forward(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)
@@ -194,7 +194,7 @@ def test_tied_weights(drop: bool) -> None:
     with torch.no_grad():
         expected = te(model)(ids)
         torch._dynamo.reset()
-        compiled = te(te_dynamo.weights.freeze(model, drop_weights=drop))
+        compiled = te(te_dynamo.freeze(model, drop_weights=drop))
         for _ in range(2):
             assert_same(compiled(ids), expected)
     assert is_dropped(model.one.weight) is drop
@@ -207,12 +207,12 @@ def test_tied_weights(drop: bool) -> None:
 
 
 def test_a_write_that_torch_shows_is_quantized(quantized) -> None:
-    model, x = te_dynamo.weights.freeze(linear()), tokens(32, torch.float32)
+    model, x = te_dynamo.freeze(linear()), tokens(32, torch.float32)
     compiled = te(model)
     with torch.no_grad():
         compiled(x)
     for name, write in WRITES.items():
-        te_dynamo.weights.freeze(model)  # a swapped parameter is another one
+        te_dynamo.freeze(model)  # a swapped parameter is another one
         with torch.no_grad():
             compiled(x)
         write(model, new := torch.randn(48, 32))
@@ -226,7 +226,7 @@ def test_a_write_that_torch_shows_is_quantized(quantized) -> None:
 
 @pytest.mark.parametrize("write", HIDDEN_WRITES)
 def test_a_hidden_write_is_missed_found_by_the_check_and_told(write: str) -> None:
-    model, x, new = te_dynamo.weights.freeze(linear()), tokens(32, torch.float32), torch.randn(48, 32)
+    model, x, new = te_dynamo.freeze(linear()), tokens(32, torch.float32), torch.randn(48, 32)
     compiled, checked = te(model), te(model, weight_cache_check=True)
     with torch.no_grad():
         before = compiled(x)
@@ -242,7 +242,7 @@ def test_a_hidden_write_is_missed_found_by_the_check_and_told(write: str) -> Non
 
 def test_what_is_written_keeps_its_address() -> None:
     """A CUDA graph goes on reading it where it was."""
-    model, x = te_dynamo.weights.freeze(linear()), tokens(32, torch.float32)
+    model, x = te_dynamo.freeze(linear()), tokens(32, torch.float32)
     compiled = te(model)
     with torch.no_grad():
         compiled(x)
@@ -254,7 +254,7 @@ def test_what_is_written_keeps_its_address() -> None:
 
 
 def test_another_dtype_and_back() -> None:
-    model = te_dynamo.weights.freeze(linear())
+    model = te_dynamo.freeze(linear())
     compiled = te(model)
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16, torch.float32):
@@ -268,7 +268,7 @@ def test_an_error_while_quantizing_leaves_no_half_of_a_result(monkeypatch: pytes
     with torch.no_grad():
         expected = te(model)(x)
         torch._dynamo.reset()
-        compiled = te(te_dynamo.weights.freeze(model, drop_weights=True))
+        compiled = te(te_dynamo.freeze(model, drop_weights=True))
         quantize, calls = weight_cache.quantize_tensor, []
 
         def fails_once(*args: Any) -> Any:
@@ -285,7 +285,7 @@ def test_an_error_while_quantizing_leaves_no_half_of_a_result(monkeypatch: pytes
 
 
 def test_two_threads() -> None:
-    model, x = te_dynamo.weights.freeze(linear()), tokens(32, torch.float32)
+    model, x = te_dynamo.freeze(linear()), tokens(32, torch.float32)
     compiled, results = te(model), []
 
     def run() -> None:
@@ -321,7 +321,7 @@ def test_freezing_after_the_first_call_compiles_again(quantized) -> None:
     with torch.no_grad():
         expected = compiled(x)
         assert quantized == []
-        te_dynamo.weights.freeze(model)
+        te_dynamo.freeze(model)
         assert_same(compiled(x), expected)
         assert len(quantized) == 2
         assert_same(compiled(x), expected)
@@ -333,7 +333,7 @@ def test_freezing_after_the_first_call_compiles_again(quantized) -> None:
 
 
 def test_nothing_outlives_the_model() -> None:
-    model, x = te_dynamo.weights.freeze(linear()), tokens(32, torch.float32)
+    model, x = te_dynamo.freeze(linear()), tokens(32, torch.float32)
     with torch.no_grad():
         te(model)(x)
     before = len(weight_cache._entries)
@@ -346,7 +346,7 @@ def test_unfreezing_a_dropped_model_trains_the_quantized_values() -> None:
     model, x = linear(), tokens(32, torch.float32)
     original = model.weight.detach().clone()
     with torch.no_grad():
-        expected = te(te_dynamo.weights.freeze(model, drop_weights=True))(x)
+        expected = te(te_dynamo.freeze(model, drop_weights=True))(x)
     te_dynamo.unfreeze(model)
     assert not is_dropped(model.weight)
     torch.testing.assert_close(model.weight, original, rtol=0.07, atol=1e-3)
@@ -362,7 +362,7 @@ def test_unfreezing_a_dropped_model_trains_the_quantized_values() -> None:
 @pytest.mark.parametrize("drop", [False, True])
 def test_training_a_frozen_weight_is_refused_by_name(drop: bool) -> None:
     model = nn.Sequential(nn.LayerNorm(32), linear())
-    compiled, x = te(te_dynamo.weights.freeze(model, drop_weights=drop)), tokens(32, torch.float32)
+    compiled, x = te(te_dynamo.freeze(model, drop_weights=drop)), tokens(32, torch.float32)
     with pytest.raises(Exception, match=r"'1.weight' is frozen for inference .*torch.no_grad.*unfreeze"):
         compiled(x)
     with torch.no_grad():
@@ -393,7 +393,7 @@ def test_adapters_beside_frozen_weights_learn(codegen: str, drop: bool, quantize
 
     expected = gradients(te(model, codegen=codegen))
     torch._dynamo.reset()
-    te_dynamo.weights.freeze(model.base, drop_weights=drop)
+    te_dynamo.freeze(model.base, drop_weights=drop)
     compiled = te(model, codegen=codegen)
     for _ in range(2):
         for ours, theirs in zip(gradients(compiled), expected, strict=True):
@@ -405,9 +405,9 @@ def test_adapters_beside_frozen_weights_learn(codegen: str, drop: bool, quantize
 
 
 def test_explain_says_what_is_kept() -> None:
-    model, x = te_dynamo.weights.freeze(block(), drop_weights=True), tokens()
+    model, x = te_dynamo.freeze(block(), drop_weights=True), tokens()
     with torch.no_grad():
-        explanation = te_dynamo.inspect.explain(model, x, options=EAGER)
+        explanation = te_dynamo.explain(model, x, options=EAGER)
     rows = explanation.to_dict()["weights"]
     assert [row["weight"] for row in rows] == [
         "parts.0.q.weight, parts.0.k.weight, parts.0.v.weight",
@@ -425,11 +425,11 @@ def test_what_cannot_be_frozen() -> None:
     with torch.inference_mode():
         model = linear()
     with pytest.raises(TeError, match=r"'weight' was made under torch.inference_mode"):
-        te_dynamo.weights.freeze(model)
+        te_dynamo.freeze(model)
     managed = linear()
     managed._is_fsdp_managed_module = True
     with pytest.raises(TeError, match=r"'weight' is a Parameter of a distributed or wrapped module"):
-        te_dynamo.weights.freeze(managed)
+        te_dynamo.freeze(managed)
 
 
 def test_a_mixtures_experts(quantized) -> None:
@@ -448,7 +448,7 @@ def test_a_mixtures_experts(quantized) -> None:
     with torch.no_grad():
         expected = te(model)(x, ends)
         torch._dynamo.reset()
-        compiled = te(te_dynamo.weights.freeze(model))
+        compiled = te(te_dynamo.freeze(model))
         for _ in range(2):
             assert_same(compiled(x, ends), expected)
     assert quantized == [(2, 64, 32), (2, 64, 32)]
@@ -472,5 +472,5 @@ def test_what_is_watched_does_not_grow_with_compilations() -> None:
         model = linear()
         te(call)(model, tokens(32, torch.float32))
     assert len(_watched) <= before + 1
-    te_dynamo.weights.freeze(model).requires_grad_(False)
+    te_dynamo.freeze(model).requires_grad_(False)
     assert len(_watched) <= before

@@ -1,4 +1,4 @@
-"""te_dynamo.weights.freeze(model, drop_weights=True): memory, state dicts, who still may read the values."""
+"""te_dynamo.freeze(model, drop_weights=True): memory, state dicts, who still may read the values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_dropping_frees_the_values_and_state_dicts_stay() -> None:
     shapes = {name: (p.shape, p.dtype) for name, p in model.state_dict().items()}
     originals = {name: p.clone() for name, p in model.state_dict().items()}
     with torch.no_grad():
-        compiled = te(te_dynamo.weights.freeze(model, drop_weights=True))
+        compiled = te(te_dynamo.freeze(model, drop_weights=True))
         early = model.state_dict()
         result = compiled(x)
     assert all(torch.equal(early[name], originals[name]) for name in originals), "not quantized yet: exact"
@@ -39,7 +39,7 @@ def test_dropping_frees_the_values_and_state_dicts_stay() -> None:
 
 @pytest.mark.parametrize("assign", [pytest.param(False, marks=SLOW), True])
 def test_loading_into_a_dropped_model_quantizes_what_is_loaded(assign: bool, quantized) -> None:
-    model, x = te_dynamo.weights.freeze(SwiGLU(WIDTH), drop_weights=True), tokens(dtype=torch.float32)
+    model, x = te_dynamo.freeze(SwiGLU(WIDTH), drop_weights=True), tokens(dtype=torch.float32)
     compiled, other = te(model), SwiGLU(WIDTH)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -63,7 +63,7 @@ def test_a_dropped_weight_that_the_graph_reads_otherwise_keeps_its_values() -> N
     with torch.no_grad():
         expected = te(model)(x)
         torch._dynamo.reset()
-        compiled = te(te_dynamo.weights.freeze(model, drop_weights=True))
+        compiled = te(te_dynamo.freeze(model, drop_weights=True))
         for _ in range(2):
             assert_same(compiled(x), expected)
         assert [is_dropped(p) for p in model.parameters()] == [True, False, False], "N = 10 is left in fp32"
@@ -77,10 +77,10 @@ def test_a_dropped_weight_that_the_graph_reads_otherwise_keeps_its_values() -> N
 def test_values_that_a_backward_of_high_precision_reads() -> None:
     model, x = linear().requires_grad_(False), tokens(32, torch.float32).requires_grad_()
     recipe = te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")
-    compiled = te(te_dynamo.weights.freeze(model), recipe=recipe)
+    compiled = te(te_dynamo.freeze(model), recipe=recipe)
     (ours,) = torch.autograd.grad(compiled(x).sum(), x)
     assert_same(ours, torch.ones(2, 8, 48) @ model.weight)
     torch._dynamo.reset()
-    te_dynamo.weights.freeze(model, drop_weights=True)
+    te_dynamo.freeze(model, drop_weights=True)
     with pytest.raises(Exception, match=r"'weight' were dropped, .*drop_weights=False"):
         te(model, recipe=recipe)(x)

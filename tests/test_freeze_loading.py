@@ -33,7 +33,7 @@ def two_linears() -> nn.Module:
 
 def dropped(model: nn.Module, x: Tensor) -> Callable[..., Any]:
     """Compiled, and called once: the high-precision values are gone."""
-    compiled = te(te_dynamo.weights.freeze(model, drop_weights=True))
+    compiled = te(te_dynamo.freeze(model, drop_weights=True))
     compiled(x)
     return compiled
 
@@ -94,7 +94,7 @@ def test_a_load_that_fails_changes_nothing(load: Callable[[nn.Module], None], ca
         model[0].register_load_state_dict_post_hook(raising)
     expected = te(model)(x)
     torch._dynamo.reset()
-    compiled = te(te_dynamo.weights.freeze(model, drop_weights=True))
+    compiled = te(te_dynamo.freeze(model, drop_weights=True))
     if called:
         compiled(x)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -215,7 +215,7 @@ def test_a_weight_of_two_modules(given: str, assign: bool) -> None:
     model, x = nn.ModuleDict({name: nn.Linear(32, 32, bias=False).bfloat16() for name in ("one", "two")}), tokens(32)
     model.two.weight = model.one.weight
     first, new = model.one.weight.clone(), torch.randn(32, 32).bfloat16()
-    te_dynamo.weights.freeze(model, drop_weights=True)
+    te_dynamo.freeze(model, drop_weights=True)
     compiled = {name: te(model[name]) for name in ("one", "two")}
     for call in compiled.values():
         assert_same(call(x), product(x, first))
@@ -232,7 +232,7 @@ def test_a_weight_of_two_modules(given: str, assign: bool) -> None:
 def test_one_weight_at_a_time_has_its_values_while_it_is_loaded() -> None:
     model, x, held = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4))), tokens(32, torch.float32), []
     dropped(model, x)
-    te_dynamo.weights.freeze(model, drop_weights=True)
+    te_dynamo.freeze(model, drop_weights=True)
     for module in model:
         hook = lambda *_: held.append(sum(p.untyped_storage().nbytes() for p in model.parameters()))  # noqa: E731
         module.register_load_state_dict_pre_hook(hook)
@@ -337,11 +337,11 @@ def test_a_stack_lives_until_the_last_of_its_members() -> None:
 @torch.no_grad()
 def test_what_is_saved_is_what_was_loaded_last() -> None:
     """Not what another graph quantized before that, in its own recipe."""
-    model, x, new = te_dynamo.weights.freeze(linear()), tokens(32, torch.float32), torch.full((48, 32), 0.5)
+    model, x, new = te_dynamo.freeze(linear()), tokens(32, torch.float32), torch.full((48, 32), 0.5)
     one, two = te(model), te(model, recipe="float8_block_scaling")
     for compiled in (two, one, two):
         compiled(x)
-    te_dynamo.weights.freeze(model, drop_weights=True)
+    te_dynamo.freeze(model, drop_weights=True)
     for compiled in (one, two):
         torch._dynamo.reset()
         model.load_state_dict({"weight": new})
@@ -401,7 +401,7 @@ def test_no_other_memory_is_taken_for_a_place_holder() -> None:
 def test_a_model_without_memory() -> None:
     with torch.device("meta"):
         model = linear()
-    te_dynamo.weights.freeze(model, drop_weights=True)
+    te_dynamo.freeze(model, drop_weights=True)
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"weight": torch.empty(3, 3, device="meta")})
     new, x = torch.randn(48, 32), tokens(32, torch.float32)
@@ -409,6 +409,6 @@ def test_a_model_without_memory() -> None:
     for _ in range(2):
         assert_same(te(model)(x), product(x, new))
     with FakeTensorMode():
-        fake = te_dynamo.weights.freeze(nn.Linear(32, 48, bias=False), drop_weights=True)
+        fake = te_dynamo.freeze(nn.Linear(32, 48, bias=False), drop_weights=True)
         fake.load_state_dict(fake.state_dict())
         assert fake.state_dict()["weight"].shape == (48, 32)

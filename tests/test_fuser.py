@@ -178,7 +178,7 @@ def test_a_users_fusion_shows_in_explain() -> None:
     model = GeluMLP().bfloat16()
     with register_forward_fusion(slow_accumulation):
         options = {"codegen": "eager", "recipe": FAST_FORWARD}
-        explained = te_dynamo.inspect.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options=options)
+        explained = te_dynamo.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options=options)
     rows = {(row["phase"], row["fusion"]): row["count"] for row in explained.to_dict()["fusions"]}
     assert rows["forward", "slow_accumulation"] == 2
     assert rows["forward", "fuse_gemm_bias"] == 2

@@ -77,9 +77,9 @@ def compiled_run(
     """only: the weights of each step, in place of those that the program's updates make."""
     model = program.model()
     if freeze:
-        te_dynamo.weights.freeze(model)
+        te_dynamo.freeze(model)
     options |= {"recipe": evaluated(program.recipe), "rules": evaluated(program.rules)}
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         steps = run(program, te(model, dynamic=program.dynamic, **options), model, only)
     return Compiled(steps, graphs.reports)
 

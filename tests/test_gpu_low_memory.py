@@ -84,7 +84,7 @@ def test_peak_is_what_the_graph_says_and_below_bf16s() -> None:
     bf16 = measured_peak(torch.compile(module), x, dy, module)
     peaks = {}
     for low_memory in (False, True):
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             call = compiled(module, low_memory=low_memory)
             call(x).backward(dy)
         peaks[low_memory] = measured_peak(call, x, dy, module)

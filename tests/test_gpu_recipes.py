@@ -109,7 +109,7 @@ def test_inductors_code_launches_kernels_without_a_dispatcher_call(recipe: Recip
 
 @BY_RECIPE
 def test_every_operation_is_lowered(recipe: Recipe) -> None:
-    explanation = te_dynamo.inspect.explain(build("block", **on_gpu()), tokens(**on_gpu()), options={"recipe": recipe})
+    explanation = te_dynamo.explain(build("block", **on_gpu()), tokens(**on_gpu()), options={"recipe": recipe})
     assert explanation.coverage == 1.0
     assert all("reference" not in row["runs"] for row in explanation.to_dict()["lowered"])
 

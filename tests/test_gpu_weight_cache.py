@@ -49,16 +49,14 @@ def test_frozen_bits(recipe: str, rows: int) -> None:
     with torch.no_grad():
         before = torch.compile(module, backend="te", options={"recipe": recipe})(x)
         torch._dynamo.reset()
-        compiled = torch.compile(
-            te_dynamo.weights.freeze(module, drop_weights=True), backend="te", options={"recipe": recipe}
-        )
+        compiled = torch.compile(te_dynamo.freeze(module, drop_weights=True), backend="te", options={"recipe": recipe})
         for _ in range(2):
             torch.testing.assert_close(compiled(x), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", [16, 2048])
 def test_a_cuda_graph_sees_weights_that_were_frozen_anew(rows: int) -> None:
-    module, x = te_dynamo.weights.freeze(model()), tokens(rows)
+    module, x = te_dynamo.freeze(model()), tokens(rows)
     compiled = torch.compile(module, backend="te")
     with torch.no_grad():
         compiled(x)
@@ -96,7 +94,7 @@ def test_a_captured_training_step_quantizes_at_each_replay(options: dict[str, st
 def test_reduce_overhead(freeze: bool) -> None:
     module, x = model(), tokens(256)
     if freeze:
-        te_dynamo.weights.freeze(module)
+        te_dynamo.freeze(module)
         compiled = torch.compile(module, backend="te", mode="reduce-overhead")
     else:
         settings = torch._inductor.list_mode_options("reduce-overhead")
@@ -116,7 +114,7 @@ def test_reduce_overhead(freeze: bool) -> None:
 
 def test_another_stream_waits_for_the_buffers() -> None:
     """The first call quantizes behind a long queue; a call on a stream of its own must not read earlier."""
-    module, x = te_dynamo.weights.freeze(model(2048)), tokens(16, 2048)
+    module, x = te_dynamo.freeze(model(2048)), tokens(16, 2048)
     compiled = torch.compile(module, backend="te")
     with torch.no_grad():
         right = compiled(x).clone()
@@ -134,7 +132,7 @@ def test_another_stream_waits_for_the_buffers() -> None:
 
 
 def test_a_write_on_another_stream() -> None:
-    module, x = te_dynamo.weights.freeze(model()), tokens()
+    module, x = te_dynamo.freeze(model()), tokens()
     compiled = torch.compile(module, backend="te")
     with torch.no_grad():
         compiled(x)
@@ -148,7 +146,7 @@ def test_a_write_on_another_stream() -> None:
 
 
 def test_a_frozen_model_that_moves_between_devices() -> None:
-    module, x = te_dynamo.weights.freeze(model().cpu()), tokens()
+    module, x = te_dynamo.freeze(model().cpu()), tokens()
     compiled = torch.compile(module, backend="te")
     with torch.no_grad():
         for device in ("cpu", "cuda", "cpu", "cuda"):
@@ -160,7 +158,7 @@ def test_a_frozen_model_that_moves_between_devices() -> None:
 
 
 def test_a_cuda_graph_of_another_shape_is_captured_anew() -> None:
-    module, x = te_dynamo.weights.freeze(model()), tokens()
+    module, x = te_dynamo.freeze(model()), tokens()
     compiled = torch.compile(module, backend="te")
     with torch.no_grad():
         for hidden in (2 * WIDTH, 4 * WIDTH):
@@ -177,7 +175,7 @@ def test_a_cuda_graph_of_another_shape_is_captured_anew() -> None:
 
 
 def test_a_load_that_fails_needs_room_for_one_weight() -> None:
-    module = te_dynamo.weights.freeze(model(2048), drop_weights=True)
+    module = te_dynamo.freeze(model(2048), drop_weights=True)
     compiled, x = torch.compile(module, backend="te"), tokens(16, 2048)
     with torch.no_grad():
         before = compiled(x).clone()
@@ -199,7 +197,7 @@ def test_dropping_halves_the_memory() -> None:
     before = torch.cuda.memory_allocated()
     module = model(2048)
     held = torch.cuda.memory_allocated() - before
-    compiled = torch.compile(te_dynamo.weights.freeze(module, drop_weights=True), backend="te")
+    compiled = torch.compile(te_dynamo.freeze(module, drop_weights=True), backend="te")
     with torch.no_grad():
         compiled(tokens(16, 2048))
     torch.cuda.synchronize()
@@ -235,7 +233,7 @@ def test_a_profile_shows_one_quantization_a_weight_and_step() -> None:
 
 
 def test_a_frozen_call_launches_no_quantization_of_a_weight() -> None:
-    module, x = te_dynamo.weights.freeze(model()), tokens()
+    module, x = te_dynamo.freeze(model()), tokens()
     compiled = torch.compile(module, backend="te")
     with torch.no_grad():
         compiled(x)

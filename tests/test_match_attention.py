@@ -256,7 +256,7 @@ def test_an_encoder_layer_trains_with_its_norms_and_activation_fused(codegen: st
     torch._dynamo.reset()
     layer = nn.TransformerEncoderLayer(E, HEADS, 64, 0.0, "gelu", batch_first=True, norm_first=True)
     x, results = tokens(), []
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         for call in (layer, torch.compile(layer, backend="te", options={"codegen": codegen})):
             y = call(x)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])

@@ -54,7 +54,7 @@ def test_fast_sums_in_forward_repay_it_with_fewer_rows() -> None:
 
 def test_the_reason_has_both_times_and_what_to_do() -> None:
     assert on_cuda(64, learns=False).reasons() == [
-        "M = 64, N = 14336, K = 4096: bf16 takes 29 us, FP8 104 us, 77 of them to quantize its weight; te_dynamo.weights.freeze keeps it "
+        "M = 64, N = 14336, K = 4096: bf16 takes 29 us, FP8 104 us, 77 of them to quantize its weight; te_dynamo.freeze keeps it "
         "quantized (estimated for an H200); a rule that names it has it in FP8 all the same"
     ]
     assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
@@ -115,7 +115,7 @@ def test_a_frozen_weight_costs_nothing() -> None:
         with fake_cuda(), torch.no_grad():
             model = nn.Linear(64, 128, bias=False, dtype=BF16, device="cuda")
             if frozen:
-                te_dynamo.weights.freeze(model)
+                te_dynamo.freeze(model)
             compiled = Matched(model)
             compiled(torch.empty(16, 64, dtype=BF16, device="cuda"))
         assert [record.matched for record in compiled.records] == [frozen]

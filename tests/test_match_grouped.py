@@ -260,7 +260,7 @@ def test_a_loop_over_weights_of_other_sizes_or_rules_is_left_to_linears() -> Non
 
 def test_explain_says_how_many_groups() -> None:
     model, x, offs = Experts(FORMS["grouped_mm [G, K, N]"]), tokens(12, K), ends(2, 0, 7, 3)
-    explanation = te_dynamo.inspect.explain(model, x, offs, options={"codegen": "eager"})
+    explanation = te_dynamo.explain(model, x, offs, options={"codegen": "eager"})
     assert explanation.coverage == 1.0 and "12 x 64 x 32 in 4 groups" in str(explanation)
     assert explanation.to_dict()["linears"][0]["groups"] == 4
 

@@ -61,7 +61,7 @@ def test_layouts(mesh: DeviceMesh, layout: str, bias: bool) -> None:
             F.linear(*operands)
         except RuntimeError as error:  # torch 2.11 multiplies no tokens that are shared out
             pytest.skip(str(error))
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             y = torch.compile(F.linear, backend="te", fullgraph=True, options={**EAGER, **options})(*operands)
             gradients = torch.autograd.grad(y.to_local().sum(), operands)
         return y, gradients, graphs
@@ -89,7 +89,7 @@ def test_layouts(mesh: DeviceMesh, layout: str, bias: bool) -> None:
 def test_what_is_left(mesh: DeviceMesh, of_x: Any, of_weight: Any, columns: int, reason: str) -> None:
     wide = 16 if of_x == Shard(2) else 32
     x, weight = shared(mesh, torch.randn(4, 16, wide), of_x), shared(mesh, torch.randn(columns, 32), of_weight)
-    explanation = te_dynamo.inspect.explain(F.linear, x, weight, options=EAGER)
+    explanation = te_dynamo.explain(F.linear, x, weight, options=EAGER)
     (record,) = explanation.linears
     assert record.reason == reason and not record.matched
 
@@ -99,7 +99,7 @@ def test_fusions_see_through_shards(mesh: DeviceMesh) -> None:
 
     plan = {"1.gate": ColwiseParallel(), "1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
     model = parallelize_module(nn.Sequential(nn.RMSNorm(32), SwiGLU()), mesh, plan)
-    explanation = te_dynamo.inspect.explain(model, torch.randn(4, 16, 32), options=EAGER)
+    explanation = te_dynamo.explain(model, torch.randn(4, 16, 32), options=EAGER)
     assert explanation.coverage == 1 and [row.module for row in explanation.linears] == ["1.gate", "1.up", "1.down"]
     assert {name for report in explanation.reports for _, name, _ in report.fusions} == {
         "fuse_norm_quantize",
@@ -112,6 +112,6 @@ def test_paths_in_a_wrapped_checkpoint() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = nn.Sequential(checkpoint_wrapper(SwiGLU()))
-    explanation = te_dynamo.inspect.explain(model, torch.randn(4, 32), options=EAGER)
+    explanation = te_dynamo.explain(model, torch.randn(4, 32), options=EAGER)
     assert explanation.coverage == 1
     assert [row.module for row in explanation.linears] == [f"0.{name}" for name in ("gate", "up", "down")]

@@ -102,7 +102,7 @@ def test_trains_unmodified(family: str) -> None:
     assert actual_loss == pytest.approx(expected_loss, rel=0.01)
     assert 0 < (actual - expected).norm() / expected.norm() < 0.2
 
-    explanation = te_dynamo.inspect.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
+    explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
     assert explanation.coverage >= FAMILIES[family][2]
     assert all(row.matched or row.reason for row in explanation.linears)
 
@@ -111,5 +111,5 @@ def test_experts_that_are_not_bf16() -> None:
     """transformers then calls an operation of its own in a compiled model, since torch's takes bf16 alone."""
     model = build("Mixtral").float()
     tokens = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
-    explanation = te_dynamo.inspect.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
+    explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
     assert explanation.coverage >= FAMILIES["Mixtral"][2] and {row.groups for row in explanation.linears} == {0, 4}

@@ -352,11 +352,11 @@ def test_what_needs_no_gradient():
     x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
     with fusing(LayerNorm, BasicLinear, Bias, GELU):
         torch._dynamo.reset()
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             torch.compile(model, backend="te", options=EAGER)(x).sum().backward()
         assert "Call(requires_grad=[False, False, False, True, True], training=True)" in graphs["match"]
         torch._dynamo.reset()
-        with te_dynamo.inspect.capture() as graphs, torch.no_grad():
+        with te_dynamo.capture() as graphs, torch.no_grad():
             torch.compile(model, backend="te", options=EAGER)(x)
         assert "Call(requires_grad=[False, False, False, False, False], training=True)" in graphs["match"]
 
@@ -367,7 +367,7 @@ def test_dynamic_shapes_stay_dynamic():
     with fusing(AddExtraInput, MakeExtraOutput, RMSNorm, BasicLinear, SwiGLU):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="te", dynamic=True, options=EAGER)
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             for rows in (16, 32, 48):
                 y = compiled(torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True))
                 assert y.shape == (rows, WIDTH)

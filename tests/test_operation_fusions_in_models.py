@@ -69,7 +69,7 @@ def run(model, options=EAGER):
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         y = torch.compile(model, backend="te", fullgraph=True, options=options)(x)
         grads = torch.autograd.grad(y.float().square().mean(), [x, *model.parameters()])
     return graphs, [y.detach(), *grads]

@@ -126,7 +126,7 @@ def test_the_report_lists_it() -> None:
     """With its experts where it is quantized, with the reason where not."""
     x, offs, _ = inputs_of()
     for recipe, reason in ((FP8, ""), (MXFP8BlockScaling(), "mxfp8 has none"), (None, "its Sequential has no recipe")):
-        told = te_dynamo.inspect.explain(module_of(recipe), x, offs, options={"codegen": "eager"}).to_dict()
+        told = te_dynamo.explain(module_of(recipe), x, offs, options={"codegen": "eager"}).to_dict()
         (row,) = told["linears"]
         assert (row["matched"], row["groups"], row["shape"][1:]) == (not reason, G, (str(N), str(K)))
         assert reason in row["reason"] and row["recipe"] == ("" if reason else "float8_current_scaling")

@@ -206,7 +206,7 @@ def test_a_hadamard_transform_of_the_columns_leaves_the_rows_alone() -> None:
 
 def explained(model: nn.Module, x: torch.Tensor, **options: Any) -> list[tuple[str, str, str]]:
     """(module, recipe, reason) of every linear."""
-    rows = te_dynamo.inspect.explain(model, x, options={**EAGER, **options}).linears
+    rows = te_dynamo.explain(model, x, options={**EAGER, **options}).linears
     return [(row.module, row.recipe, row.reason) for row in rows]
 
 
@@ -258,10 +258,10 @@ def test_rules_mix_recipes_in_one_model() -> None:
 
 def test_norms_and_activations_stay_inductors_where_no_fused_kernel_writes_the_format() -> None:
     model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(8, 32)
-    found = te_dynamo.inspect.explain(model, x, options={**EAGER, "recipe": "mxfp8"})
+    found = te_dynamo.explain(model, x, options={**EAGER, "recipe": "mxfp8"})
     assert [(row.kind, row.matched, row.reason) for row in found.norms_activations] == [
         ("layer_norm", False, "no fused kernel writes mxfp8[row+column]; left to Inductor"),
         ("gelu", False, "no fused kernel writes mxfp8[row+column]; left to Inductor"),
     ]
-    mixed = te_dynamo.inspect.explain(model, x, options={**EAGER, "rules": [("3", "mxfp8")]})
+    mixed = te_dynamo.explain(model, x, options={**EAGER, "rules": [("3", "mxfp8")]})
     assert [(row.kind, row.matched) for row in mixed.norms_activations] == [("layer_norm", True), ("gelu", True)]

@@ -90,7 +90,7 @@ def test_any_number_of_rows(recipe: Recipe, rows: int) -> None:
 @BY_RECIPE
 def test_fusions_change_no_bit(recipe: Recipe) -> None:
     model = build("gelu_mlp", torch.bfloat16)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         fused = run(te(model, recipe), model, tokens(dtype=torch.bfloat16))
     assert ("forward", "fuse_gemm_bias", 2) in graphs.reports[0].fusions
     unfused = run(te(model, recipe, fusions=False), model, tokens(dtype=torch.bfloat16))
@@ -114,7 +114,7 @@ def test_rules_give_each_linear_its_own_recipe() -> None:
 @BY_RECIPE
 def test_a_shared_input_is_quantized_once(recipe: Recipe) -> None:
     model = build("swiglu", torch.bfloat16)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         run(te(model, recipe, fusions=False), model, tokens(dtype=torch.bfloat16))
     # forward: x, silu(gate) * up, three weights; backward: dy of each linear
     assert graphs["forward"].count("= te.quantize(") == 5
@@ -124,7 +124,7 @@ def test_a_shared_input_is_quantized_once(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling])
 def test_high_precision_backward_saves_the_tensors_themselves(recipe: Callable[..., Recipe]) -> None:
     model, x = build("linear", torch.bfloat16), tokens(dtype=torch.bfloat16)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         run(te(model, recipe(backward="high_precision")), model, x)
     assert "te." not in graphs["backward"].replace("te.bias_grad(", "")
     saved = [node.meta["val"] for node in graphs.graph("backward").find_nodes(op="placeholder")]
@@ -135,7 +135,7 @@ def test_high_precision_backward_saves_the_tensors_themselves(recipe: Callable[.
 @BY_RECIPE
 def test_inference_holds_rows_only(recipe: Recipe) -> None:
     model, x = build("swiglu"), tokens()
-    with te_dynamo.inspect.capture() as graphs, torch.no_grad():
+    with te_dynamo.capture() as graphs, torch.no_grad():
         y = te(model, recipe)(x)
     quantizations = [
         line for line in graphs["inference"].splitlines() if "= te.quantize(" in line or "_quantize(" in line

@@ -81,7 +81,7 @@ def test_traces_whole_under_any_backend(backend: str, recipe: Any) -> None:
 def test_the_parts_are_what_the_graph_holds() -> None:
     """Below autograd the compiler sees te.quantize and te.gemm, so that its own fusions apply inside."""
     module = mlp(Float8CurrentScaling())
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         results_of(torch.compile(module, backend="te", options={"codegen": "eager"}, fullgraph=True), module)
     assert "te.sequence(" in graphs["match"] and "te.sequence(" not in graphs["joint"]
     assert graphs["joint"].count("te.gemm(") == 6
@@ -313,7 +313,7 @@ def test_a_legacy_operation_breaks_the_graph_by_name() -> None:
     assert torch.equal(compiled(x), module(x.sin()).cos())
     (grad,) = torch.autograd.grad(compiled(x).sum(), x)
     torch.testing.assert_close(grad, torch.autograd.grad(module(x.sin()).cos().sum(), x)[0])
-    explained = te_dynamo.inspect.explain(lambda x: module(x.sin()).cos(), x, options={"codegen": "eager"})
+    explained = te_dynamo.explain(lambda x: module(x.sin()).cos(), x, options={"codegen": "eager"})
     assert any(
         "1: Tripled has the legacy op_forward, which cannot be traced" in b.reason for b in explained.graph_breaks
     )
@@ -333,7 +333,7 @@ def test_an_opaque_operation_stays_a_node() -> None:
         y = f(x)
         return [y, *torch.autograd.grad(y, x, dy)]
 
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         found = run(torch.compile(module, backend="te", fullgraph=True))
     for a, b in zip(found, run(module), strict=True):
         torch.testing.assert_close(a, b)
@@ -357,7 +357,7 @@ def test_opcheck() -> None:
 
 def test_the_graph_names_the_operations() -> None:
     module = Sequential(BasicLinear(8, 8), GELU("tanh"))
-    with te_dynamo.inspect.capture() as graphs, torch.no_grad():
+    with te_dynamo.capture() as graphs, torch.no_grad():
         torch.compile(module, backend="te", options={"codegen": "eager"})(torch.randn(2, 8))
     assert "OperationSequence((BasicLinear(8, 8), GELU(approximate='tanh')))" in graph_text(graphs.graph("match"))
 
@@ -394,8 +394,8 @@ class Model(torch.nn.Module):
 def test_explain_shows_the_operations_of_a_sequential() -> None:
     x = torch.randn(4, 32)
     with register_forward_fusion(fuse_pair):
-        told = te_dynamo.inspect.explain(Model(), x, options={"codegen": "eager"}).to_dict()
-        alone = te_dynamo.inspect.explain(Model(), x, options={"codegen": "eager", "fusions": False}).to_dict()
+        told = te_dynamo.explain(Model(), x, options={"codegen": "eager"}).to_dict()
+        alone = te_dynamo.explain(Model(), x, options={"codegen": "eager", "fusions": False}).to_dict()
     rows = [(row["module"], row["matched"], row["recipe"], row["shape"], row["reason"]) for row in told["linears"]]
     assert rows == [
         ("block.0", True, "float8_current_scaling", ("4", "64", "32"), ""),

@@ -37,7 +37,7 @@ def selective(policy: Any) -> Callable[[], Any]:
 def test_a_checkpoint_changes_no_bit(codegen: str) -> None:
     model = block()
     expected = gradients(te(model, codegen=codegen), model, tokens())
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(Checkpointed(model), codegen=codegen), model, tokens())
     assert_close(actual, expected, 0.0)
     assert recomputed(graphs) == 6, "all of the forward's GEMMs but the last, which nothing in backward reads"
@@ -88,7 +88,7 @@ def test_a_checkpoint_beside_what_reads_the_same_tensor(codegen: str, first: boo
 def test_a_reentrant_checkpoint_inside_is_traced_as_the_other() -> None:
     model, x = block(), tokens().requires_grad_()
     expected = gradients(te(model), model, x)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(Checkpointed(model, use_reentrant=True)), model, x)
     assert_close(actual, expected, 0.0)
     assert len(graphs) == 1 and recomputed(graphs) == 6
@@ -124,7 +124,7 @@ def test_a_policy_that_saves_products_saves_ours(listed: Collection[Any]) -> Non
     """The products, in bf16, and not their operands: those are quantized again."""
     model = block()
     expected = gradients(te(model), model, tokens())
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(Checkpointed(model, context_fn=selective(list(listed)))), model, tokens())
     assert_close(actual, expected, 0.0)
     assert recomputed(graphs) == 0
@@ -143,7 +143,7 @@ def test_a_policy_that_saves_products_saves_ours_in_inductors_code() -> None:
 @pytest.mark.slow
 def test_a_policy_that_lists_nothing_of_ours_changes_nothing() -> None:
     model = block()
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         gradients(te(Checkpointed(model, context_fn=selective([aten.bmm.default]))), model, tokens())
     assert recomputed(graphs) == 6 and "bfloat16" not in saved(graphs)
 
@@ -153,7 +153,7 @@ def test_a_policy_that_saves_biased_products_and_activations() -> None:
     model = Residual(GeluMLP()).bfloat16()
     expected = gradients(te(model), model, tokens())
     policy = selective([aten.addmm.default, aten.gelu.default])
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(Checkpointed(model, context_fn=policy)), model, tokens())
     assert_close(actual, expected, 0.0)
     assert recomputed(graphs, linears=2) == 0 and "te.activation(" not in graphs["backward"]
@@ -172,7 +172,7 @@ def test_a_policy_that_saves_products_by_weights_stored_transposed() -> None:
 
     model, x = Products().bfloat16(), tokens().requires_grad_()
     expected = gradients(te(model), model, x)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         policy = selective([aten.mm.default, aten.addmm.default])
         actual = gradients(te(Checkpointed(model, context_fn=policy)), model, x)
     assert_close(actual, expected, 0.0)
@@ -197,7 +197,7 @@ def test_a_policy_sees_the_arguments_of_what_was_replaced() -> None:
 
     model, x = block(), tokens(8)
     expected = gradients(te(model), model, x)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(Checkpointed(model, context_fn=contexts)), model, x)
     assert_close(actual, expected, 0.0)
     for seen in passes:

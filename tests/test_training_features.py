@@ -113,7 +113,7 @@ class LoRA(nn.Module):
 def test_frozen_weights_save_nothing_and_get_no_gradient() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(LoRA(), nn.Linear(64, 32, bias=False).requires_grad_(False)), tokens(dtype=torch.float32)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(model), model, x)
     with fp8_linears():
         assert_close(actual, gradients(model, model, x), SAME)
@@ -125,7 +125,7 @@ def test_frozen_weights_save_nothing_and_get_no_gradient() -> None:
     saved_fp8 = [tuple(t.shape) for t in saved if t.dtype == torch.float8_e4m3fn]
     # columnwise: a's input, b's input, b's weight, the last weight
     assert sorted(saved_fp8) == [(16, 48), (16, 64), (32, 48), (64, 32)]
-    explanation = te_dynamo.inspect.explain(model, x, options=EAGER)
+    explanation = te_dynamo.explain(model, x, options=EAGER)
     assert explanation.coverage == 1 and len(explanation.linears) == 4
 
 
@@ -161,7 +161,7 @@ def test_heads_that_share_a_weight_get_the_sum() -> None:
 
     torch.manual_seed(0)
     model, x = Heads(), tokens(dtype=torch.float32)
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         actual = gradients(te(model), model, x)
     with fp8_linears():
         assert_close(actual, gradients(model, model, x), SAME)
@@ -225,7 +225,7 @@ def test_batch_sizes_and_lengths_compile_once() -> None:
 def test_norms_match_under_dynamic_shapes(norm: Callable[[], nn.Module], codegen: str) -> None:
     """dynamic=True makes a symbol of the last dimension, and of eps, an attribute of the module, an input."""
     model = Residual(SwiGLU(), norm=norm).bfloat16()
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         gradients(te(model, dynamic=True, codegen=codegen), model, tokens())
     (report,) = graphs.reports
     assert [(r.kind, r.reason) for r in report.matches if "norm" in r.kind] == [(report.matches[0].kind, "")]
@@ -326,6 +326,6 @@ def test_a_mode_goes_with_our_options_when_it_is_spelled_out() -> None:
 def test_an_attempt_that_dynamo_restarts_is_not_captured_twice() -> None:
     """Under dynamic=True a norm's eps is an input at first; fixing it makes Dynamo trace again."""
     model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64)).bfloat16()
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         torch.compile(model, backend="te", options={"codegen": "eager"}, dynamic=True)(torch.randn(9, 32).bfloat16())
     assert len(graphs) == len(graphs.reports) == len(graphs.all("match")) == 1

@@ -165,7 +165,7 @@ def test_an_exception_while_compiling_leaves_nothing_behind(phase: str) -> None:
         model.zero_grad()
         assert_right(compiled, model, x)
     assert calls > 1
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         assert_right(te(model), model, x)
     assert {"match", "joint", "forward", "backward"} <= set(graphs.stages)
 

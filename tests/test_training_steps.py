@@ -83,7 +83,7 @@ def test_backward_in_one_graph(how: str, codegen: str) -> None:
         return (loss.detach(),)
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(trace_autograd_ops=True), te_dynamo.inspect.capture() as graphs:
+    with torch._dynamo.config.patch(trace_autograd_ops=True), te_dynamo.capture() as graphs:
         result = torch.compile(step, backend="te", fullgraph=True, options={"codegen": codegen})(x)
     actual = list(result) if how == "grad" else [p.grad for p in parameters]
     assert_close(actual, list(expected), 0.0)

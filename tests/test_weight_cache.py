@@ -46,7 +46,7 @@ def test_one_quantization_a_weight_a_step_and_the_same_bits(codegen: str, quanti
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = SwiGLU(WIDTH).bfloat16()
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             results.append(train(model, te(model, codegen=codegen, **options), batches, steps=2))
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -152,9 +152,9 @@ def test_a_graph_that_writes_its_weight_quantizes_it_itself(call: Callable[..., 
         torch._dynamo.reset()
         model.load_state_dict(linear().state_dict())
         if keeps and freezes:
-            te_dynamo.weights.freeze(nn.ModuleList([model, other]))
+            te_dynamo.freeze(nn.ModuleList([model, other]))
         compiled = te(forward, **STEP if keeps and not freezes else {})
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             results.append([compiled(x) for _ in range(3)])
     for ours, theirs in zip(results[1], results[0], strict=True):
         assert_same(ours, theirs)
@@ -349,7 +349,7 @@ def test_a_weight_that_the_model_writes_is_read_as_written(made: type[Normalized
     model, reference = made(), made()
     calls = te(model, **(STEP if keep == "by step" else {})), te(reference)
     if keep == "frozen":
-        te_dynamo.weights.freeze(model)
+        te_dynamo.freeze(model)
     with torch.no_grad():
         for scale in (3, 5):
             for each in (model, reference):
@@ -384,7 +384,7 @@ def test_weights_that_are_stored_transposed_and_those_of_attention(kept: str, qu
     for keep in (False, True):
         torch._dynamo.reset()
         if keep and kept == "freeze":
-            te_dynamo.weights.freeze(model, drop_weights=True)
+            te_dynamo.freeze(model, drop_weights=True)
         call = te(model, **(STEP if keep and gradients else {}))
         for _ in range(2):
             with torch.set_grad_enabled(gradients):

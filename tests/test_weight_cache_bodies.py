@@ -44,7 +44,7 @@ def test_one_quantization_a_weight_a_step(policy: str, codegen: str, quantized) 
     for options in ({}, STEP):
         torch._dynamo.reset()
         model = checkpointed(policy)
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             results.append(train(model, te(model, codegen=codegen, **options), batches, steps=2))
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -142,7 +142,7 @@ def test_calls_of_one_compile_region_have_buffers_of_their_own(quantized) -> Non
         layers = nn.ModuleList([SwiGLU(WIDTH), SwiGLU(WIDTH)]).bfloat16()
         run = nested_compile_region(lambda layer, x: layer(x))
         call = te(lambda x: run(layers[1], run(layers[0], x)), **options)  # noqa: B023
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             results.append(train(layers, call, [tokens(), tokens() * 2], steps=2))
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -155,7 +155,7 @@ def test_frozen_weights_of_a_checkpointed_region(policy: str, quantized) -> None
     model, x = checkpointed(policy).requires_grad_(False), tokens().requires_grad_()
     (expected,) = torch.autograd.grad(te(model)(x).sum(), x)
     torch._dynamo.reset()
-    compiled = te(te_dynamo.weights.freeze(model, drop_weights=True))
+    compiled = te(te_dynamo.freeze(model, drop_weights=True))
     for _ in range(2):
         assert_same(*torch.autograd.grad(compiled(x).sum(), x), expected)
     assert len(quantized) == 6 and all(is_dropped(parameter) for parameter in model.parameters())
@@ -179,7 +179,7 @@ def test_a_body_that_is_not_given_buffers_quantizes_in_each_call(quantized) -> N
         kept = te(branches, **STEP)
         for each, y in zip((x, -x, x, -x), expected * 2, strict=True):
             assert_same(kept(each), y)
-        te_dynamo.weights.freeze(one, drop_weights=True)
+        te_dynamo.freeze(one, drop_weights=True)
         assert_same(kept(x), expected[0])
     assert not quantized and not any(map(is_dropped, one.parameters()))
 
@@ -213,7 +213,7 @@ def test_a_loops_experts_are_one_workspace(checkpoints: bool, codegen: str, quan
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = ExpertLoop(checkpoints).bfloat16()
-        with te_dynamo.inspect.capture() as graphs:
+        with te_dynamo.capture() as graphs:
             results.append(train(model, te(model, codegen=codegen, **options), [rows(), rows() * 2], steps=2))
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -231,8 +231,8 @@ def test_frozen_experts_of_a_loop(drop: bool, quantized) -> None:
     with torch.no_grad():
         expected = te(model)(x)
         torch._dynamo.reset()
-        with te_dynamo.inspect.capture() as graphs:
-            compiled = te(te_dynamo.weights.freeze(model, drop_weights=drop))
+        with te_dynamo.capture() as graphs:
+            compiled = te(te_dynamo.freeze(model, drop_weights=drop))
             assert_same(compiled(x), expected)
         assert "experts" not in graphs["inference"]
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -249,7 +249,7 @@ def test_frozen_experts_of_a_loop(drop: bool, quantized) -> None:
 def test_one_frozen_expert_beside_others_that_learn() -> None:
     model, x = ExpertLoop().bfloat16(), rows()
     model.experts[0].requires_grad_(False)
-    te_dynamo.weights.freeze(model.experts[0])
+    te_dynamo.freeze(model.experts[0])
     for options in ({}, STEP):
         torch._dynamo.reset()
         compiled = te(model, **options)

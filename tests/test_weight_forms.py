@@ -23,7 +23,7 @@ KEPT = pytest.mark.parametrize("kept", ["frozen", "dropped", "step"])
 def keep(model: nn.Module, kept: str) -> Callable[..., Tensor]:
     if kept == "step":
         return te(model, **STEP)
-    return te(te_dynamo.weights.freeze(model, drop_weights=kept == "dropped"))
+    return te(te_dynamo.freeze(model, drop_weights=kept == "dropped"))
 
 
 def expected(model: nn.Module, *args: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_pruning_and_another_parameter(kept: str) -> None:
 @torch.no_grad()
 def test_no_part_of_what_a_cuda_graph_reads_is_written_when_the_rest_moves() -> None:
     """It would go on with old codes and new scales."""
-    model, x = te_dynamo.weights.freeze(nn.Linear(32, 32, bias=False)), tokens(32, torch.float32)
+    model, x = te_dynamo.freeze(nn.Linear(32, 32, bias=False)), tokens(32, torch.float32)
     compiled = te(model)
     compiled(x)
     (entry,) = weight_cache._entries[model.weight].values()

@@ -487,7 +487,7 @@ def _give_back_dropped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
         if source is None:
             reader = next(iter(placeholder.users))
             raise TeError(
-                f"te_dynamo: the high-precision values of {name!r} were dropped by te_dynamo.weights.freeze, and {reader.target} "
+                f"te_dynamo: the high-precision values of {name!r} were dropped by te_dynamo.freeze, and {reader.target} "
                 f"reads them ({source_line(reader)}); freeze the model with drop_weights=False"
             )
         restore(weight, source)

@@ -105,7 +105,7 @@ def _nothing_matched(linears: Sequence[MatchRecord], modules: Sequence[tuple[str
     if linears:
         reasons = Counter(match.reason for match in linears).most_common(3)
         listed = "; ".join(f"{times} x {reason}" for reason, times in reasons)
-        yield f"no linear of the model is in a recipe: {listed}. te_dynamo.inspect.explain has a row for each"
+        yield f"no linear of the model is in a recipe: {listed}. te_dynamo.explain has a row for each"
     elif modules:
         yield "no linear was found in the model: it runs as with Inductor alone"
 

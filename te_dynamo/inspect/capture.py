@@ -1,6 +1,6 @@
 """The graphs after each stage of the backend, as text and as graphs.
 
-    with te_dynamo.inspect.capture() as graphs:
+    with te_dynamo.capture() as graphs:
         torch.compile(model, backend="te")(x).sum().backward()
     print(graphs["backward"])
 
@@ -151,7 +151,7 @@ def capture() -> Iterator[Captured]:
     torch's compile caches are off inside, because on a warm start no pass runs; they are restored on exit,
     also after an exception. Contexts nest: each records what is compiled while it is open. A function that is
     compiled already does not compile again inside: create the compiled model inside, or call
-    torch._dynamo.reset() first (te_dynamo.inspect.explain compiles afresh by itself).
+    torch._dynamo.reset() first (te_dynamo.explain compiles afresh by itself).
     """
     captured = Captured()
     with _caches_off():

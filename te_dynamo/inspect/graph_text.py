@@ -12,7 +12,7 @@ symbols (s0, s1 by first appearance), overload names, `getitem` nodes of tuples 
 arguments at their default and addresses; a cast is `x.to(f32)` in whatever operation it is written. What a
 reader needs stays: order, operands, shapes, dtypes, constants. Works on Torch-IR graphs and on aten graphs.
 
-An input is called what its `meta[NAME]` says, where te_dynamo.inspect.capture has put the user's name there
+An input is called what its `meta[NAME]` says, where te_dynamo.capture has put the user's name there
 ("fc1.weight") or the forward graph's ("quantize[1]"), and otherwise what torch calls it.
 """
 

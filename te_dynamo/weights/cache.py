@@ -1,4 +1,4 @@
-"""Quantized weights that outlive a call: what `te_dynamo.weights.freeze` and `options={"weight_cache": "step"}` keep.
+"""Quantized weights that outlive a call: what `te_dynamo.freeze` and `options={"weight_cache": "step"}` keep.
 
 A compiled graph takes the buffers as inputs; `WeightSupply` is called in its place and supplies them. Before each call it
 compares every weight's identity, version counter and memory with those of the values that were quantized;

@@ -104,7 +104,7 @@ def _check_unmanaged(model: nn.Module) -> None:
 
 def _wrapped(path: str, parameter: nn.Parameter) -> TeError:
     return TeError(
-        f"te_dynamo.weights.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
+        f"te_dynamo.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
         "change without a trace; freeze the plain model"
     )
 
@@ -114,7 +114,7 @@ def _check(parameter: nn.Parameter, path: str) -> None:
         raise _wrapped(path, parameter)
     if parameter.is_inference():
         raise TeError(
-            f"te_dynamo.weights.freeze: {path!r} was made under torch.inference_mode and has no version counter; make the model "
+            f"te_dynamo.freeze: {path!r} was made under torch.inference_mode and has no version counter; make the model "
             "outside of it"
         )
 

@@ -1,4 +1,4 @@
-"""Which parameters are frozen for inference: what `te_dynamo.weights.freeze` writes and the backend and its graphs read."""
+"""Which parameters are frozen for inference: what `te_dynamo.freeze` writes and the backend and its graphs read."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
     if frozen.source is None:
         raise TeError(
             f"te_dynamo: the high-precision values of {frozen.name!r} were dropped by "
-            "te_dynamo.weights.freeze(model, drop_weights=True), and a graph needs them in another form than the one they were "
+            "te_dynamo.freeze(model, drop_weights=True), and a graph needs them in another form than the one they were "
             "quantized to; load_state_dict brings values back, drop_weights=False keeps them"
         )
     return frozen.source
@@ -150,7 +150,7 @@ def _check_given_values(parameter: torch.Tensor, frozen: Frozen) -> None:
     if parameter.isnan().all():
         raise TeError(
             f"te_dynamo: the high-precision values of {frozen.name!r} were dropped by "
-            "te_dynamo.weights.freeze(model, drop_weights=True), and what holds their place was moved or cast "
+            "te_dynamo.freeze(model, drop_weights=True), and what holds their place was moved or cast "
             f"(to {parameter.dtype} on {parameter.device}); call te_dynamo.unfreeze(model) before Module.to, or load_state_dict after it"
         )
     frozen.source = frozen.place_holder = None

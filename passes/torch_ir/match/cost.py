@@ -5,7 +5,7 @@
 
 A weight that is quantized in each call is read and written whole, however few rows it multiplies; x and dy are quantized however few
 columns they have; each quantization is a launch or two. So bf16 is faster below some number of rows, which is the larger the
-narrower the linear is. A weight that is kept (te_dynamo.weights.freeze, weight_cache="step") is not asked: its owner chose FP8.
+narrower the linear is. A weight that is kept (te_dynamo.freeze, weight_cache="step") is not asked: its owner chose FP8.
 For experts all is counted: each has a weight, and few rows.
 
 Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py. That a norm or an
@@ -91,11 +91,7 @@ def linear_cost_reason(
     if fp8 <= bf16:
         return ""
     weight = fp8 - _microseconds(times, len(work), flops * sum(work), read, 0, activations)
-    keep = (
-        "te_dynamo.weights.freeze keeps it quantized"
-        if "wgrad" not in gemms
-        else 'weight_cache="step" keeps it for a step'
-    )
+    keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
     return (
         f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us, {weight:.0f} of them to quantize its weight; "
         f"{keep} {_BY_RULE}"
