@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_dynamo.inspect import capture
+from te_dynamo import capture
 from te_dynamo.inspect.capture import Captured
 from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.testing import capture_on_fake_cuda

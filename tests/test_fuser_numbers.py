@@ -15,7 +15,7 @@ from snapshot_models import FFN, HIDDEN, MODELS, Result, compiled_run, shape_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_dynamo.inspect import capture
+from te_dynamo import capture
 
 _ABOVE_SHARED_INPUT = ("gate.weight", "up.weight", "down.weight", "shift")
 """Parameters of these models whose gradients do not depend on that of gate's and up's input."""

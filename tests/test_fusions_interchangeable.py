@@ -12,9 +12,8 @@ from snapshot_models import FFN, HIDDEN, compiled_run
 from test_fuser_numbers import assert_same_bits
 from torch import Tensor, nn
 
-from te_dynamo import register_forward_fusion
+from te_dynamo import capture, register_forward_fusion
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.inspect import capture
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
 from te_dynamo.passes.dialect.fusions import SHIPPED
 

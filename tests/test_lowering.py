@@ -435,8 +435,8 @@ class LoweredGELU(GELU):
 @pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0"])
 def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blackwell's: the same operations, both forms of scales."""
-    for module in ("mxfp8", "gemm_mxfp8_sm100"):
-        monkeypatch.setattr(f"te_dynamo.kernels.{module}.applies_block_scales", lambda device: True)
+    for module in ("mxfp8", "mxfp8_sm100"):
+        monkeypatch.setattr(f"te_dynamo.kernels.gemm.{module}.applies_block_scales", lambda device: True)
     monkeypatch.setattr("te_dynamo.dialect.gemm_block.applies_block_scales", lambda device: True)
     target, arguments, _ = CASES[case]
     graph = graph_of(target.default, *arguments())

@@ -12,7 +12,7 @@ from test_fuser_numbers import assert_same_bits
 from test_fuser_passes import E5M2, Builder, te
 from torch import Tensor, nn
 
-from te_dynamo.inspect import capture
+from te_dynamo import capture
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.testing import fake_cuda, graph_text
 
