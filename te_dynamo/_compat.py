@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OpaqueMeta",
     "as_analysed",
+    "asks_for_inference",
     "mutation_analysis_name",
     "nodes_of_updater",
     "register_value_class",
@@ -58,6 +59,14 @@ def as_analysed(written: list[str], updated: tuple[str, ...], arguments: Mapping
     read = [name for name in tensors if name not in written or name in updated]
     accesses = ReadWrites(reads=dependences(read), writes=dependences(written), index_exprs=OrderedSet())
     return TensorAccesses(accesses, can_fuse_epilogue=False)
+
+
+def asks_for_inference(custom_pass: object) -> bool:
+    """Whether a user's Inductor pass takes `is_inference` too; torch 2.11 has no such passes."""
+    from torch._inductor import custom_graph_pass
+
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return aware is not None and isinstance(custom_pass, aware)
 
 
 def nodes_of_updater(updater: Any) -> Iterable[Node]:

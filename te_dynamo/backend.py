@@ -22,6 +22,7 @@ import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule
 
+from te_dynamo._compat import asks_for_inference
 from te_dynamo.cache_key import cache_key
 from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
@@ -241,7 +242,7 @@ def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
 def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, Any], key: str) -> Any:
     """Our pass for one of Inductor's hooks, after the passes that the user has there already."""
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     users = patches.get(hook, getattr(config, hook))
     passes = users if isinstance(users, (list, tuple)) else () if users is None else (users,)
@@ -249,8 +250,8 @@ def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, An
     class Stage(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             for each in passes:
-                aware = isinstance(each, CustomInferenceAwareGraphPass)
-                each(graph, is_inference=_phase.get() == "inference") if aware else each(graph)
+                told = {"is_inference": _phase.get() == "inference"} if asks_for_inference(each) else {}
+                each(graph, **told)
             stage(graph)
 
         def uuid(self) -> Any:

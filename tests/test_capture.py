@@ -17,7 +17,7 @@ from te_dynamo.inspect.capture import MissingStageError, capture
 from te_dynamo.testing import capture_on_fake_cuda, fake_cuda, graph_text
 
 # The package's attribute of that name is the function.
-producer = importlib.import_module("te_dynamo.capture")
+producer = importlib.import_module("te_dynamo.inspect.capture")
 
 
 @pytest.fixture(autouse=True)

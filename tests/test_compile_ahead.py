@@ -136,7 +136,7 @@ PROGRAM = textwrap.dedent(
     import torch
     from torch._inductor.select_algorithm import extern_kernels
     from triton import knobs
-    from te_dynamo.lowering import extern_gemm
+    from te_dynamo.lowering.extern import gemm as extern_gemm
 
     class Gated(torch.nn.Module):
         def __init__(self):

@@ -192,6 +192,7 @@ def test_users_passes_in_a_list_all_run_before_ours() -> None:
     torch.testing.assert_close(with_passes(HOOKS[1], [replaced(TANH), then_cos], x), x.tanh())
 
 
+@pytest.mark.skipif(torch_version() < (2, 13), reason="no such passes in torch 2.11")
 @pytest.mark.parametrize("hook", HOOKS[1:])
 def test_a_users_pass_is_told_of_inference_if_it_asks(hook: str) -> None:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass

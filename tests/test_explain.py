@@ -34,7 +34,9 @@ def breaking(x):
 @pytest.fixture(autouse=True)
 def backend(monkeypatch):
     torch._dynamo.reset()
-    module = importlib.import_module("te_dynamo.explain")  # the package's attribute of that name is the function
+    module = importlib.import_module(
+        "te_dynamo.inspect.explain"
+    )  # the package's attribute of that name is the function
     monkeypatch.setattr(module, "_te_backend", lambda: recording_backend)
 
 
