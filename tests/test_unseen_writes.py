@@ -179,6 +179,8 @@ NO_WEIGHT = {
     "aten::lstm_mps_backward.out": "gradients of a recurrent net",
     "aten::miopen_rnn_backward.out": "gradients of a recurrent net",
     "aten::_flash_attention_forward_no_dropout_inplace": "a result of attention",
+    "aten::_cudnn_attention_forward_no_dropout_inplace": "a result of attention",
+    "aten::shallow_copy_data_": "gives a tensor other memory, which is seen by its address",
     "aten::_fused_moving_avg_obs_fq_helper": "statistics of an observer",
     "aten::rrelu_with_noise": "noise",
     "aten::detach_": "no values",
