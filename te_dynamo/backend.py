@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -156,16 +157,22 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
 
 def _is_whole(gm: GraphModule) -> bool:
     """Whether Dynamo has made one graph of what it compiles: none came before a break, and none after it."""
-    code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
-    resumes = code is not None and code[0].co_name.startswith("torch_dynamo_resume_in")
+    code = _traced_code()
+    resumes = code is not None and code.co_name.startswith("torch_dynamo_resume_in")
     return not resumes and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True)
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:
     """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
-    code = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
-    if code:
-        watch(code[0], [value for value in example_inputs if isinstance(value, torch.nn.Parameter)])
+    code = _traced_code()
+    if code is not None:
+        watch(code, [value for value in example_inputs if isinstance(value, torch.nn.Parameter)])
+
+
+def _traced_code() -> CodeType | None:
+    """The function that Dynamo compiles; None where something else calls the backend."""
+    codes = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
+    return codes[0] if codes else None
 
 
 def _private_copy(gm: GraphModule, copies: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
