@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Attention", "GeluMLP", "GemmaRMSNorm", "Llama", "Residual", "SwiGLU", "WrittenRMSNorm"]
+__all__ = [
+    "MODELS",
+    "Attention",
+    "GeluMLP",
+    "GemmaRMSNorm",
+    "Llama",
+    "Residual",
+    "SwiGLU",
+    "WrittenRMSNorm",
+    "another_form",
+]
 
 WIDTH = 32
 
@@ -110,3 +120,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 """By name; each maps [batch, tokens, 32] to the same shape."""
+
+
+def another_form() -> None:
+    """torch 2.11 has no guard that sees another shape of `.data`, whatever the backend."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        torch._dynamo.reset()

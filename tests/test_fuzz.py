@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import re
+import statistics
 from typing import Any
 
 import pytest
@@ -278,4 +279,5 @@ def test_drawn_models(against: str, share: float, part: int) -> None:
             ) from error
 
     checked()
-    assert sorted(tolerated)[int(0.9 * len(tolerated))] < 0.3, "the tolerances would hide a lost term"
+    # The median: the largest tolerances, of programs of many steps, differ by orders of magnitude from draw to draw.
+    assert statistics.median(tolerated) < 0.05, "the tolerances would hide a lost term"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import SwiGLU
+from small_models import SwiGLU, another_form
 from torch import Tensor, nn
 
 import te_dynamo
@@ -165,6 +165,7 @@ def test_a_cuda_graph_of_another_shape_is_captured_anew() -> None:
             for linear in (module.gate, module.up):
                 linear.weight.data = torch.randn(hidden, WIDTH, device="cuda", dtype=torch.bfloat16)
             module.down.weight.data = torch.randn(WIDTH, hidden, device="cuda", dtype=torch.bfloat16)
+            another_form()
             compiled(x)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import SwiGLU
+from small_models import SwiGLU, another_form
 from test_freeze import WIDTH, assert_same, fresh, te, tokens
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -41,6 +41,7 @@ def test_data_of_every_form(kept: str) -> None:
     compiled(x)
     for new in (torch.randn(64, 32), torch.randn(32, 32), torch.randn(32, 32).t(), torch.randn(32, 64)[:, ::2]):
         model.weight.data = new
+        another_form()
         for _ in range(2):
             assert_same(compiled(x), expected(model, x))
     for dtype in (torch.bfloat16, torch.float32):
@@ -66,6 +67,7 @@ def test_fewer_experts(kept: str) -> None:
     compiled = keep(model, kept)
     for groups in (2, 1, 4):
         model.weight.data = torch.randn(groups, 64, 32).bfloat16()
+        another_form()
         ends = torch.arange(1, groups + 1, dtype=torch.int32) * (8 // groups)
         for _ in range(2):
             assert_same(compiled(x, ends), expected(model, x, ends))
@@ -81,6 +83,7 @@ def test_a_stack_of_other_rows(kept: str) -> None:
     for hidden in (128, 48, 256):
         model.gate.weight.data, model.up.weight.data = torch.randn(2, hidden, WIDTH).bfloat16()
         model.down.weight.data = torch.randn(WIDTH, hidden).bfloat16()
+        another_form()
         for _ in range(2):
             assert_same(compiled(x), expected(model, x))
 
@@ -111,6 +114,7 @@ def test_no_part_of_what_a_cuda_graph_reads_is_written_when_the_rest_moves() -> 
     (entry,) = weight_cache._entries[model.weight].values()
     held, values = dict(entry.buffers), {name: buffer.clone() for name, buffer in entry.buffers.items()}
     model.weight.data = torch.randn(64, 32)
+    another_form()
     compiled(x)
     assert all(torch.equal(held[name], values[name]) for name in held)
     assert all(entry.buffers[name].data_ptr() != held[name].data_ptr() for name in held)
