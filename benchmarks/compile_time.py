@@ -1,18 +1,16 @@
-"""Time to compile 8, 32 and 128 transformer blocks: in our passes, and in all, beside Inductor's own.
+"""Time to compile transformer blocks: in our passes, and in all, beside Inductor's own.
 
     python benchmarks/compile_time.py                                     # on a GPU
     python benchmarks/compile_time.py --device cpu --width 128 --whole 8  # the CPU's reference path, its kernels in C++
     python benchmarks/compile_time.py --blocks 2 --whole 2 --out /tmp     # a try
     python benchmarks/compile_time.py --blocks "" --whole 8 --repeats 3   # medians; both backends in turn
 
-Every measurement is a process of its own with empty caches, in which one linear was compiled and attention ran before the clock
-starts: imports, worker processes and cuDNN's libraries are no part of it. Two kinds:
+A block is attention and a gated MLP, as Llama has them, and a rule has all of its linears in FP8. Every measurement is a process of
+its own with empty caches. The clock starts after one linear was compiled and attention ran: imports, worker processes and cuDNN's
+libraries are no part of it. Of several measurements the median counts (of two in the middle the upper); all are in `repeats`.
 
-    passes   for CUDA on any machine, with fake tensors (te_dynamo.testing): all of torch.compile but code generation. The time
-             in each of our stages, and the whole, in which Inductor's own backend is measured in the same way.
-    whole    on the device: the first forward and backward, with generated code and compiled kernels.
-
-A block is attention and a gated MLP, as Llama has them; a rule has all of its linears in FP8, narrow ones too. Writes compile_time-<device>.md and .json.
+`whole` is the first forward and backward on the device, with generated code and compiled kernels. `passes` is all of `torch.compile`
+but code generation, for CUDA on any machine, with fake tensors. The stages are our own part of the seconds of `te`.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,15 +42,31 @@ BACKENDS = ("te", "inductor")
 
 @dataclasses.dataclass
 class Row:
-    """One compilation. seconds: of torch.compile, forward and backward; stages: of it, in our passes (te alone); repeats: the seconds of
-    all of its kind, if it is the median of them, in the order in which they were taken."""
+    """One compilation by one backend. seconds: of torch.compile, forward and backward; stages: of it, in our passes (te alone)."""
 
     kind: str
     backend: str
     blocks: int
     seconds: float
     stages: dict[str, float]
-    repeats: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Comparison:
+    """The medians of both backends, and all seconds that they are of, in the order in which they were taken."""
+
+    kind: str
+    blocks: int
+    match_s: float
+    joint_s: float
+    fuse_s: float
+    lower_s: float
+    stages_ms_per_block: float
+    te_s: float
+    inductor_s: float
+    te_to_inductor: float
+    te_repeats_s: list[float]
+    inductor_repeats_s: list[float]
 
 
 # --- one measurement, in its own process ----------------------------------------------------------------------
@@ -157,18 +169,23 @@ def measure_whole(backend: str, blocks: int, width: int, tokens: int, device: st
     return Row("whole", backend, blocks, seconds, stages if backend == "te" else {})
 
 
-def medians(kind: str, blocks: int, args: argparse.Namespace) -> list[Row]:
-    """The median measurement of each backend, of as many as asked for, taken in turn: the first process is not always the same's."""
+def compare(kind: str, blocks: int, args: argparse.Namespace) -> Comparison:
+    """As many measurements of each backend as asked for, taken in turn: the first process is not always the same's."""
     rows: dict[str, list[Row]] = {backend: [] for backend in BACKENDS}
     for repeat in range(args.repeats):
         for backend in BACKENDS[:: -1 if repeat % 2 else 1]:
             rows[backend].append(measure_apart(kind, backend, blocks, args))
-    return [_median(rows[backend]) for backend in BACKENDS]
-
-
-def _median(rows: list[Row]) -> Row:
-    seconds = [row.seconds for row in rows]
-    return dataclasses.replace(rows[seconds.index(statistics.median_high(seconds))], repeats=seconds)
+    te, inductor = (sorted(rows[b], key=lambda row: row.seconds)[args.repeats // 2] for b in BACKENDS)
+    return Comparison(
+        kind,
+        blocks,
+        *te.stages.values(),
+        sum(te.stages.values()) / blocks * 1e3,
+        te.seconds,
+        inductor.seconds,
+        te.seconds / inductor.seconds,
+        *([row.seconds for row in rows[backend]] for backend in BACKENDS),
+    )
 
 
 def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace) -> Row:
@@ -183,65 +200,17 @@ def measure_apart(kind: str, backend: str, blocks: int, args: argparse.Namespace
     return row
 
 
-# --- the report -----------------------------------------------------------------------------------------------
-
-
-def markdown(facts: dict[str, str], rows: list[Row], width: int, repeats: int) -> str:
-    """Both tables, a line a number of blocks. rows: of each number and backend the median of `repeats`."""
-    lines = report.heading("Time to compile transformer blocks", facts)
-    lines += [
-        f"Blocks of width {width}, forward and backward; every number from a process of its own with empty caches"
-        + (
-            f", the median of {repeats} (of two in the middle the upper), which stand in brackets"
-            if repeats > 1
-            else ""
-        )
-        + ". Seconds. Made by",
-        "`benchmarks/compile_time.py`.",
-    ]
-    passes, whole = ([row for row in rows if row.kind == kind] for kind in ("passes", "whole"))
-    if passes:
-        lines += ["", "## Up to code generation, on fake tensors", ""]
-        lines += [f"| blocks | {' | '.join(STAGES)} | ours, ms a block | whole, te | whole, Inductor | te / Inductor |"]
-        lines += ["| --- " * (5 + len(STAGES)) + "|"]
-        lines += [_line(ours, theirs, ours.stages) for ours, theirs in _pairs(passes)]
-    if whole:
-        lines += ["", "## Whole cold compile", ""]
-        lines += ["| blocks | ours, ms a block | whole, te | whole, Inductor | te / Inductor |", "| --- " * 5 + "|"]
-        lines += [_line(ours, theirs, {}) for ours, theirs in _pairs(whole)]
-    return "\n".join(lines) + "\n"
-
-
-def _pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """(te, inductor) of each number of blocks."""
-    by_key = {(row.blocks, row.backend): row for row in rows}
-    return [(by_key[blocks, "te"], by_key[blocks, "inductor"]) for blocks in sorted({row.blocks for row in rows})]
-
-
-def _line(ours: Row, theirs: Row, stages: dict[str, float]) -> str:
-    cells = [str(ours.blocks), *(f"{seconds:.2f}" for seconds in stages.values())]
-    cells += [f"{sum(ours.stages.values()) / ours.blocks * 1e3:.0f}", _seconds(ours), _seconds(theirs)]
-    return "| " + " | ".join([*cells, f"{ours.seconds / theirs.seconds:.2f}"]) + " |"
-
-
-def _seconds(row: Row) -> str:
-    """The median, and what it is the median of."""
-    every = ", ".join(f"{seconds:.1f}" for seconds in row.repeats)
-    return f"{row.seconds:.1f} ({every})" if len(row.repeats) > 1 else f"{row.seconds:.1f}"
-
-
 def parse_args() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",") if word]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--blocks", type=numbers, default=[8, 32, 128], help="of the passes")
     parser.add_argument("--whole", type=numbers, default=[8, 32], help="blocks of whole compilations; none when empty")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each, of which the median counts")
     parser.add_argument("--device", default="cuda", help="of whole compilations")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # kind, backend, blocks
     return parser.parse_args()
 
@@ -259,9 +228,8 @@ def main() -> None:
         return
     facts = environment.collect(args.device)
     kinds = (("passes", args.blocks), ("whole", args.whole))
-    rows = [row for kind, each in kinds for n in each for row in medians(kind, n, args)]
-    text = markdown(facts, rows, args.width, args.repeats)
-    report.write(args.out, "compile_time", facts, text, rows, width=args.width)
+    rows = [compare(kind, blocks, args) for kind, each in kinds for blocks in each]
+    report.write(args.out, "compile_time", facts, rows, width=args.width)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 
 import torch
 
-__all__ = ["collect", "device_slug"]
+__all__ = ["collect"]
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -31,12 +31,6 @@ def collect(device: str) -> dict[str, str]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def device_slug(facts: dict[str, str]) -> str:
-    """The device's name as part of a file name: "nvidia-h200"."""
-    words = "".join(c if c.isalnum() else " " for c in facts["device"].lower()).split()
-    return "-".join(words)
 
 
 def _commit() -> str:

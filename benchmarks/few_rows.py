@@ -1,13 +1,15 @@
-"""Layers on few rows whose weights are quantized in each call, beside bf16 Inductor: where the cost rule's borders should lie.
+"""Layers on few rows, whose weights are quantized in each call, beside bf16 Inductor.
 
     python benchmarks/few_rows.py                                         # every case, forward alone and with backward
     python benchmarks/few_rows.py --quick                                 # one case, two numbers of rows, forward alone
     python benchmarks/few_rows.py --cases swiglu --rows 512,1024 --recipes mxfp8-128 --jobs 8
 
-Below some number of rows the GEMMs of FP8 do not repay the quantization, and `passes/torch_ir/match/cost.py` leaves a linear in bf16. Each recipe
-is measured twice: by itself (`te`), which should never be slower than bf16, and with a rule that has all linears in FP8 (`all`), which
-says whether it left the right ones. bf16 and all recipes of a case and number of rows are replayed as CUDA graphs in turn, round after
-round, the L2 cold. `--jobs` processes compile side by side; one at a time measures. Writes few_rows-<device>.md and .json.
+Below some number of rows the GEMMs of FP8 do not repay the quantization, and the backend leaves a linear in bf16
+(`passes/torch_ir/match/cost.py`). Each recipe is measured twice. `te` decides by itself, and `coverage` is the share of the linears'
+FLOPs that it has in FP8; where that is 0, it runs bf16's program. `all` has a rule that names all linears. A speedup is over bf16.
+
+bf16 and all recipes of a case are replayed as CUDA graphs in turn, round after round, with a cold L2. `--jobs` processes compile side
+by side; one at a time measures.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import dataclasses
 import gc
 import itertools
 import multiprocessing
-import pathlib
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -62,7 +63,7 @@ _turn: Any = contextlib.nullcontext()  # a lock that all processes share: one me
 
 @dataclasses.dataclass
 class Row:
-    """One recipe at one number of rows. Times in us; `coverage` is the share of FLOPs that the recipe has in FP8 by itself."""
+    """One recipe at one number of rows. te: what the backend decides; all: every linear in FP8. coverage: of te, the share of FLOPs in FP8."""
 
     case: str
     mode: str
@@ -72,6 +73,8 @@ class Row:
     bf16_us: float
     te_us: float
     all_us: float
+    te_speedup: float
+    all_speedup: float
 
 
 @dataclasses.dataclass
@@ -113,7 +116,7 @@ def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) ->
     """bf16 and the recipes in turn, on one number of rows."""
     gc.collect()  # the graphs of the number of rows before, and their memory
     torch.cuda.empty_cache()
-    _, width, make = CASES[case]
+    title, width, make = CASES[case]
     backward = mode != MODES[0]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -132,35 +135,13 @@ def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) ->
         samples = [[statistics.median(time_step(way.graph.replay, "cuda")) for way in ways] for _ in range(rounds)]
     bf16, *medians = [statistics.median(times) * 1e3 for times in zip(*samples, strict=True)]
     return [
-        Row(case, mode, rows, name, share, bf16, te, in_fp8)
+        Row(title, mode, rows, name, share, bf16, te, in_fp8, bf16 / te, bf16 / in_fp8)
         for name, share, te, in_fp8 in zip(recipes, coverage, medians[::2], medians[1::2], strict=True)
     ]
 
 
-def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
-    """The report, a table for each case and mode."""
-    lines = report.heading("Layers on few rows", facts)
-    lines += [
-        f"Weights quantized in each call; CUDA graphs, {rounds} rounds in turn, L2 cold; made by `benchmarks/few_rows.py`. How many times as",
-        "fast as bf16 Inductor: `te` by itself (which share of the linears' FLOPs it has in FP8), `all` with a rule that names all linears.",
-    ]
-    for case, mode in dict.fromkeys((row.case, row.mode) for row in rows):
-        table = [row for row in rows if (row.case, row.mode) == (case, mode)]
-        recipes = list(dict.fromkeys(row.recipe for row in table))
-        lines += ["", f"## {CASES[case][0]}, {mode}", ""]
-        lines += ["| rows | bf16 us | " + " | ".join(f"{name}: te | all" for name in recipes) + " |"]
-        lines += ["| --- " * (2 + 2 * len(recipes)) + "|"]
-        for count in dict.fromkeys(row.rows for row in table):
-            found = [row for row in table if row.rows == count]
-            cells = [
-                f"{row.bf16_us / row.te_us:.2f} ({row.coverage:.0%}) | {row.bf16_us / row.all_us:.2f}" for row in found
-            ]
-            lines.append(f"| {count} | {found[0].bf16_us:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="of: %(default)s")
     parser.add_argument("--modes", default=",".join(MODES), help="of: %(default)s")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of: %(default)s")
@@ -168,7 +149,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile side by side")
     parser.add_argument("--quick", action="store_true", help="the first case and mode, 512 and 2048 rows, two rounds")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     args = parser.parse_args()
     report.split_choices(parser, args, cases=CASES, modes=MODES, recipes=RECIPES)
     args.rows = [int(count) for count in args.rows.split(",")]
@@ -192,7 +172,7 @@ def main() -> None:
             for row in future.result():
                 rows.append(row)
                 print(row, flush=True)
-    report.write(args.out, "few_rows", facts, markdown(facts, rows, args.rounds), rows, rounds=args.rounds)
+    report.write(args.out, "few_rows", facts, rows, rounds=args.rounds)
 
 
 def _take_turns(lock: contextlib.AbstractContextManager) -> None:

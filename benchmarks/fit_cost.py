@@ -10,11 +10,11 @@ to bf16: what lies far from a border decides nothing. Then, for each case and nu
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pathlib
 from typing import Any
 
+import report
 import torch
 from few_rows import CASES, MODES, RECIPES
 from torch import nn
@@ -23,9 +23,9 @@ _NEAR = 0.3  # a speed that far from bf16's has a weight of 1/e
 
 
 def linears_of(case: str) -> list[nn.Linear] | None:
-    """None for a model that has other layers too."""
+    """The layers of the case with that title, None for a model that has other layers too."""
     with torch.device("meta"):
-        layers = list(CASES[case][2]())
+        layers = list(next(make for title, _, make in CASES.values() if title == case)())
     return layers if all(isinstance(layer, nn.Linear) for layer in layers) else None
 
 
@@ -52,9 +52,9 @@ def fit(table: list[list[float]], us: list[float], nearness: list[float]) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=pathlib.Path, help="a .json file of few_rows.py")
-    report = json.loads(parser.parse_args().report.read_text())
+    measured = report.read(parser.parse_args().report).rows
     for mode in MODES:
-        rows = [row for row in report["rows"] if row["mode"] == mode and linears_of(row["case"])]
+        rows = [row for row in measured if row["mode"] == mode and linears_of(row["case"])]
         near = [math.exp(-(((row["bf16_us"] / row["all_us"] - 1) / _NEAR) ** 2)) for row in rows]
         bf16 = fit([features(row)[::3] for row in rows], [row["bf16_us"] for row in rows], near)
         print(f"{mode}\n  bf16: fixed {bf16[0]:.1f}, teraflops {1 / bf16[1]:.0f}")
@@ -71,7 +71,7 @@ def main() -> None:
                     a * b for a, b in zip(found, sums, strict=True)
                 )
                 print(
-                    f"    {row['case']:8} {row['rows']:5} rows: {row['bf16_us'] / row['all_us']:.2f}x bf16, computed {computed:.2f}x"
+                    f"    {row['case']:32} {row['rows']:5} rows: {row['bf16_us'] / row['all_us']:.2f}x bf16, computed {computed:.2f}x"
                 )
 
 

@@ -1,11 +1,12 @@
-"""Speed of the FP8 GEMM on one GPU, beside cuBLASLt's.
+"""Speed of the FP8 GEMMs on one GPU, beside cuBLASLt's and bf16's.
 
-    python benchmarks/gemm.py                  the tile that the product chooses, each shape, fast and slow accumulation
-    python benchmarks/gemm.py --sweep          every candidate tile: what `kernels/gemm/tiles.py` is written from
-    python benchmarks/gemm.py --format block   Float8 block scaling and MXFP8 of 128, and `kernels/gemm/block_tiles.py`
+    python benchmarks/gemm.py                    the tile that the product chooses, each shape and way of scaling
+    python benchmarks/gemm.py --formats tensor   one scale a tensor, with fast and slow accumulation
+    python benchmarks/gemm.py --sweep            prints every candidate tile: what `kernels/gemm/tiles.py` is written from
 
-TFLOP/s, medians over a cold L2, normal-random data, all providers of one shape interleaved in one process. `*` marks
-the tile that the product takes, `+` the fastest one when that is another; the one of 12 warps is the specialized kernel's.
+Shapes are M x N x K. Times are medians over a cold L2 on normal random data, all providers of one shape in turn in one process. `block`
+is Float8 block scaling, and MXFP8 with 128 values a scale (e8m0), for which cuBLASLt has no GEMM on Hopper. A sweep marks the tile that the
+product takes by `*` and a faster one by `+`; the one of 12 warps is the specialized kernel's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import math
 import statistics
@@ -20,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import environment
+import report
 import torch
 import triton
 
@@ -77,6 +81,19 @@ SHAPES: list[tuple[str, int, int, int]] = [
 
 
 Provider = Callable[[], torch.Tensor]
+
+
+@dataclasses.dataclass
+class Row:
+    """One product in TFLOP/s, te's by the tile that it chooses; None where cuBLASLt has no such GEMM."""
+
+    product: str
+    shape: str
+    scales: str
+    te_tflops: float
+    cublas_tflops: float | None
+    bf16_tflops: float
+    tile: str
 
 
 class Problem:
@@ -246,9 +263,10 @@ def worth_trying(problem: Problem, kind: str) -> list[Tile]:
 
 
 def sweep(
-    problem_of: type[Problem], shapes: list[tuple[str, int, int, int]], rounds: int, rep_ms: int, everything: bool
-) -> None:
-    """The table of tiles; then, for each tile, its speed beside the `tflops` that the table of tiles has for it."""
+    format: str, shapes: list[tuple[str, int, int, int]], rounds: int, rep_ms: int, everything: bool
+) -> list[Row]:
+    """A row for each shape and kind. Prints all tiles; then, for each, its speed beside the `tflops` that the table of tiles has for it."""
+    problem_of, rows = FORMATS[format], []
     best_of: dict[str, float] = collections.defaultdict(float)
     for label, m, n, k in shapes:
         problem = problem_of(m, n, k)
@@ -262,7 +280,10 @@ def sweep(
         tflops = {name: 2 * m * n * k / each / 1e9 for name, each in ms.items()}
         print(f"{label}: {m} x {n} x {k}  bf16 {tflops['bf16']:.0f} TFLOP/s, {ms['bf16'] * 1e3:.1f} us")
         for kind in problem.kinds:
-            print_row(kind, tflops, ms, f"{kind} {short(problem.chosen(kind))}")
+            tile = short(problem.chosen(kind))
+            print_row(kind, tflops, ms, f"{kind} {tile}")
+            speeds = (tflops[f"{kind} {tile}"], tflops.get(f"{kind} cublas"), tflops["bf16"])
+            rows.append(Row(label, f"{m} x {n} x {k}", f"{format} {kind}", *speeds, tile))
         for name, speed in tflops.items():
             best_of[name] = max(best_of[name], 0.0 if math.isnan(speed) else speed)
     print("\nbest of each tile over all shapes, TFLOP/s, and the table's figure")
@@ -270,6 +291,7 @@ def sweep(
         for tile in (*problem_of.tiles, *problem_of.specialized):
             if (name := f"{kind} {short(tile)}") in best_of:
                 print(f"    {name:50} {best_of[name]:6.0f}  {tile.tflops:6.0f}")
+    return rows
 
 
 def short(tile: Tile) -> str:
@@ -308,32 +330,35 @@ def compile_ahead(problem_of: type[Problem], shapes: list[tuple[str, int, int, i
         print(f"    {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
 
 
-def parsed(description: str, **options: dict[str, Any]) -> argparse.Namespace:
-    """The command line of a benchmark of GEMMs, `options` beside what all take. Prints the device; an error without one."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+def parsed(doc: str, **options: dict[str, Any]) -> argparse.Namespace:
+    """The command line of a benchmark of GEMMs, `options` beside what all take; an error without a CUDA device."""
+    parser = report.parser(doc)
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
-    parser.add_argument("--sweep", action="store_true", help="time every candidate tile, not only the chosen one")
+    parser.add_argument("--sweep", action="store_true", help="print every candidate tile and write nothing")
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rep", type=int, default=15, help="milliseconds of one measurement")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
+    if "formats" in options:
+        report.split_choices(parser, args, formats=FORMATS)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     torch.manual_seed(0)
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    print(f"{device.name}, {device.multi_processor_count} SMs, torch {torch.__version__}, triton {triton.__version__}")
-    return arguments
+    return args
 
 
 def main() -> None:
-    arguments = parsed(__doc__, format={"choices": FORMATS, "default": "tensor", "help": "how operands are scaled"})
-    shapes = [shape for shape in SHAPES if arguments.only in shape[0]]
-    if arguments.sweep:
-        compile_ahead(FORMATS[arguments.format], shapes)
-    start = time.perf_counter()
-    sweep(FORMATS[arguments.format], shapes, arguments.rounds, arguments.rep, arguments.sweep)
-    print(f"measured in {time.perf_counter() - start:.0f} s")
+    args = parsed(__doc__, formats={"default": ",".join(FORMATS), "help": "how operands are scaled: %(default)s"})
+    facts = environment.collect("cuda")
+    shapes = [shape for shape in SHAPES if args.only in shape[0]]
+    rows: list[Row] = []
+    for format in args.formats:
+        if args.sweep:
+            compile_ahead(FORMATS[format], shapes)
+        rows += sweep(format, shapes, args.rounds, args.rep, args.sweep)
+    if not args.sweep:
+        report.write(args.out, "gemm", facts, rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

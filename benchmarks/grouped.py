@@ -1,22 +1,26 @@
 """Speed of a mixture's experts on one GPU: the grouped FP8 GEMMs, and a training step of all experts.
 
     python benchmarks/grouped.py               each product, beside bf16's grouped_mm and loops over the experts; the steps
-    python benchmarks/grouped.py --sweep       every candidate tile: what `kernels/gemm/grouped_tiles.py` is written from
+    python benchmarks/grouped.py --sweep       prints every candidate tile: what `kernels/gemm/grouped_tiles.py` is written from
 
-TFLOP/s and microseconds, medians over a cold L2 (short ones in CUDA graphs), normal-random data, providers interleaved.
-Groups have the sizes of tokens that choose their experts at random, with unequal favour, so that none is a round number;
-`even` gives all the same. `*` marks the tile that is chosen, and `specialized*` the kernel that runs in its place. A step is forward and backward, with all quantization; without
-a rule the backend leaves experts in bf16 whose quantization it takes for longer than what their GEMMs save.
+`rows` multiplies each expert's tokens by its weight, `columns` is the gradient of the weights. Times are medians over a cold L2, short
+ones in CUDA graphs, on normal random data, all providers of a product in turn. Groups have the sizes of tokens that choose their
+experts at random, with unequal favour, so that none is a round number; `--even` gives all the same. `*` marks the tile that is chosen,
+and `specialized*` the kernel that runs in its place. A `step` is forward and backward, with all quantization. Without a rule the
+backend leaves experts in bf16 whose quantization takes longer than their GEMMs save.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
 
+import environment
+import report
 import torch
 import torch.nn.functional as F
 from gemm import Provider, measure, parsed, time_once
@@ -50,6 +54,17 @@ STEPS: list[tuple[str, int, int, int, int]] = [
     ("Mixtral 8x7B", 4096, 14336, 8, 16384),
     ("Qwen3 30B-A3B", 2048, 768, 128, 65536),
 ]
+
+
+@dataclasses.dataclass
+class Row:
+    """One provider of a product, "rows" or "columns", or of a "step"; None where it failed."""
+
+    problem: str
+    product: str
+    provider: str
+    tflops: float | None
+    us: float | None
 
 
 def group_ends(tokens: int, groups: int, even: bool) -> torch.Tensor:
@@ -121,11 +136,12 @@ class Problem:
         }
 
 
-def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.Namespace) -> None:
+def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
     for label, tokens, groups, n, k in shapes:
         problem = Problem(tokens, groups, n, k, arguments.even)
         largest = max(b - a for a, b in problem.parts)
-        print(f"{label}: {tokens} tokens, {groups} experts (largest {largest}) of {n} x {k}")
+        title = f"{label}: {tokens} tokens, {groups} experts (largest {largest}) of {n} x {k}"
         for product in ("rows", "columns"):
             providers, chosen = problem.peers(product), {fast: problem.chosen(product, fast) for fast in (True, False)}
             tiles = GROUPED_TILES if arguments.sweep else chosen.values()
@@ -141,10 +157,11 @@ def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.N
                     name = f"{'fast' if fast else 'slow'} specialized{'*' * taken}"
                     providers[name] = problem.specialized(fast)
             for name, ms in measure(providers, arguments.rounds, arguments.rep).items():
-                speed = (
-                    "failed" if math.isnan(ms) else f"{2 * tokens * n * k / ms / 1e9:6.0f} TFLOP/s {ms * 1e3:9.1f} us"
-                )
-                print(f"    {product:8}{name:42}{speed}", flush=True)
+                failed = math.isnan(ms)
+                tflops, us = (None, None) if failed else (2 * tokens * n * k / ms / 1e9, ms * 1e3)
+                rows.append(Row(title, product, name, tflops, us))
+                print(rows[-1], flush=True)
+    return rows
 
 
 def step(run: Callable[..., torch.Tensor], experts: Experts, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -156,13 +173,14 @@ def step(run: Callable[..., torch.Tensor], experts: Experts, x: torch.Tensor, en
     return y
 
 
-def steps(arguments: argparse.Namespace) -> None:
+def steps(arguments: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
     for label, width, inner, groups, tokens in STEPS:
         with torch.device("cuda"):
             experts = Experts(width, inner, groups).bfloat16()
         x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         ends = group_ends(tokens, groups, arguments.even)
-        print(f"{label}, a step of its experts: {tokens} tokens, {groups} experts of {width} / {inner}")
+        title = f"{label}: {tokens} tokens, {groups} experts of {width} / {inner}"
         by_rule = {"rules": [("", "float8_current_scaling")]}
         for name, backend, options in (
             ("bf16 eager", None, None),
@@ -173,14 +191,17 @@ def steps(arguments: argparse.Namespace) -> None:
             torch._dynamo.reset()
             run = experts if backend is None else torch.compile(experts, backend=backend, options=options)
             once = functools.partial(step, run, experts, x, ends)
-            print(f"    {name:50}{time_once(once, 10 * arguments.rep) * 1e3:9.1f} us", flush=True)
+            rows.append(Row(title, "step", name, None, time_once(once, 10 * arguments.rep) * 1e3))
+            print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     arguments = parsed(__doc__, even={"action": "store_true", "help": "groups of one size"})
-    products([shape for shape in SHAPES if arguments.only in shape[0]], arguments)
+    facts = environment.collect("cuda")
+    rows = products([shape for shape in SHAPES if arguments.only in shape[0]], arguments)
     if not arguments.sweep:
-        steps(arguments)
+        report.write(arguments.out, "grouped", facts, rows + steps(arguments), even=arguments.even)
 
 
 if __name__ == "__main__":

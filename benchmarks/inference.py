@@ -1,14 +1,13 @@
-"""Forward of frozen models at few tokens: te_dynamo.freeze beside bf16 Inductor, in one process.
+"""Forward of frozen models at few tokens, beside bf16 Inductor.
 
     python benchmarks/inference.py                                        # every case, 1, 16, 64 and 512 tokens
     python benchmarks/inference.py --quick                                # the MLP at 1 and 64 tokens, few rounds
     python benchmarks/inference.py --cases mlp --recipes float8_current_scaling,mxfp8 --tokens 1,16
 
-Each case is a model of several layers, as a model has: their weights are in no cache when they are read, and the fixed cost of
-a call is shared. All providers of a case are compiled first and then timed in turn, round after round, so that clocks and heat bear on all
-alike. Each is timed twice: called as it is (what a server without CUDA graphs sees, the CPU's
-launches included), and replayed as a CUDA graph. Errors are relative Frobenius norms against bf16's output. Writes
-inference-<device>.md and .json.
+`frozen` is `te_dynamo.freeze(model, drop_weights=True)`. Each case is a model of several layers, so that weights are in no cache when
+they are read. All providers of a case are compiled first, then timed in turn with a cold L2, each in two ways: `plain` calls it and
+waits for the CPU's launches too, `graph` replays a CUDA graph of the call. Errors are relative Frobenius norms against bf16's output;
+`weights MiB` is what the model and its quantized weights hold between calls.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import copy
 import dataclasses
 import gc
-import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -53,18 +51,15 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 
 @dataclasses.dataclass
 class Row:
-    """One provider at one number of tokens. Times in us, memory in MiB; None where it failed, and `error` says how.
-
-    weights_mib: what the model and its quantized weights hold between calls.
-    """
+    """One provider at one number of tokens; None where it failed, and `error` says how. Speedups are over bf16."""
 
     case: str
     tokens: int
     provider: str
     plain_us: float | None = None
+    plain_speedup: float | None = None
     graph_us: float | None = None
-    plain_ratio: float | None = None
-    graph_ratio: float | None = None
+    graph_speedup: float | None = None
     weights_mib: float | None = None
     output_error: float | None = None
     error: str = ""
@@ -119,7 +114,7 @@ def replayed(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> C
 
 def print_kernels(candidate: Candidate, x: torch.Tensor) -> None:
     """The kernels of one call and their time."""
-    kernels = profile(_without_grad(candidate.call, x))
+    kernels = profile(candidate.provider, _without_grad(candidate.call, x))
     print(f"  {x.shape[1]:4d} {candidate.provider}: {sum(kernel.ms for kernel in kernels) * 1e3:.1f} us in kernels")
     for kernel in kernels:
         print(f"         {kernel.ms * 1e3:7.1f} us in {kernel.launches} of {kernel.name}", flush=True)
@@ -181,11 +176,11 @@ def measure_tokens(title: str, x: torch.Tensor, candidates: list[Candidate], rou
     for row, field, _, samples in timed:
         setattr(row, field, statistics.median(samples) * 1e3)
     for row in rows:
-        for field, ratio in (("plain_us", "plain_ratio"), ("graph_us", "graph_ratio")):
-            ours, theirs = getattr(row, field), getattr(rows[0], field)
+        for way in ("plain", "graph"):
+            ours, theirs = getattr(row, f"{way}_us"), getattr(rows[0], f"{way}_us")
             if ours and theirs:
-                setattr(row, ratio, theirs / ours)
-        print(f"  {row.tokens:4d} {row.provider:36s} {_cells(row)}", flush=True)
+                setattr(row, f"{way}_speedup", theirs / ours)
+        print(f"  {row}", flush=True)
     return rows
 
 
@@ -197,36 +192,8 @@ def _without_grad(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     return step
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _cells(row: Row) -> str:
-    forms = (("plain_us", ".1f"), ("plain_ratio", ".2f"), ("graph_us", ".1f"), ("graph_ratio", ".2f"))
-    forms += (("weights_mib", ".0f"), ("output_error", ".4f"))
-    return " | ".join(_number(getattr(row, name), form) for name, form in forms)
-
-
-def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
-    """The report, a table for each case."""
-    lines = report.heading("Forward of frozen models", facts)
-    lines += [
-        f"bf16 models without gradients, {rounds} rounds over all providers in turn, L2 cold; made by",
-        "`benchmarks/inference.py`. `frozen` is `te_dynamo.freeze(model, drop_weights=True)`. `graph` replays a CUDA",
-        "graph of the compiled call, `plain` calls it.",
-    ]
-    for case in dict.fromkeys(row.case for row in rows):
-        lines += ["", f"## {case}", ""]
-        lines += ["| tokens | provider | plain us | x bf16 | graph us | x bf16 | weights MiB | output error |"]
-        lines += ["| --- " * 8 + "|"]
-        for row in (row for row in rows if row.case == case):
-            cells = f"failed: {row.error.replace('|', '/')} |" + " |" * 4 if row.error else _cells(row)
-            lines.append(f"| {row.tokens} | {row.provider} | {cells} |")
-    return "\n".join(lines) + "\n"
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="of: %(default)s")
     parser.add_argument("--tokens", default="1,16,64,512")
     parser.add_argument("--recipes", default="float8_current_scaling")
@@ -235,7 +202,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a call")
     parser.add_argument("--quick", action="store_true", help="the first case, 1 and 64 tokens, two rounds")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     args = parser.parse_args()
     report.split_choices(parser, args, cases=CASES)
     args.recipes = args.recipes.split(",")
@@ -262,7 +228,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    report.write(args.out, "inference", facts, markdown(facts, rows, args.rounds), rows, rounds=args.rounds)
+    report.write(args.out, "inference", facts, rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Peak memory of a training step, bf16 Inductor beside this package: torch.cuda.max_memory_allocated over forward + backward.
+"""Peak memory of a training step, bf16 Inductor beside this package.
 
     python benchmarks/memory.py                       # the SwiGLU MLP and the Llama-8B block
     python benchmarks/memory.py --blocks llama70b
     python benchmarks/memory.py --kernels             # also where in the step, from torch's record of allocations
 
-A step is train_blocks.py's: gradients set to None, forward, backward. The peak counts the module's weights and gradients, the
-input, the output and all that the step allocates, not the other providers' nor cuBLAS's workspaces, which bf16 alone needs.
-Step times are medians of rounds over all providers in turn. Writes memory-<device>.md.
+A step is that of train_blocks. The peak is `torch.cuda.max_memory_allocated` over forward and backward: weights, gradients, input,
+output and all that the step allocates are in it. Other providers and cuBLAS's workspaces, which bf16 alone needs, are not. Step times
+are medians of rounds over all providers in turn.
 """
 
 from __future__ import annotations
@@ -89,32 +89,12 @@ def _place(event: dict[str, Any]) -> str:
     )
 
 
-def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
-    """The report: a table of all blocks."""
-    lines = report.heading("Peak memory of a training step", facts)
-    lines += [
-        f"bf16 modules, {rounds} rounds; made by `benchmarks/memory.py`. Peaks count weights, gradients, input and output.",
-        "",
-        "| block | provider | peak MiB | x bf16 | step ms | x bf16 |",
-        "| --- " * 6 + "|",
-    ]
-    bf16 = {row.block: row for row in rows if row.provider == "bf16"}
-    for row in rows:
-        peak, reference = row.peak_gib or 0.0, bf16[row.block].peak_gib or 1.0
-        lines.append(
-            f"| {row.block} | {row.provider} | {peak * 1024:.0f} | {peak / reference:.3f} | {row.step_ms:.3f} | "
-            f"{row.ratio_to_bf16:.3f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--blocks", default="swiglu,llama8b", help=f"of: {','.join(BLOCKS)}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kernels", action="store_true", help="print what is alive at each provider's peak")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the result file")
     args = parser.parse_args()
     report.split_choices(parser, args, blocks=BLOCKS)
     return args
@@ -132,7 +112,7 @@ def main() -> None:
         measured, held = measure(BLOCKS[name], args.rounds, args.device, args.kernels)
         rows += measured
         for row in measured:
-            print(f"  {row.provider:16s} {(row.peak_gib or 0) * 1024:8.0f} MiB {row.step_ms:8.3f} ms", flush=True)
+            print(f"  {row.provider:16s} {row.peak_mib or 0:8.0f} MiB {row.step_ms:8.3f} ms", flush=True)
         for of_provider in held:
             print(f"  alive at the peak of {of_provider.provider}:")
             for size, place in of_provider.pieces:
@@ -140,7 +120,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    report.write(args.out, "memory", facts, markdown(facts, rows, args.rounds))
+    report.write(args.out, "memory", facts, rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,11 @@ class Block:
     make: Callable[[], nn.Module]
     shape: tuple[int, int, int]
 
+    @property
+    def title(self) -> str:
+        """The name and how many tokens the input has."""
+        return f"{self.name}, {self.shape[0] * self.shape[1]} tokens"
+
 
 BLOCKS = {
     "swiglu": Block("SwiGLU MLP 4096/14336", lambda: GatedMLP(4096, 14336), (1, 8192, 4096)),

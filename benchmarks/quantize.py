@@ -1,19 +1,24 @@
-"""Bandwidth of the quantizing kernels on this GPU: `python benchmarks/quantize.py [--recipe RECIPE] [--shape ROWSxCOLUMNS] [--sweep]`.
+"""Bandwidth of the quantizing kernels on one GPU.
 
-Bytes are those the launches must move: inputs twice for current scaling and NVFP4, once for the others, every output
-once. A row's percentage is of the bandwidth of a kernel that copies a tensor of the same shape, measured in the same run
-and in the same way; it can pass 100 where a second launch finds inputs in the cache. --sweep tries other tiles of the last launch and prints the best
-ones beside the chosen.
+    python benchmarks/quantize.py                        # every recipe and shape
+    python benchmarks/quantize.py --recipes nvfp4 --shape 8192x4096
+    python benchmarks/quantize.py --sweep                # prints other tiles of the last launch beside the chosen one
+
+Bytes are those that the launches must move: inputs once, twice in current scaling and NVFP4, which need the tensor's amax first, and
+every output once. Each time is that of a call replayed from a CUDA graph with a cold cache. `percent of copy` is the bandwidth as a share
+of that of a kernel that copies a tensor of the same shape, measured in the same way in the same run. It can pass 100 where a second
+launch finds inputs in the cache.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import itertools
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import environment
+import report
 import torch
 import triton
 
@@ -237,30 +242,36 @@ def sweep(function: Callable[[Any], object], tiles: Tiles) -> list[tuple[float, 
     return sorted((milliseconds(lambda: function(tile), 15), tile) for tile in tiles())  # noqa: B023
 
 
-def environment() -> str:
-    """What a published number must say."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
-    name = torch.cuda.get_device_name()
-    return f"{name}, driver {driver}, torch {torch.__version__}, Triton {triton.__version__}"
+@dataclasses.dataclass
+class Row:
+    """One kernel at one shape."""
+
+    recipe: str
+    shape: str
+    kernel: str
+    us: float
+    tbps: float
+    percent_of_copy: float
 
 
-def measure(cases: Iterator[Case], shape: tuple[int, int], copy: float, only: str, sweeping: bool) -> None:
-    """Prints the rows of one shape."""
-    for name, function, reads, outputs, tiles in cases:
+def measure(recipe: str, shape: tuple[int, int], copy: float, only: str, sweeping: bool) -> list[Row]:
+    """A row for each kernel of a recipe at one shape. copy: bytes a second."""
+    rows = []
+    for name, function, reads, outputs, tiles in RECIPES[recipe](*shape):
         if only not in name:
             continue
         moved = shape[0] * shape[1] * (2 * reads + outputs)
 
-        def row(time: float, moved: float = moved) -> str:
-            speed = moved / time * 1e3
-            return f"{time * 1e3:8.1f} us  {speed / 1e12:5.2f} TB/s  {speed / copy:4.0%}"
+        def row(ms: float, name: str = name, moved: float = moved) -> Row:
+            speed = moved / ms * 1e3
+            return Row(recipe, "{}x{}".format(*shape), name, ms * 1e3, speed / 1e12, 100 * speed / copy)
 
-        chosen = milliseconds(lambda: function(None))  # noqa: B023
-        print("{}x{}".format(*shape).ljust(12), name.ljust(28), row(chosen), flush=True)
+        rows.append(row(milliseconds(lambda: function(None))))  # noqa: B023
+        print(rows[-1], flush=True)
         if sweeping:
-            for time, tile in sweep(function, tiles)[:6]:
-                print("   ", row(time), tile, flush=True)
+            for ms, tile in sweep(function, tiles)[:6]:
+                print("   ", tile, row(ms), flush=True)
+    return rows
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -270,18 +281,23 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", choices=RECIPES, default="float8_current_scaling")
-    parser.add_argument("--sweep", action="store_true", help="try other tiles of the last launch")
+    parser = report.parser(__doc__)
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="of: %(default)s")
+    parser.add_argument("--sweep", action="store_true", help="print other tiles of the last launch and write nothing")
     parser.add_argument("--only", default="", help="run only the functions whose name holds this")
     parser.add_argument("--shape", type=shape_of, action="append", help="ROWSxCOLUMNS, of which there may be several")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
+    report.split_choices(parser, args, recipes=RECIPES)
     torch.manual_seed(0)
-    print(environment())
-    for shape in arguments.shape or (SHAPES[:1] if arguments.sweep else SHAPES):
+    facts = environment.collect("cuda")
+    rows: list[Row] = []
+    for shape in args.shape or (SHAPES[:1] if args.sweep else SHAPES):
         copy = copy_bandwidth(shape)
-        print("{}x{}".format(*shape).ljust(12), f"copy {copy / 1e12:.2f} TB/s")
-        measure(RECIPES[arguments.recipe](*shape), shape, copy, arguments.only, arguments.sweep)
+        print("{}x{}".format(*shape), f"copy {copy / 1e12:.2f} TB/s")
+        for recipe in args.recipes:
+            rows += measure(recipe, shape, copy, args.only, args.sweep)
+    if not args.sweep:
+        report.write(args.out, "quantize", facts, rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,105 @@
-"""What all benchmarks' reports share: the choice of what is measured, how a report begins, and its two files."""
+"""Measurements as JSON, and the Markdown that is written from them: `python benchmarks/report.py`.
+
+`write` ends a benchmark: it makes `results/<name>-<device>.json` with the environment, the settings and one row a line. The
+command writes `results/README.md` from all of these files, and fills the tables of README.md and docs/ between two lines:
+
+    <!-- table: train_blocks-nvidia-h200 -->
+    <!-- end -->
+
+The name is one of `TABLES` and the device. `; column=value` after it keeps the rows that have that value, and may be repeated:
+`few_rows-nvidia-h200; mode=forward; case=4 linears 4096`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import pathlib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import environment
+__all__ = ["RESULTS", "TABLES", "Run", "Table", "pages", "parser", "read", "split_choices", "table", "write"]
 
-__all__ = ["RESULTS", "heading", "split_choices", "write"]
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+INTRO = """\
+# Results
+
+Written by `python benchmarks/report.py` from the JSON files of this folder; do not edit. Each benchmark has its newest run on each
+device. A number has three digits here and all of its digits in the JSON. A row that is slower than bf16 stays.
+"""
+
+UNITS = {"gpu": "GPU", "gb": "GB", "gib": "GiB", "mb": "MB", "mib": "MiB", "tbps": "TB/s", "tflops": "TFLOP/s"}
+
+MARKED = re.compile(
+    r"^(<!-- table: ([^;\n]+?)((?:; \w+=[^;\n]+?)*) -->\n)(.*?)^(?=<!-- end -->$)", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """How the rows of a run are shown.
+
+    Without `across`: a line for each row and a column for each field that has a value anywhere. With it: a line for each combination
+    of the fields `lines`, a column for each value of the field `across`, and in a cell the fields `cells`, all but the first in brackets.
+    """
+
+    run: str
+    lines: tuple[str, ...] = ()
+    across: str = ""
+    cells: tuple[str, ...] = ()
+
+
+TABLES = {
+    "train_blocks": Table("train_blocks", ("block",), "provider", ("step_ms", "speedup")),
+    "train_blocks_rows": Table("train_blocks"),
+    "train_alone": Table("train_alone", ("block",), "provider", ("step_ms", "speedup")),
+    "train_alone_rows": Table("train_alone"),
+    "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
+    "memory_rows": Table("memory"),
+    "inference": Table("inference", ("case", "tokens"), "provider", ("graph_us", "graph_speedup")),
+    "inference_rows": Table("inference"),
+    "few_rows": Table(
+        "few_rows", ("case", "mode", "rows", "bf16_us"), "recipe", ("te_speedup", "coverage", "all_speedup")
+    ),
+    "step_profile": Table("step_profile"),
+    "step_kernels": Table("step_kernels"),
+    "compile_time": Table("compile_time"),
+    "quantize": Table("quantize", ("recipe", "kernel"), "shape", ("percent_of_copy", "us")),
+    "gemm": Table("gemm", ("product", "shape"), "scales", ("te_tflops", "cublas_tflops", "bf16_tflops")),
+    "grouped": Table("grouped"),
+}
+"""Of all runs, in the order of the page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One results file: `<name>-<device>.json`, made by `benchmarks/<benchmark>.py`."""
+
+    name: str
+    benchmark: str
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def device(self) -> str:
+        """The device's name as part of a file name: "nvidia-h200"."""
+        return "-".join(re.findall("[a-z0-9]+", self.environment["device"].lower()))
+
+
+# --- what benchmarks call -------------------------------------------------------------------------------------
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A benchmark's command line, with the option that all have."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results file")
+    return made
 
 
 def split_choices(parser: argparse.ArgumentParser, args: argparse.Namespace, **known: Collection[str]) -> None:
@@ -25,19 +111,154 @@ def split_choices(parser: argparse.ArgumentParser, args: argparse.Namespace, **k
         setattr(args, field, chosen)
 
 
-def heading(title: str, facts: dict[str, str]) -> list[str]:
-    """A report's first lines: the title with the device's name, and on what else it was made."""
-    return [f"# {title}, {facts['device']}", "", ", ".join(f"{k} {v}" for k, v in facts.items() if k != "device"), ""]
-
-
 def write(
-    folder: pathlib.Path, name: str, facts: dict[str, str], markdown: str, rows: Sequence[Any] = (), **settings: Any
+    folder: pathlib.Path, benchmark: str, facts: dict[str, str], rows: Sequence[Any], name: str = "", **settings: Any
 ) -> None:
-    """Writes <name>-<device>.md and, of rows that are dataclasses, .json with the settings that they were measured with."""
+    """Writes the rows, dataclasses of one kind, and prints their tables.
+
+    name: of the run, where a benchmark writes several; the benchmark's own without it.
+    Raises ValueError without rows.
+    """
+    if not rows:
+        raise ValueError(f"{benchmark}: nothing was measured; choose a case that exists")
+    run = Run(name or benchmark, benchmark, facts, settings, [dataclasses.asdict(row) for row in rows])
+    head = {"benchmark": benchmark, "environment": facts, "settings": settings, "columns": list(run.rows[0])}
+    parts = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+    lines = ",\n".join(f"  {json.dumps(list(row.values()))}" for row in run.rows)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{environment.device_slug(facts)}"
-    path.with_suffix(".md").write_text(markdown)
-    if rows:
-        whole = {"environment": facts, **settings, "rows": [dataclasses.asdict(row) for row in rows]}
-        path.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
-    print(f"Wrote {path}.md{' and .json' if rows else ''}")
+    path = folder / f"{run.name}-{run.device}.json"
+    path.write_text(f'{{\n{"".join(parts)} "rows": [\n{lines}\n ]\n}}\n')
+    print(*(text for _, text in _tables_of(run)), sep="\n")
+    print(f"Wrote {path}; `python benchmarks/report.py` writes the pages")
+
+
+def read(path: pathlib.Path) -> Run:
+    """A file that `write` made."""
+    held = json.loads(path.read_text())
+    rows = [dict(zip(held["columns"], row, strict=True)) for row in held["rows"]]
+    run = Run("", held["benchmark"], held["environment"], held["settings"], rows)
+    return dataclasses.replace(run, name=path.stem.removesuffix(f"-{run.device}"))
+
+
+# --- one table ------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Mapping[str, Any]], shown: Table) -> str:
+    """The rows in Markdown. A failed row of a table with `across` reads "failed"; without it, it has a column with the error."""
+    if not shown.across:
+        columns = [column for column in rows[0] if any(row[column] not in (None, "", []) for row in rows)]
+        return _grid(map(_header, columns), ([row[column] for column in columns] for row in rows))
+    lines = [column for column in shown.lines if column in rows[0]]
+    across = list(dict.fromkeys(row[shown.across] for row in rows))
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[column] for column in lines), {})[row[shown.across]] = _joined(row, shown.cells)
+    first, *others = map(_header, shown.cells)
+    body = ([*key, *(cells.get(column) for column in across)] for key, cells in found.items())
+    return f"In a cell: {first} ({', '.join(others)}).\n\n" + _grid([*map(_header, lines), *across], body)
+
+
+def _grid(header: Iterable[str], body: Iterable[Iterable[Any]]) -> str:
+    lines = [list(header), *([_cell(value) for value in line] for line in body)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _header(column: str) -> str:
+    return " ".join(UNITS.get(word, word) for word in column.split("_"))
+
+
+def _cell(value: Any) -> str:
+    """Three digits of a float, but all before its point; a list's values with commas between."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}" if abs(value) >= 0.9995 else f"{value:.3g}"
+    return str(value).replace("|", "\\|")
+
+
+def _joined(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    if row.get("error"):
+        return "failed"
+    first, *others = (_cell(row[column]) or "-" for column in columns)
+    return f"{first} ({', '.join(others)})"
+
+
+# --- pages ----------------------------------------------------------------------------------------------------
+
+
+def pages(root: pathlib.Path = ROOT) -> dict[pathlib.Path, str]:
+    """{path: text} of all that is written from the results: their page, README.md and docs/.
+
+    Raises ValueError for a run that no table shows, and for a marked table that is unknown, is empty or has no end.
+    """
+    results = root / "benchmarks" / "results"
+    runs = [read(path) for path in sorted(results.glob("*.json"))]
+    known = {
+        f"{name}-{run.device}": (run, shown) for run in runs for name, shown in TABLES.items() if shown.run == run.name
+    }
+    if unseen := {run.name for run in runs} - {shown.run for shown in TABLES.values()}:
+        raise ValueError(f"no table of benchmarks/report.py shows {', '.join(sorted(unseen))}: add it to TABLES")
+    texts = {path: _filled(path, known) for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
+    return {results / "README.md": _page(runs), **texts}
+
+
+def _page(runs: list[Run]) -> str:
+    parts = [INTRO]
+    order = list(dict.fromkeys(shown.run for shown in TABLES.values()))
+    by_benchmark: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: order.index(run.name)):
+        by_benchmark.setdefault(run.benchmark, []).append(run)
+    for benchmark, its_runs in by_benchmark.items():
+        source = (ROOT / "benchmarks" / f"{benchmark}.py").read_text()
+        parts.append(f"## {benchmark}\n\n{ast.get_docstring(ast.parse(source))}\n")
+        for run in its_runs:
+            file = f"{run.name}-{run.device}.json"
+            facts = [f"{k} {v}" for k, v in {**run.environment, **run.settings}.items() if k != "device"]
+            parts.append(f"### {run.name}, {run.environment['device']}\n\n[{file}]({file}): {', '.join(facts)}.\n")
+            parts += [f"`{name}`\n\n{text}" for name, text in _tables_of(run)]
+    return "\n".join(parts)
+
+
+def _tables_of(run: Run) -> list[tuple[str, str]]:
+    return [(f"{name}-{run.device}", table(run.rows, shown)) for name, shown in TABLES.items() if shown.run == run.name]
+
+
+def _filled(path: pathlib.Path, known: dict[str, tuple[Run, Table]]) -> str:
+    """The file's text with its marked tables as they are now."""
+
+    def fill(match: re.Match[str]) -> str:
+        opening, name, choices, _ = match.groups()
+        if name not in known:
+            raise ValueError(f"{path}: no table {name!r}; there are {', '.join(known)}")
+        run, shown = known[name]
+        rows = run.rows
+        for choice in choices.split("; ")[1:]:
+            column, value = choice.split("=", 1)
+            rows = [
+                {k: v for k, v in row.items() if k != column or column == shown.across}
+                for row in rows
+                if str(row.get(column)) == value
+            ]
+        if not rows:
+            raise ValueError(f"{path}: table {name!r} has no row with{choices.replace(';', ',')[1:]}")
+        return f"{opening}\n{table(rows, shown)}\n"
+
+    text = path.read_text()
+    made, count = MARKED.subn(fill, text)
+    if count != len(re.findall("^<!-- table:", text, re.MULTILINE)):
+        raise ValueError(f"{path}: a table is not of the form '<!-- table: NAME -->', lines, '<!-- end -->'")
+    return made
+
+
+def main() -> None:
+    for path, text in pages().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"Wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

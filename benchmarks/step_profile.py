@@ -5,10 +5,9 @@
 
 Kernels and their time are torch.profiler's, of one step after warm-up: all that ran on the GPU but copies and fills.
 
-Bytes are counted at the launches, not measured: for each kernel the sizes of the tensors that it is given, each once, twice
-what it updates in place ("in_out_ptr"). That is what it must move if it reads every input once and keeps nothing in a cache from
-the kernel before. Counted are the launches of Triton kernels and the calls of `extern_kernels` in Inductor's code; the
-number counted stands beside the profiler's, so that one that was missed shows. Writes step_profile-<device>.md and .json.
+Bytes are counted at the launches, not measured. Each tensor that a kernel is given counts once, one that it updates in place twice:
+what the kernel moves at least if it finds nothing in a cache. Counted are the launches of Triton kernels and of `extern_kernels` in
+Inductor's code. `counted` is the number of these launches beside the profiler's `kernels`, so that one that was missed shows.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +24,7 @@ from unittest import mock
 import environment
 import report
 import torch
-from models import BLOCKS, Block
+from models import BLOCKS
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from train_blocks import Inputs, Step, cold_caches, time_step, training_step
@@ -45,32 +43,26 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
 
 @dataclasses.dataclass
 class Kernel:
-    """All launches of one kernel in a step. bytes is None where the launches of that name were not counted."""
+    """All launches of one kernel in a step of a provider. mb is None where the launches of that name were not counted."""
 
+    provider: str
     name: str
     launches: int
     ms: float
-    bytes: int | None = None
+    mb: float | None = None
 
 
 @dataclasses.dataclass
 class Row:
-    """One provider. kernels: the profiler's; counted and bytes: of the launches that were counted (see the module's text)."""
+    """One provider. kernels and gpu_ms: the profiler's; counted and GB: of the launches that were counted."""
 
     provider: str
-    step_ms: float
-    kernels: list[Kernel]
+    kernels: int
     counted: int
-    bytes: int
-    product_bytes: int
-
-    @property
-    def launches(self) -> int:
-        return sum(kernel.launches for kernel in self.kernels)
-
-    @property
-    def gpu_ms(self) -> float:
-        return sum(kernel.ms for kernel in self.kernels)
+    gpu_ms: float
+    step_ms: float
+    gb: float
+    gb_beside_products: float
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------
@@ -149,7 +141,7 @@ def named_tensors(signature: dict[str, str], args: tuple[Any, ...]) -> list[tupl
 # --- the profiler ---------------------------------------------------------------------------------------------
 
 
-def profile(step: Step) -> list[Kernel]:
+def profile(provider: str, step: Step) -> list[Kernel]:
     """What one step runs on the GPU, longest first."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
@@ -161,65 +153,40 @@ def profile(step: Step) -> list[Kernel]:
     for event in profiler.events():
         if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
             times[event.name].append(event.device_time_total / 1e3)
-    kernels = [Kernel(name, len(each), sum(each)) for name, each in times.items()]
+    kernels = [Kernel(provider, name, len(each), sum(each)) for name, each in times.items()]
     return sorted(kernels, key=lambda kernel: -kernel.ms)
 
 
-def measure(provider: str, block: Block, base: nn.Module, inputs: Inputs) -> Row:
-    module = base  # parameters are read only: a step frees the gradients of the one before
+def measure(provider: str, module: nn.Module, inputs: Inputs) -> tuple[Row, list[Kernel]]:
+    """The row of a provider, and its kernels."""
     step = training_step(module, PROVIDERS[provider](module), inputs)
     for _ in range(3):
         step()
     torch.cuda.synchronize()
-    kernels = profile(step)
+    kernels = profile(provider, step)
     with count_traffic() as traffic:
         step()
     torch.cuda.synchronize()
     for kernel in kernels:
-        kernel.bytes = traffic.kernels.get(kernel.name, (0, None))[1]
-    return Row(
+        if kernel.name in traffic.kernels:
+            kernel.mb = traffic.kernels[kernel.name][1] / 1e6
+    moved = traffic.total()
+    row = Row(
         provider,
-        statistics.median(time_step(step, str(inputs.x.device))),
-        kernels,
+        sum(kernel.launches for kernel in kernels),
         sum(launches for launches, _ in traffic.kernels.values()),
-        traffic.total(),
-        traffic.total(products_only=True),
+        sum(kernel.ms for kernel in kernels),
+        statistics.median(time_step(step, str(inputs.x.device))),
+        moved / 1e9,
+        (moved - traffic.total(products_only=True)) / 1e9,
     )
-
-
-# --- the report -----------------------------------------------------------------------------------------------
-
-
-def markdown(facts: dict[str, str], block: Block, rows: list[Row]) -> str:
-    """The report: a line a provider, then the kernels of each."""
-    tokens = block.shape[0] * block.shape[1]
-    lines = report.heading(f"A training step of the {block.name}, {tokens} tokens", facts)
-    lines += [
-        "Kernels and GPU time by torch.profiler, copies and fills left out. Bytes: the tensors that each launch is given, each",
-        "once, twice what it updates in place; a lower bound of what it moves, with nothing kept in a cache between kernels.",
-        "`counted` is the number of launches behind the bytes. Made by `benchmarks/step_profile.py`.",
-        "",
-        "| provider | kernels | counted | GPU ms | step ms | GB | GB beside the products |",
-        "| --- " * 7 + "|",
-    ]
-    for row in rows:
-        cells = [row.provider, str(row.launches), str(row.counted), f"{row.gpu_ms:.3f}", f"{row.step_ms:.3f}"]
-        cells += [f"{row.bytes / 1e9:.2f}", f"{(row.bytes - row.product_bytes) / 1e9:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    for row in rows:
-        lines += ["", f"## {row.provider}", "", "| kernel | launches | ms | MB |", "| --- " * 4 + "|"]
-        for kernel in row.kernels:
-            moved = "" if kernel.bytes is None else f"{kernel.bytes / 1e6:.0f}"
-            name = kernel.name if len(kernel.name) <= 70 else kernel.name[:67] + "..."
-            lines.append(f"| `{name}` | {kernel.launches} | {kernel.ms:.3f} | {moved} |".replace("``", ""))
-    return "\n".join(lines) + "\n"
+    return row, kernels
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     return parser.parse_args()
 
 
@@ -231,14 +198,14 @@ def main() -> None:
     block = dataclasses.replace(BLOCKS["swiglu"], shape=(1, args.tokens, BLOCKS["swiglu"].shape[2]))
     base = block.make().to(args.device, torch.bfloat16)
     inputs = Inputs.make(block, args.device)
-    rows = []
+    rows, kernels = [], []
     for provider in PROVIDERS:
         torch._dynamo.reset()
-        rows.append(measure(provider, block, base, inputs))
-        print(
-            f"{provider:14s} {rows[-1].launches:3d} kernels, {rows[-1].bytes / 1e9:.2f} GB, {rows[-1].step_ms:.3f} ms"
-        )
-    report.write(args.out, "step_profile", facts, markdown(facts, block, rows), rows, tokens=args.tokens)
+        row, its_kernels = measure(provider, base, inputs)
+        rows.append(row)
+        kernels += its_kernels
+    report.write(args.out, "step_profile", facts, rows, tokens=args.tokens)
+    report.write(args.out, "step_profile", facts, kernels, "step_kernels", tokens=args.tokens)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""Forward + backward of plain transformer blocks, FP8 providers beside bf16 Inductor in one process.
+"""Forward and backward of plain transformer blocks: FP8 providers beside bf16 Inductor.
 
     python benchmarks/train_blocks.py                                     # everything that is installed
     python benchmarks/train_blocks.py --quick --providers te              # one block, few rounds
     python benchmarks/train_blocks.py --blocks swiglu,llama8b --rounds 9
+    python benchmarks/train_blocks.py --alone                             # train_alone: no turns
 
-All providers of a block are compiled first and then timed in turn, round after round, so that clocks and heat
-bear on all alike. A step is: gradients set to None, forward, backward. Errors are relative Frobenius norms
-against bf16's output (without the residual) and weight gradients. Writes train_blocks-<device>.md and .json; a
-slower row stays in both.
+A step sets gradients to None and runs forward and backward of a bf16 module on random normal inputs. All providers of a block are
+compiled first. Then they are timed in turn, round after round, so that clocks and heat bear on all alike. `step ms` is the median of
+the rounds' medians, p20 and p80 are percentiles of all samples, and `speedup` is bf16's time by the provider's.
+
+`te` adds up in fp32 in all three GEMMs, `te fast` in the tensor core's own accumulator. `te fast forward` does so in forward alone,
+as torchao's tensorwise recipe does. Errors are relative Frobenius norms against bf16's output, without the residual, and against its
+weight gradients. The peak counts weights, gradients, input, output and all that the step allocates.
+
+In `train_alone` there are no turns: each provider is timed after the one above it, so that bf16 has the coolest chip. The small MLP is
+bound by the CPU that launches its kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +25,6 @@ import copy
 import dataclasses
 import gc
 import os
-import pathlib
 import shutil
 import statistics
 import tempfile
@@ -62,31 +68,29 @@ def te(low_memory: bool = True, **recipe_fields: bool) -> Callable[[nn.Module], 
     return compile_
 
 
-# `te` adds up in fp32 in all three GEMMs, `te fast` in none, torchao's tensorwise recipe in the two of backward.
 PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     REFERENCE: torch.compile,
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
     "te, low_memory off": te(low_memory=False),
+    "te fast forward": te(fprop_fast_accum=True),
     "te fast": te(fprop_fast_accum=True, dgrad_fast_accum=True, wgrad_fast_accum=True),
 }
 
 
 @dataclasses.dataclass
 class Row:
-    """One provider on one block. Times in ms, memory in GiB; None where it failed, and `error` says how.
-
-    peak_gib counts the module's weights and gradients, the input and all that the step allocates.
-    """
+    """One provider on one block; None where it failed, and `error` says how. speedup and peak_ratio: bf16's time by its, its peak by bf16's."""
 
     block: str
     provider: str
     step_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
-    ratio_to_bf16: float | None = None
-    peak_gib: float | None = None
+    speedup: float | None = None
+    peak_mib: float | None = None
+    peak_ratio: float | None = None
     compile_seconds: float | None = None
     output_error: float | None = None
     grad_error: float | None = None
@@ -151,7 +155,7 @@ def prepare(
     block: Block, provider: str, base: nn.Module, inputs: Inputs, reference: tuple | None
 ) -> tuple[Candidate, tuple]:
     """Compiles, measures memory and compile time, and checks the numbers. Raises what the provider raises."""
-    device, row = inputs.x.device, Row(block.name, provider)
+    device, row = inputs.x.device, Row(block.title, provider)
     inputs.x.grad = None
     others = memory(device) - inputs.nbytes()
     module = copy.deepcopy(base)
@@ -164,7 +168,7 @@ def prepare(
     row.compile_seconds = time.perf_counter() - start
 
     step()
-    row.peak_gib = peak_memory(step, device, others)
+    row.peak_mib = peak_memory(step, device, others)
     got = answer(module, compiled, inputs)
     reference = reference or got
     row.output_error = relative_error([got[0]], [reference[0]])
@@ -174,8 +178,8 @@ def prepare(
     return Candidate(row, step), reference
 
 
-def measure_block(block: Block, providers: list[str], rounds: int, device: str) -> list[Row]:
-    """A row for each provider, the reference first."""
+def measure_block(block: Block, providers: list[str], rounds: int, device: str, alone: bool = False) -> list[Row]:
+    """A row for each provider, the reference first; alone: all rounds of one before the next."""
     torch.manual_seed(0)
     base = block.make().to(device, torch.bfloat16)
     inputs = Inputs.make(block, device)
@@ -191,11 +195,10 @@ def measure_block(block: Block, providers: list[str], rounds: int, device: str) 
             if provider == REFERENCE:
                 raise
             first_line = (str(error).strip().splitlines() or [""])[0]
-            rows.append(Row(block.name, provider, error=f"{type(error).__name__}: {first_line[:160]}"))
+            rows.append(Row(block.title, provider, error=f"{type(error).__name__}: {first_line[:160]}"))
         print(f"  {provider}: ready" if not rows[-1].error else f"  {provider}: {rows[-1].error}", flush=True)
-    for _ in range(rounds):
-        for candidate in candidates:
-            candidate.samples.append(time_step(candidate.step, device))
+    for candidate in [c for c in candidates for _ in range(rounds)] if alone else candidates * rounds:
+        candidate.samples.append(time_step(candidate.step, device))
     summarize(candidates)
     return rows
 
@@ -208,7 +211,9 @@ def summarize(candidates: list[Candidate]) -> None:
         row.step_ms = median
         row.p20_ms = samples[round(0.2 * (len(samples) - 1))]
         row.p80_ms = samples[round(0.8 * (len(samples) - 1))]
-        row.ratio_to_bf16 = medians[0] / median
+        row.speedup = medians[0] / median
+        if row.peak_mib is not None:
+            row.peak_ratio = row.peak_mib / candidates[0].row.peak_mib
 
 
 def time_step(step: Step, device: str) -> list[float]:
@@ -226,13 +231,13 @@ def memory(device: torch.device) -> int:
 
 
 def peak_memory(step: Step, device: torch.device, others: int) -> float | None:
-    """GiB at the peak of a step, without the bytes that other providers hold."""
+    """MiB at the peak of a step, without the bytes that other providers hold."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - others) / 2**30
+    return (torch.cuda.max_memory_allocated(device) - others) / 2**20
 
 
 def synchronize(device: torch.device) -> None:
@@ -240,52 +245,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def markdown(facts: dict[str, str], rows: list[Row], rounds: int) -> str:
-    """The report, a table for each block."""
-    lines = report.heading("Forward + backward of transformer blocks", facts)
-    lines += [
-        f"bf16 modules, random normal inputs, {rounds} rounds over all providers in turn; made by",
-        "`benchmarks/train_blocks.py`. `te` adds up slowly (in fp32) in all three GEMMs, `te fast` in none,",
-        "torchao's tensorwise recipe in the two of backward. Errors are relative to bf16's output without",
-        "the residual, and to its weight gradients.",
-    ]
-    for block in dict.fromkeys(row.block for row in rows):
-        shape = next(b.shape for b in BLOCKS.values() if b.name == block)
-        lines += ["", f"## {block}, {shape[0] * shape[1]} tokens", ""]
-        lines += ["| provider | step ms | p20-p80 | x bf16 | peak GiB | compile s | output error | gradient error |"]
-        lines += ["| --- " * 8 + "|"]
-        lines += [_markdown_row(row) for row in rows if row.block == block]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_row(row: Row) -> str:
-    if row.error:
-        return f"| {row.provider} | failed: {row.error.replace('|', '/')} |" + " |" * 6
-
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    cells = [
-        row.provider,
-        number(row.step_ms, ".3f"),
-        f"{number(row.p20_ms, '.3f')}-{number(row.p80_ms, '.3f')}",
-        number(row.ratio_to_bf16, ".2f"),
-        number(row.peak_gib, ".2f"),
-        number(row.compile_seconds, ".0f"),
-        number(row.output_error, ".4f"),
-        number(row.grad_error, ".4f"),
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--blocks", default=",".join(BLOCKS), help="of: %(default)s")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; bf16 always runs")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="the first block, two rounds")
+    parser.add_argument("--alone", action="store_true", help="time each provider by itself")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS, help="folder of the two result files")
     args = parser.parse_args()
     report.split_choices(parser, args, blocks=BLOCKS, providers=PROVIDERS)
     args.providers = [REFERENCE] + [p for p in args.providers if p != REFERENCE]
@@ -310,14 +277,15 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.blocks:
         print(BLOCKS[name].name, flush=True)
-        rows += measure_block(BLOCKS[name], args.providers, args.rounds, args.device)
+        rows += measure_block(BLOCKS[name], args.providers, args.rounds, args.device, args.alone)
         for row in rows:
-            if row.block == BLOCKS[name].name and not row.error:
-                print(f"  {row.provider:20s} {row.step_ms:8.3f} ms  {row.ratio_to_bf16:.2f}x bf16", flush=True)
+            if row.block == BLOCKS[name].title and not row.error:
+                print(f"  {row.provider:20s} {row.step_ms:8.3f} ms  {row.speedup:.2f}x bf16", flush=True)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    report.write(args.out, "train_blocks", facts, markdown(facts, rows, args.rounds), rows, rounds=args.rounds)
+    name = "train_alone" if args.alone else "train_blocks"
+    report.write(args.out, "train_blocks", facts, rows, name, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-FACTS = {"device": "NVIDIA H200", "torch": "2"}
 
 
 @pytest.fixture
@@ -20,10 +19,6 @@ def step_profile(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture
 def compile_time(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return import_benchmark("compile_time")
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_a_launch_moves_each_tensor_once_and_what_it_updates_twice(step_profile: ModuleType) -> None:
@@ -70,32 +65,25 @@ def test_every_launch_of_inductors_code_is_counted(step_profile: ModuleType, mon
     assert traffic.total() == 180 and traffic.total(products_only=True) == 116
 
 
-def test_step_table_has_a_line_a_provider_and_a_kernel(step_profile: ModuleType) -> None:
-    kernels = [step_profile.Kernel("gemm_kernel", 3, 1.5, 2_000_000), step_profile.Kernel("x" * 99, 1, 0.25)]
-    row = step_profile.Row("te", 2.0, kernels, counted=4, bytes=3_000_000_000, product_bytes=1_000_000_000)
-    block = SimpleNamespace(name="SwiGLU MLP", shape=(1, 8192, 64))
-    lines = step_profile.markdown(FACTS, block, [row]).splitlines()
-    (summary,) = [line for line in lines if line.startswith("| te |")]
-    assert cells(summary) == ["te", "4", "4", "1.750", "2.000", "3.00", "2.00"]
-    assert cells(next(line for line in lines if "`gemm_kernel`" in line)) == ["`gemm_kernel`", "3", "1.500", "2"]
-    assert cells(next(line for line in lines if "xxx" in line))[-1] == ""
-    assert {line.count("|") for line in lines if line.startswith("|")} == {8, 5}
+def test_a_step_is_a_row_and_its_kernels(step_profile: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are told of the kernels that were counted, and of a step without its products."""
+    models = pytest.importorskip("models")
+    Kernel = step_profile.Kernel
+    found = [Kernel("te", "gemm_kernel", 3, 1.5), Kernel("te", "uncounted", 1, 0.25)]
 
+    @contextlib.contextmanager
+    def counted() -> Iterator[Any]:
+        yield step_profile.Traffic({"gemm_kernel": (3, 2_000_000_000), "cast": (1, 1_000_000_000)}, {"gemm_kernel"})
 
-def test_compile_table_compares_with_inductor(compile_time: ModuleType) -> None:
-    stages = {"match": 1.0, "joint": 0.25, "fuse": 0.5, "lower": 0.25}
-    rows = [
-        compile_time.Row(kind, backend, blocks, blocks * (1.2 if backend == "te" else 1.0), stages)
-        for kind, numbers in (("passes", (8, 32)), ("whole", (8,)))
-        for blocks in numbers
-        for backend in ("inductor", "te")
-    ]
-    text = compile_time.markdown(FACTS, rows, 64, 3)
-    assert "the median of 3" in text and "median" not in compile_time.markdown(FACTS, rows, 64, 1)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert cells(lines[2]) == ["8", "1.00", "0.25", "0.50", "0.25", "250", "9.6", "8.0", "1.20"]
-    assert cells(lines[3])[0] == "32" and cells(lines[6]) == ["8", "250", "9.6", "8.0", "1.20"]
-    assert len(lines) == 7
+    monkeypatch.setitem(step_profile.PROVIDERS, "te", lambda module: module)
+    monkeypatch.setattr(step_profile, "profile", lambda provider, step: found)
+    monkeypatch.setattr(step_profile, "count_traffic", counted)
+    monkeypatch.setattr(step_profile, "time_step", lambda step, device: [2.0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    block = models.Block("tiny", lambda: models.GatedMLP(32, 64), (1, 16, 32))
+    row, kernels = step_profile.measure("te", block.make().bfloat16(), step_profile.Inputs.make(block, "cpu"))
+    assert row == step_profile.Row("te", 4, 4, 1.75, 2.0, 3.0, 1.0)
+    assert [kernel.mb for kernel in kernels] == [2000.0, None]
 
 
 def test_the_time_of_each_stage_is_found(compile_time: ModuleType) -> None:
@@ -118,15 +106,15 @@ def test_backends_take_turns_and_the_median_counts(compile_time: ModuleType, mon
 
     def measure(kind: str, backend: str, blocks: int, args: Any) -> Any:
         taken.append(backend)
-        return compile_time.Row(kind, backend, blocks, next(seconds), {})
+        stages = dict.fromkeys(compile_time.STAGES, 0.5) if backend == "te" else {}
+        return compile_time.Row(kind, backend, blocks, next(seconds), stages)
 
     monkeypatch.setattr(compile_time, "measure_apart", measure)
-    rows = compile_time.medians("whole", 8, SimpleNamespace(repeats=3))
+    found = compile_time.compare("whole", 8, SimpleNamespace(repeats=3))
     assert taken == ["te", "inductor", "inductor", "te", "te", "inductor"]
-    assert [(row.backend, row.seconds) for row in rows] == [("te", 5.0), ("inductor", 3.0)]
-    assert rows[0].repeats == [5.0, 1.0, 9.0] and rows[1].repeats == [3.0, 2.0, 4.0]
-    table = compile_time.markdown(FACTS, rows, 64, 3).splitlines()[-1]
-    assert cells(table) == ["8", "0", "5.0 (5.0, 1.0, 9.0)", "3.0 (3.0, 2.0, 4.0)", "1.67"]
+    assert (found.te_s, found.inductor_s, found.te_to_inductor) == (5.0, 3.0, 5 / 3)
+    assert found.te_repeats_s == [5.0, 1.0, 9.0] and found.inductor_repeats_s == [3.0, 2.0, 4.0]
+    assert found.lower_s == 0.5 and found.stages_ms_per_block == 250.0
 
 
 def test_the_warm_up_leaves_the_models_shapes_static(compile_time: ModuleType) -> None:
