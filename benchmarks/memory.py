@@ -24,7 +24,7 @@ import train_blocks
 from models import BLOCKS, Block
 from train_blocks import Candidate, Inputs, Row, Step
 
-PROVIDERS = ("bf16", "te", "te, low_memory off")
+PROVIDERS = ("bf16", "te", "te without low_memory")
 BYTES_WORTH_NAMING = 8 * 2**20
 
 
@@ -112,7 +112,7 @@ def main() -> None:
         measured, held = measure(BLOCKS[name], args.rounds, args.device, args.kernels)
         rows += measured
         for row in measured:
-            print(f"  {row.provider:16s} {row.peak_mib or 0:8.0f} MiB {row.step_ms:8.3f} ms", flush=True)
+            print(f"  {row.provider:22s} {row.peak_mib or 0:8.0f} MiB {row.step_ms:8.3f} ms", flush=True)
         for of_provider in held:
             print(f"  alive at the peak of {of_provider.provider}:")
             for size, place in of_provider.pieces:

@@ -73,7 +73,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
-    "te, low_memory off": te(low_memory=False),
+    "te without low_memory": te(low_memory=False),
     "te fast forward": te(fprop_fast_accum=True),
     "te fast": te(fprop_fast_accum=True, dgrad_fast_accum=True, wgrad_fast_accum=True),
 }

@@ -98,6 +98,12 @@ def test_an_unknown_word_is_named_beside_those_that_are_known(train_blocks: Modu
     assert "unknown providers: te; known: bf16, torchao" in capsys.readouterr().err
 
 
+def test_all_providers_are_measured_without_a_choice(train_blocks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train_blocks.py"])
+    args = train_blocks.parse_args()
+    assert args.providers == list(train_blocks.PROVIDERS) and args.blocks == list(train_blocks.BLOCKS)
+
+
 @pytest.mark.slow
 def test_frozen_models_beside_bf16(train_blocks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     inference = pytest.importorskip("inference")
