@@ -1,6 +1,6 @@
 """Which tile the block-scaled FP8 GEMM runs for a shape; the cost model is that of tiles.py.
 
-`python benchmarks/gemm.py --format block --sweep` measures all candidates.
+`python benchmarks/gemm.py --formats block --sweep` measures all candidates.
 """
 
 from __future__ import annotations
