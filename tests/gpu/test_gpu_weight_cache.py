@@ -16,11 +16,6 @@ pytestmark = pytest.mark.gpu
 WIDTH = 512
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-
-
 def model(width: int = WIDTH) -> nn.Module:
     torch.manual_seed(0)
     return SwiGLU(width).to("cuda", torch.bfloat16)

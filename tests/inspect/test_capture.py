@@ -20,11 +20,6 @@ from te_dynamo.testing import capture_on_fake_cuda, fake_cuda, graph_text
 producer = importlib.import_module("te_dynamo.inspect.capture")
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 def compiled(model=None):
     return torch.compile(model or nn.Linear(4, 4), backend=recording_backend)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.graphs import lowered_graphs
-from helpers.models.snapshot_models import kernels_everywhere
 from torch import fx
 from torch._inductor import fx_utils
 from torch._inductor.virtualized import V
@@ -19,17 +18,12 @@ from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.lowering.inductor.fake_values import _is_right
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
-from te_dynamo.testing import fake_cuda
+
+pytestmark = pytest.mark.usefixtures("gpu")
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launches need Triton")
 te, aten = torch.ops.te, torch.ops.aten
 Updated = Callable[[fx.Graph, Callable[[fx.Graph], Any]], list[Any]]
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[None]:
-    with fake_cuda(), kernels_everywhere():
-        yield
 
 
 def computed_again(node: fx.Node) -> Any:

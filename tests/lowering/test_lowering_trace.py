@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.graphs.traced_graphs import BOTH, SHAPE, call, graph_of, te
-from helpers.models.snapshot_models import kernels_everywhere
 from torch import fx
 
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering import trace
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
-from te_dynamo.testing import fake_cuda, graph_text
+from te_dynamo.testing import graph_text
 
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[None]:
-    with fake_cuda(), kernels_everywhere():
-        yield
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.fixture

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models.small_models import SwiGLU
-from helpers.weights.kept_weights import SLOW, WIDTH, assert_same, block, fresh, linear, quantized, te, tokens
+from helpers.weights.kept_weights import SLOW, WIDTH, assert_same, block, linear, te, tokens
 from torch import nn
 
 import te_dynamo
 from te_dynamo.errors import TeError
 from te_dynamo.weights.frozen import is_dropped
-
-__all__ = ["fresh", "quantized"]  # fixtures
 
 
 def test_dropping_frees_the_values_and_state_dicts_stay() -> None:

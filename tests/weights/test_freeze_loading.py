@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.small_models import Attention
-from helpers.weights.kept_weights import WIDTH, assert_same, block, fresh, linear, product, quantized, te, tokens
+from helpers.weights.kept_weights import WIDTH, assert_same, block, linear, product, te, tokens
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,7 +22,6 @@ from te_dynamo.errors import TeError
 from te_dynamo.weights import cache as weight_cache
 from te_dynamo.weights.frozen import is_dropped
 
-__all__ = ["fresh", "quantized"]  # fixtures
 State = dict[str, Any]
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.weights.kept_weights import assert_same, fresh, linear, product, te, tokens
+from helpers.weights.kept_weights import assert_same, linear, product, te, tokens
 from torch import Tensor, nn
 
 from te_dynamo.weights import unseen_writes
 
-__all__ = ["fresh"]  # a fixture
 STEP = {"weight_cache": "step"}
 _aten = torch.ops.aten
 

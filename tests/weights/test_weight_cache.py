@@ -14,10 +14,8 @@ from helpers.weights.kept_weights import (
     STEP,
     WIDTH,
     assert_same,
-    fresh,
     linear,
     product,
-    quantized,
     te,
     tokens,
     train,
@@ -32,8 +30,6 @@ from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.workspaces import _managed_by_fsdp
 from te_dynamo.testing import capture_on_fake_cuda
 from te_dynamo.weights import cache as weight_cache
-
-__all__ = ["fresh", "quantized"]  # fixtures
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)

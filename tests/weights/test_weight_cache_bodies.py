@@ -9,14 +9,13 @@ import pytest
 import torch
 from helpers.models.checkpointed import Checkpointed, selective
 from helpers.models.small_models import SwiGLU
-from helpers.weights.kept_weights import CODEGENS, STEP, WIDTH, assert_same, fresh, quantized, te, tokens, train
+from helpers.weights.kept_weights import CODEGENS, STEP, WIDTH, assert_same, te, tokens, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
 from te_dynamo.weights.frozen import is_dropped
 
-__all__ = ["fresh", "quantized"]  # fixtures
 POLICIES = {"whole": {}, "products": {"context_fn": selective([torch.ops.aten.mm.default])}}
 ONE_POLICY = pytest.mark.parametrize("policy", ["whole", pytest.param("products", marks=pytest.mark.slow)])
 

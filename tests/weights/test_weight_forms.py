@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models.small_models import SwiGLU, another_form
-from helpers.weights.kept_weights import WIDTH, assert_same, fresh, te, tokens
+from helpers.weights.kept_weights import WIDTH, assert_same, te, tokens
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import te_dynamo
 from te_dynamo.weights import cache as weight_cache
 
-__all__ = ["fresh"]  # a fixture
 STEP = {"weight_cache": "step"}
 KEPT = pytest.mark.parametrize("kept", ["frozen", "dropped", "step"])
 

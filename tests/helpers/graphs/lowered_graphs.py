@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from helpers.models.snapshot_models import kernels_everywhere
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
@@ -21,7 +19,6 @@ from te_dynamo.quantized.quantizers import (
     NVFP4Quantizer,
 )
 from te_dynamo.recipe import Float8CurrentScaling
-from te_dynamo.testing import fake_cuda
 
 te, aten = torch.ops.te, torch.ops.aten
 
@@ -36,13 +33,6 @@ LINEAR = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=Tr
 GROUPED_LINEAR = GroupedLinearConfig.for_weight(
     Float8CurrentScaling(), weight_transposed=False, input_requires_grad=True, weight_requires_grad=True
 )
-
-
-@pytest.fixture
-def gpu() -> Iterator[None]:
-    """Fake CUDA tensors, on a device with kernels as far as the package knows."""
-    with fake_cuda(), kernels_everywhere():
-        yield
 
 
 def bf16(*shape: int) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from te_dynamo.dialect import LinearConfig
 from te_dynamo.recipe import Float8CurrentScaling
-from te_dynamo.weights import cache as weight_cache
 
 STEP = {"weight_cache": "step"}
 EAGER = {"codegen": "eager"}
@@ -22,30 +21,6 @@ CODEGENS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 SLOW = pytest.mark.slow
 
 WIDTH = 128
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shape of each weight that was quantized to be kept, or for a call that keeps nothing."""
-    shapes: list[tuple[int, ...]] = []
-    quantize, stacked = weight_cache.quantize_tensor, weight_cache.quantize_stacked
-
-    def one(x: Tensor, quantizer: Any) -> list[Tensor]:
-        shapes.append(tuple(x.shape))
-        return quantize(x, quantizer)
-
-    def several(xs: list[Tensor], *others: Any) -> list[Tensor]:
-        shapes.extend(tuple(x.shape) for x in xs)
-        return stacked(xs, *others)
-
-    monkeypatch.setattr(weight_cache, "quantize_tensor", one)
-    monkeypatch.setattr(weight_cache, "quantize_stacked", several)
-    return shapes
 
 
 def te(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
