@@ -24,7 +24,7 @@ import pytest
 import torch
 from helpers.fuzz.fuzz_blocks import MATCHED, LinearCall
 from helpers.fuzz.fuzz_models import Program, programs
-from helpers.fuzz.fuzz_oracle import OutOfRangeError, Step, oracle_steps, run, tolerances
+from helpers.fuzz.fuzz_oracle import FACTOR, OutOfRangeError, Step, eager_errors, oracle_steps, run, tolerances
 from helpers.models.recipe_cases import te
 from hypothesis import HealthCheck, given, reject, seed, settings
 from torch import Tensor
@@ -121,7 +121,9 @@ class Oracle:
 
     def __init__(self, program: Program, weights: list[dict[str, Tensor]], recipes: list[Recipe | None]) -> None:
         self.moved: list[list[Step]] = []
+        self.eager: list[dict[str, float]] | None = None
         self._steps = functools.partial(oracle_steps, program, weights, recipes)
+        self._weights = weights
         self.program, self.exact = program, self._steps(None)
         self._move(MOVES)
 
@@ -129,7 +131,9 @@ class Oracle:
         self.moved += [self._steps(len(self.moved) + i) for i in range(times)]
 
     def tolerances(self, number: int) -> dict[str, float]:
-        return tolerances(self.program, self.exact[number], [steps[number] for steps in self.moved])
+        found = tolerances(self.program, self.exact[number], [steps[number] for steps in self.moved])
+        eager = self.eager[number] if self.eager else {}
+        return {name: max(allowed, FACTOR * eager.get(name, 0.0)) for name, allowed in found.items()}
 
     def compare(self, what: str, steps: list[Step], others: list[Step] | None = None) -> None:
         """Raises Mismatch where `steps` are further from `others`, or from the oracle's, than roundings move them."""
@@ -138,6 +142,8 @@ class Oracle:
             errors = {name: _distance(value, other[name]) for name, value in step.tensors().items()}
             if _above(errors, self.tolerances(number)) and len(self.moved) < MORE_MOVES:
                 self._move(MORE_MOVES)
+            if _above(errors, self.tolerances(number)) and self.eager is None:
+                self.eager = eager_errors(self.program, self._weights)
             if wrong := _above(errors, allowed := self.tolerances(number)):
                 norms = {name: float(value.double().norm()) for name, value in self.exact[number].tensors().items()}
                 lines = [

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_dynamo.recipe import Recipe
 
-__all__ = ["OutOfRangeError", "Step", "oracle_steps", "run", "tolerances"]
+__all__ = ["FACTOR", "OutOfRangeError", "Step", "eager_errors", "oracle_steps", "run", "tolerances"]
 
 FACTOR = 3.0
 """Tolerances are so many times the largest move seen. In 100 models the tensor furthest off was 1.3 times as far from the oracle's as the
@@ -162,3 +162,16 @@ def tolerances(program: Program, exact: Step, moved: list[Step]) -> dict[str, fl
         for name, value in step.tensors().items():
             found[name] = max(found[name], FACTOR * float((value - exact_tensors[name]).norm()))
     return found
+
+
+def eager_errors(program: Program, weights: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """By step and tensor, how far eager's is from float64's (Frobenius), with no linear in a recipe.
+
+    Some of torch's CPU kernels add up in 16 bits (native_layer_norm_backward), which moves a sum by more than a rounding.
+    """
+    model = program.model()
+    own, exact = run(program, model, model, weights), oracle_steps(program, weights, [None] * 100, None)
+    return [
+        {name: float((value.double() - b.tensors()[name].double()).norm()) for name, value in a.tensors().items()}
+        for a, b in zip(own, exact, strict=True)
+    ]
