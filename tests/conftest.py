@@ -22,6 +22,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE.name, "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_CACHE.name, "triton"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Programs that tests start import the helpers too.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
     # What a CI machine has; more only makes the small tests slower.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

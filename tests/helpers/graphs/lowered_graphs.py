@@ -1,0 +1,373 @@
+"""One graph for each te operation on fake CUDA tensors: what lowering is tested with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
+
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
+from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.quantized.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from te_dynamo.recipe import Float8CurrentScaling
+
+te, aten = torch.ops.te, torch.ops.aten
+
+BOTH = Float8CurrentScalingQuantizer()
+
+ROWS = Float8CurrentScalingQuantizer(columnwise=False)
+
+COLUMNS = Float8CurrentScalingQuantizer(rowwise=False)
+
+LINEAR = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)
+
+GROUPED_LINEAR = GroupedLinearConfig.for_weight(
+    Float8CurrentScaling(), weight_transposed=False, input_requires_grad=True, weight_requires_grad=True
+)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="cuda")
+
+
+def f8(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.float8_e4m3fn, device="cuda")
+
+
+def u8(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.uint8, device="cuda")
+
+
+def offsets() -> Tensor:
+    return torch.empty(3, dtype=torch.int32, device="cuda")
+
+
+def key() -> Tensor:
+    return torch.empty(2, dtype=torch.int32, device="cuda")
+
+
+def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A call with its fake result, from line 17 of the user's model."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    node.meta["stack_trace"] = '  File "model.py", line 17, in forward\n    y = f(x)'
+    return node
+
+
+def inputs(graph: fx.Graph, *values: Tensor) -> list[fx.Node]:
+    """Placeholders for `values`."""
+    nodes = []
+    for number, value in enumerate(values):
+        nodes.append(graph.placeholder(f"x{number}"))
+        nodes[-1].meta["val"] = value
+    return nodes
+
+
+def finish(graph: fx.Graph, result: fx.Node) -> fx.Graph:
+    """Returns every tensor of `result`."""
+    values = result.meta["val"]
+    items: list[fx.Node] = [result]
+    if not isinstance(values, Tensor):
+        items = [call(graph, operator.getitem, result, index) for index in range(len(values))]
+    graph.output(tuple(items))
+    return graph
+
+
+def graph_of(target: Any, *args: Any) -> fx.Graph:
+    """A graph of one operation; its tensors among `args` are the inputs."""
+    graph = fx.Graph()
+    leaves, spec = tree_flatten(args)
+    nodes = iter(inputs(graph, *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+    given = spec.unflatten([next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return finish(graph, call(graph, target, *given))
+
+
+Case = tuple[Any, Callable[[], tuple[Any, ...]], str]
+
+CASES: dict[str, Case] = {
+    "quantize": (
+        te.quantize,
+        lambda: (bf16(19, 64), BOTH),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv",
+    ),
+    "quantize rows": (
+        te.quantize,
+        lambda: (bf16(1024, 128), ROWS),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, scale_inv",
+    ),
+    "quantize a few rows": (
+        te.quantize,
+        lambda: (bf16(19, 64), ROWS),
+        "quantize_few_kernel -> data, scale_inv",
+    ),
+    "quantize columns": (
+        te.quantize,
+        lambda: (bf16(19, 64), COLUMNS),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> transpose, scale_inv",
+    ),
+    "gemm": (
+        te.gemm,
+        lambda: (f8(16, 64), f32(1), f8(32, 64), f32(1), None, torch.bfloat16, True),
+        "gemm_kernel -> c",
+    ),
+    "gemm with bias": (
+        te.gemm,
+        lambda: (f8(16, 64), f32(1), f8(32, 64), f32(1), bf16(32), torch.bfloat16, True),
+        "gemm_kernel -> c",
+    ),
+    "rms_norm": (te.rms_norm, lambda: (bf16(19, 64), bf16(64), 1e-5, False, False), "norm_rows_kernel -> y, rstd"),
+    "rms_norm without weight": (
+        te.rms_norm,
+        lambda: (bf16(19, 64), None, 1e-5, False, False),
+        "norm_rows_kernel -> y, rstd",
+    ),
+    "layer_norm": (
+        te.layer_norm,
+        lambda: (bf16(19, 64), bf16(64), bf16(64), 1e-5),
+        "norm_rows_kernel -> y, mean, rstd",
+    ),
+    "rms_norm_quantize": (
+        te.rms_norm_quantize,
+        lambda: (bf16(19, 64), bf16(64), 1e-5, False, False, BOTH, False),
+        "norm_rows_kernel -> rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
+    ),
+    "rms_norm_quantize keeping y": (
+        te.rms_norm_quantize,
+        lambda: (bf16(19, 64), bf16(64), 1e-5, False, False, ROWS, True),
+        "norm_rows_kernel -> rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+    ),
+    "layer_norm_quantize": (
+        te.layer_norm_quantize,
+        lambda: (bf16(19, 64), bf16(64), None, 1e-5, BOTH, False),
+        "norm_rows_kernel -> mean, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
+    ),
+    "activation": (te.activation, lambda: (bf16(19, 64), "gelu"), "activation_write_kernel -> y"),
+    "activation_backward": (
+        te.activation_backward,
+        lambda: (bf16(19, 64), bf16(19, 64), "silu"),
+        "activation_write_kernel -> y",
+    ),
+    "activation_quantize": (
+        te.activation_quantize,
+        lambda: (bf16(19, 64), "relu", BOTH, True),
+        "activation_amax_kernel -> partials\nactivation_write_kernel -> y, data, transpose, scale_inv",
+    ),
+    "add_rms_norm_quantize": (
+        te.add_rms_norm_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(64), 1e-5, False, False, BOTH, False),
+        "add_norm_rows_kernel -> h, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
+    ),
+    "add_layer_norm_quantize keeping y": (
+        te.add_layer_norm_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(64), bf16(64), 1e-5, ROWS, True),
+        "add_norm_rows_kernel -> h, mean, rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+    ),
+    "quantize_stacked": (
+        te.quantize_stacked,
+        lambda: ([bf16(128, 64), bf16(256, 64)], BOTH, False),
+        "quantize_amax_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv\n"
+        "quantize_amax_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv",
+    ),
+    "gemm_stacked": (
+        te.gemm_stacked,
+        lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), torch.bfloat16, True, "N", [128, 256]),
+        "gemm_stacked_kernel -> c",
+    ),
+    "gemm_swiglu": (
+        te.gemm_swiglu,
+        lambda: (f8(16, 64), f32(1), f8(256, 64), f32(2), True, 1),
+        "gemm_stacked_kernel -> c\nswiglu_amax_kernel -> partials",
+    ),
+    "gemm_grouped": (
+        te.gemm_grouped,
+        lambda: (f8(19, 64), f32(1), f8(3, 32, 64), f32(3), offsets(), torch.bfloat16, True),
+        "gemm_grouped_kernel -> c",
+    ),
+    "gemm_grouped_columns": (
+        te.gemm_grouped_columns,
+        lambda: (f8(64, 32), f32(1), f8(128, 32), f32(1), offsets(), torch.bfloat16, False),
+        "gemm_grouped_columns_kernel -> c",
+    ),
+    "grouped_linear": (
+        te.grouped_linear,
+        lambda: (bf16(19, 64), bf16(3, 32, 64), offsets(), GROUPED_LINEAR),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
+        "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\n"
+        "gemm_grouped_kernel -> c",
+    ),
+    "grouped_linear_with_workspace": (
+        te.grouped_linear_with_workspace,
+        lambda: (bf16(19, 64), None, offsets(), GROUPED_LINEAR, [f8(3, 32, 64), f8(3, 64, 32), f32(3)]),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_grouped_kernel -> c",
+    ),
+    "quantize_bias_grad": (
+        te.quantize_bias_grad,
+        lambda: (bf16(19, 64), BOTH),
+        "amax_column_sums_kernel -> partials, sums\nquantize_cast_kernel -> data, transpose, scale_inv",
+    ),
+    "activation_backward_quantize": (
+        te.activation_backward_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, True),
+        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> dbias, data, transpose, scale_inv",
+    ),
+    "swiglu": (te.swiglu, lambda: (bf16(19, 64), bf16(19, 64)), "swiglu_write_kernel -> y"),
+    "swiglu_quantize": (
+        te.swiglu_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), BOTH, False),
+        "swiglu_amax_kernel -> partials\nswiglu_write_kernel -> data, transpose, scale_inv",
+    ),
+    "swiglu_quantize with amax": (
+        te.swiglu_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), BOTH, False, f32(512)),
+        "swiglu_write_kernel -> data, transpose, scale_inv",
+    ),
+    "swiglu_backward": (
+        te.swiglu_backward,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64)),
+        "swiglu_backward_write_kernel -> dgate, dup",
+    ),
+    "swiglu_backward_quantize": (
+        te.swiglu_backward_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), ROWS, False),
+        "swiglu_backward_amax_kernel -> gate_partials, up_partials\n"
+        "swiglu_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
+    ),
+    "swiglu_backward_quantize_halves": (
+        te.swiglu_backward_quantize_halves,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), BOTH, True, True),
+        "swiglu_backward_amax_kernel -> gate_partials\n"
+        "swiglu_backward_write_kernel -> dgate, gate_data, gate_transpose, gate_scale_inv",
+    ),
+    "transpose": (te.transpose, lambda: (f8(19, 64),), "transpose_kernel -> transpose"),
+    "quantize_block": (
+        te.quantize,
+        lambda: (bf16(19, 64), Float8BlockQuantizer()),
+        "quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv",
+    ),
+    "quantize_block_2d_rows": (
+        te.quantize,
+        lambda: (bf16(19, 64), Float8BlockQuantizer(columnwise=False, block_dims=2)),
+        "quantize_block_kernel -> data, scale_inv",
+    ),
+    "quantize_mxfp8_columns": (
+        te.quantize,
+        lambda: (bf16(19, 64), MXFP8Quantizer(rowwise=False)),
+        "quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_mxfp8_128": (
+        te.quantize,
+        lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128)),
+        "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_nvfp4": (
+        te.quantize,
+        lambda: (bf16(19, 64), NVFP4Quantizer(hadamard=True, stochastic_rounding=True), key()),
+        "hadamard_amax_kernel -> partials, columnwise_partials\n"
+        "quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax",
+    ),
+    "gemm_block": (
+        te.gemm_block,
+        lambda: (f8(19, 64), f32(1, 20), f8(32, 64), f32(1, 4), bf16(32), torch.bfloat16, False, True),
+        "gemm_block_kernel -> c",
+    ),
+    "gemm_block_e8m0": (
+        te.gemm_block,
+        lambda: (f8(19, 64), u8(128, 4), f8(32, 64), u8(128, 4), None, torch.bfloat16, False, False),
+        "gemm_block_kernel -> c",
+    ),
+    "gemm_mxfp8": (
+        te.gemm_mxfp8,
+        lambda: (f8(64, 32), u8(4, 128), f8(64, 32), u8(4, 128), None, torch.bfloat16, True, True),
+        "dequantize_mxfp8_kernel -> values\ndequantize_mxfp8_kernel -> values",
+    ),
+    "gemm_nvfp4": (
+        te.gemm_nvfp4,
+        lambda: (u8(19, 32), u8(128, 4), f32(1), u8(32, 32), u8(128, 4), f32(1), bf16(32), torch.bfloat16),
+        "dequantize_nvfp4_kernel -> y\ndequantize_nvfp4_kernel -> y\nnvfp4_epilogue_kernel -> c",
+    ),
+    "add_bias": (te.add_bias, lambda: (f32(19, 64), bf16(64), torch.bfloat16), ""),
+    "bias_grad": (te.bias_grad, lambda: (bf16(19, 64),), ""),
+    # These are expanded before autograd ends; one that slipped through must still become kernels.
+    "gelu": (te.gelu, lambda: (bf16(19, 64), "none"), "activation_write_kernel -> y"),
+    "silu": (te.silu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
+    "relu": (te.relu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
+    "linear": (
+        te.linear,
+        lambda: (bf16(2, 8, 64), bf16(32, 64), bf16(32), LINEAR),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_kernel -> c",
+    ),
+    "linear_with_workspace": (
+        te.linear_with_workspace,
+        lambda: (bf16(2, 8, 64), None, bf16(32), LINEAR, [f8(32, 64), f8(64, 32), f32(1)]),
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_kernel -> c",
+    ),
+    "gemm of a few rows": (
+        te.gemm,
+        lambda: (f8(16, 8192), f32(1), f8(1024, 8192), f32(1), None, torch.bfloat16, True),
+        "gemm_decode_kernel -> c\ngemm_reduce_kernel -> c",
+    ),
+    "gemm_add": (
+        te.gemm_add,
+        lambda: (f8(19, 64), f32(1), f8(32, 64), f32(1), bf16(32), bf16(19, 32), torch.bfloat16, True),
+        "gemm_kernel -> c",
+    ),
+    "gemm_add, K in parts": (
+        te.gemm_add,
+        lambda: (f8(128, 8192), f32(1), f8(256, 8192), f32(1), None, bf16(128, 256), torch.bfloat16, True),
+        "gemm_kernel -> c\ngemm_reduce_kernel -> c",
+    ),
+    "gemm_add of a few rows": (
+        te.gemm_add,
+        lambda: (f8(16, 1024), f32(1), f8(4096, 1024), f32(1), None, bf16(16, 4096), torch.bfloat16, True),
+        "gemm_decode_kernel -> c",
+    ),
+    "gemm_add of rows that are no vectors": (
+        te.gemm_add,
+        lambda: (f8(19, 64), f32(1), f8(33, 64), f32(1), None, bf16(19, 33), torch.bfloat16, True),
+        "gemm_kernel -> c",
+    ),
+    "gemm_amax of a few rows": (
+        te.gemm_amax,
+        lambda: (f8(16, 1024), f32(1), f8(4096, 1024), f32(1), bf16(4096), torch.bfloat16, True),
+        "gemm_decode_kernel -> c, partials",
+    ),
+    "gemm_amax of a few rows, K in parts": (
+        te.gemm_amax,
+        lambda: (f8(16, 8192), f32(1), f8(1024, 8192), f32(1), None, torch.bfloat16, True),
+        "gemm_decode_kernel -> c\ngemm_reduce_kernel -> c, partials",
+    ),
+    "gemm_amax": (
+        te.gemm_amax,
+        lambda: (f8(16, 64), f32(1), f8(32, 64), f32(1), None, torch.bfloat16, True),
+        "gemm_kernel -> c\nquantize_amax_kernel -> partials",
+    ),
+    "gemm_swiglu of a few rows": (
+        te.gemm_swiglu,
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), True, 0),
+        "gemm_decode_swiglu_kernel -> c, partials",
+    ),
+    "quantize_with_amax": (
+        te.quantize_with_amax,
+        lambda: (bf16(16, 64), BOTH.with_usage(columnwise=False), f32(512)),
+        "quantize_cast_kernel -> data, scale_inv",
+    ),
+    "gemm_stacked of a few rows": (
+        te.gemm_stacked,
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), torch.bfloat16, True, "N", [14336, 14336]),
+        "gemm_decode_kernel -> c",
+    ),
+}

@@ -1,0 +1,99 @@
+"""Kernels compiled without a GPU: a case is a kernel with its dtypes and constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import triton
+from helpers.oracles.fp8_merges import check_merges
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from te_dynamo.kernels.runtime.compiled_code import PtxReport, compile_for
+
+SHARED_BYTES = 227 * 1024
+
+TORCH_DTYPES = {
+    "*fp8e4nv": torch.float8_e4m3fn,
+    "*fp8e5": torch.float8_e5m2,
+    "*bf16": torch.bfloat16,
+    "*fp16": torch.float16,
+    "*fp32": torch.float32,
+    "*u8": torch.uint8,
+    "*i32": torch.int32,
+}
+
+TRITON_TYPES = {dtype: kind for kind, dtype in TORCH_DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One specialization of one kernel, what its code must and must not contain, and the arguments it writes."""
+
+    name: str
+    kernel: Any
+    args: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...]
+    has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    capability: int = 90
+    programs_per_sm: int = 1
+
+
+MIXES = {
+    "e4m3.e4m3": ("*fp8e4nv", "*fp8e4nv"),
+    "e5m2.e4m3": ("*fp8e5", "*fp8e4nv"),
+    "e4m3.e5m2": ("*fp8e4nv", "*fp8e5"),
+}
+
+
+def compile_case(case: Case) -> PtxReport:
+    constants = dict(case.constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    report = compile_for(case.kernel, case.args, constants, aligned=case.aligned, capability=case.capability, **options)
+    if case.capability == 90 and "x2.f32" in report.ptx:
+        check_merges(report.cubin)
+    return report
+
+
+class HopperDriver:
+    """Stands in for the GPU's driver where there is none: torch asks it which GPU to read the kernel for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def written(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The arguments that torch finds the kernel to write, in its order."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+    constants = {name: value for name, value in case.constants.items() if name not in ("num_warps", "num_stages")}
+    with FakeTensorMode():
+        arguments = {
+            name: torch.empty(256, device="cuda", dtype=TORCH_DTYPES[kind]) if kind in TORCH_DTYPES else 256
+            for name, kind in case.args.items()
+        }
+        kernel = kernel_side_table.add_kernel(case.kernel)
+        rest = kernel_side_table.add_constant_args(constants)
+        return tuple(get_mutated_tensors(kernel, rest, arguments, {}))
+
+
+def constant_argument(case: Case, **values: int) -> Case:
+    """The case with run-time arguments turned into constants."""
+    return dataclasses.replace(
+        case,
+        name=f"{case.name} {values}",
+        args={name: kind for name, kind in case.args.items() if name not in values},
+        constants={**case.constants, **values},
+        aligned=tuple(name for name in case.aligned if name not in values),
+    )

@@ -1,0 +1,55 @@
+"""The quantizing kernels, compiled without a GPU, and what their code says of spills and reductions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "dbias", "mean", "rstd"}
+
+FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
+
+SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride"}
+
+
+def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16"):
+    """The kernel for sm_90, pointers and sizes multiples of 16; constants are its compile-time arguments."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = (
+            "i32" if name in SIZES
+            else "*fp32" if name in POINTERS
+            else "*fp8e4nv" if name in FP8
+            else f"*{weight if name in ('weight', 'bias') else dtype}"
+        )  # fmt: skip
+        attributes[(index,)] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=TARGET, options={"num_warps": warps})
+
+
+def assert_no_spills(compiled, tmp_path, allowed: int = 0) -> None:
+    """At most `allowed` bytes a thread."""
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = [get_ptxas(TARGET.arch).path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null"]
+    report = subprocess.run([*command, str(tmp_path / "kernel.ptx")], capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert spills and max(map(int, spills)) <= allowed, report
+
+
+def reduction_layouts(compiled) -> list[str]:
+    """The layouts that reductions read, in order: with the shape, they fix the order of the additions."""
+    ir = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(#\w+) = (#ttg\..*)", ir))
+    return [layouts[name] for name in re.findall(r"\}\) : \(tensor<\d+x\w+, (#\w+)>\) -> f32", ir)]

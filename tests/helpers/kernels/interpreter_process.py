@@ -1,0 +1,16 @@
+"""A test file run as a program, in a process whose kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+__all__ = ["run_in_interpreter"]
+
+
+def run_in_interpreter(file: str) -> None:
+    """Runs `python file`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

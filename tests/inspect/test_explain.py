@@ -1,0 +1,199 @@
+"""explain(): its numbers, its forms, and that it leaves the user's model as it was."""
+
+import importlib
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.graphs.fake_backend import recording_backend
+from torch import nn
+
+import te_dynamo.__main__ as command_line
+from te_dynamo.inspect.explain import Explanation, explain
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 16)
+        self.left = nn.Linear(16, 4, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.left(F.dropout(F.silu(self.fc(self.norm(x)))))
+
+
+def breaking(x):
+    x = F.linear(x, x)
+    print("in between")
+    return x + 1
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch):
+    torch._dynamo.reset()
+    module = importlib.import_module(
+        "te_dynamo.inspect.explain"
+    )  # the package's attribute of that name is the function
+    monkeypatch.setattr(module, "_te_backend", lambda: recording_backend)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_text(net):
+    assert_expected_inline(
+        str(explain(net, torch.ones(4, 8))),
+        """\
+coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 1 graph, 0 graph breaks
+
+linears
+
+| module | source            | M x N x K  | dtype | recipe                 | reason                |
+|--------|-------------------|------------|-------|------------------------|-----------------------|
+| fc     | fake_backend.py:1 | 4 x 16 x 8 | f32   | float8_current_scaling |                       |
+| left   | fake_backend.py:1 | 4 x 4 x 16 | f32   | left                   | rule 'left' leaves it |
+
+norms and activations
+
+| kind | module | source | te op | reason       |
+|------|--------|--------|-------|--------------|
+| silu |        |        | left  | for the test |
+
+fusions
+
+| phase    | fusion          | times |
+|----------|-----------------|-------|
+| forward  | silu + quantize | 2     |
+| backward | silu + quantize | 2     |
+
+lowered
+
+| phase    | te op   | runs        | times |
+|----------|---------|-------------|-------|
+| forward  | te.gemm | gemm_kernel | 1     |
+| backward | te.gemm | gemm_kernel | 1     |""",
+    )
+
+
+def test_dict_is_plain_data(net):
+    found = json.loads(json.dumps(explain(net, torch.ones(4, 8)).to_dict()))
+    assert found["coverage"] == pytest.approx(128 / 192)  # 8 x 16 of 8 x 16 + 16 x 4 multiplications a row
+    assert [row["matched"] for row in found["linears"]] == [True, False]
+    assert found["linears"][1]["reason"] == "rule 'left' leaves it"
+    assert [row["kind"] for row in found["norms_activations"]] == ["silu"]
+    assert found["fusions"][1] == {"phase": "backward", "fusion": "silu + quantize", "count": 2}
+    assert found["lowered"][0] == {"phase": "forward", "op": "te.gemm", "runs": "gemm_kernel", "count": 1}
+    assert (found["graphs"], found["graph_breaks"]) == (1, [])
+
+
+def test_html_is_one_page(net, tmp_path):
+    explain(net, torch.ones(4, 8)).to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "coverage 66.7%" in page.replace("&#x27;", "'")
+
+
+def test_coverage_without_linears_is_zero():
+    found = explain(torch.sin, torch.ones(3))
+    assert found.coverage == 0.0
+    assert str(found).startswith("coverage 0.0% of linear FLOPs in no recipe, 0 of 0 linears; 1 graph, 0 graph breaks")
+    assert Explanation([], []).to_dict()["coverage"] == 0.0
+
+
+def test_graph_breaks_are_listed_with_line_and_reason():
+    found = explain(breaking, torch.ones(3, 3))
+    assert len(found.graph_breaks) == 1
+    line = breaking.__code__.co_firstlineno + 2
+    assert found.graph_breaks[0].source == f"test_explain.py:{line}"
+    assert "graph break" in str(found)
+    assert found.to_dict()["graphs"] == 2
+
+
+def test_a_break_without_a_message_has_dynamos_reason():
+    def forward(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    (found,) = explain(forward, torch.ones(3)).graph_breaks
+    assert "graph_break" in found.reason
+
+
+def test_a_traced_module_inside_a_model():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = nn.Linear(16, 16), torch.jit.trace(nn.BatchNorm1d(16).eval(), torch.randn(4, 16))
+
+        def forward(self, x):
+            return self.norm(self.fc(x))
+
+    assert [row.module for row in explain(Net(), torch.randn(4, 16)).linears] == ["fc"]
+
+
+def test_the_model_is_left_as_it_was(net):
+    net.fc.weight.grad = torch.full_like(net.fc.weight, 7)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    versions = net.norm.running_mean
+    random = torch.get_rng_state()
+    explain(net, torch.ones(4, 8, requires_grad=True))
+    assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
+    assert net.norm.running_mean is versions
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(net.fc.weight.grad, torch.full_like(net.fc.weight, 7))
+    assert net.left.weight.grad is None
+    assert net.training
+
+
+def test_a_compiled_model_keeps_its_compilation_and_its_options(net):
+    compilations = []
+
+    def counting(gm, example_inputs, **kwargs):
+        compilations.append(kwargs)
+        return recording_backend(gm, example_inputs, **kwargs)
+
+    user = torch.compile(net, backend=counting, options={"recipe": "theirs"})
+    user(torch.ones(4, 8))
+    assert explain(user, torch.ones(4, 8)).reports[0].notes == ["options {'recipe': 'theirs'}"]
+    assert explain(user, torch.ones(4, 8), options={"recipe": "ours"}).reports[0].notes == [
+        "options {'recipe': 'ours'}"
+    ]
+    user(torch.ones(4, 8))
+    assert compilations == [{"options": {"recipe": "theirs"}}]
+
+
+def test_compiles_afresh_each_time(net):
+    assert len(explain(net, torch.ones(4, 8)).reports) == len(explain(net, torch.ones(4, 8)).reports) == 1
+
+
+def test_inference_without_grad(net):
+    with torch.no_grad():
+        found = explain(net.eval(), torch.ones(4, 8))
+    assert [row["phase"] for row in found.to_dict()["lowered"]] == ["inference"]
+
+
+def make_net():
+    return Net(), torch.ones(4, 8)
+
+
+def test_command_line(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    assert command_line.main(["explain", f"{__name__}:make_net", "--codegen", "eager", "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("coverage 66.7%")
+    assert "options {'codegen': 'eager'}" in printed
+    assert page.exists()
+
+
+@pytest.mark.parametrize("target", ["no_colon", "no_such_module_here:f", f"{__name__}:nothing", f"{__name__}:json"])
+def test_command_line_refuses_a_wrong_target(capsys, target):
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main(["explain", target])
+    assert stopped.value.code == 2
+    assert target in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Machine code of the grouped kernels, compiled without a GPU: tensor cores, no spills, no warnings, the arguments written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.kernels.compiled_cases import SHARED_BYTES, TRITON_TYPES, Case, compile_case, written
+
+from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_kernel, gemm_grouped_kernel, grouped_options
+from te_dynamo.kernels.gemm.grouped_tiles import GROUPED_TILES
+from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.quantize.grouped import PARTIALS, grouped_amax_kernel, grouped_cast_kernel
+
+MIXES = {
+    "e4m3.e4m3": ("*fp8e4nv", "*fp8e4nv"),
+    "e5m2.e4m3": ("*fp8e5", "*fp8e4nv"),
+    "e4m3.e5m2": ("*fp8e4nv", "*fp8e5"),
+}
+
+
+def gemm_case(
+    tile: Tile, columns: bool, mix: str, out_dtype: torch.dtype, width: int = 4096, capability: int = 90
+) -> Case:
+    a, b = MIXES[mix]
+    aligned = ("a", "a_scale_inv", "b", "b_scale_inv", "offs", "c") + (("M", "N") if columns else ("K",))
+    aligned += (("K",) if columns else ("N",)) if width % 16 == 0 else ()
+    name = "columns" if columns else "rows"
+    return Case(
+        name=f"gemm_grouped {name} {tile.name} {mix} {out_dtype} {width} sm_{capability}",
+        kernel=gemm_grouped_columns_kernel if columns else gemm_grouped_kernel,
+        args={
+            **{
+                "a": a,
+                "a_scale_inv": "*fp32",
+                "b": b,
+                "b_scale_inv": "*fp32",
+                "offs": "*i32",
+                "c": TRITON_TYPES[out_dtype],
+            },
+            **{"M": "i32", "N": "i32", "K": "i32", "G": "i32"},
+        },
+        constants={**grouped_options(tile, width), **({} if columns else {"GROUPS": 64})},
+        aligned=aligned,
+        has=(f".f32.{mix}", "wgmma.mma_async", "cp.async.bulk.tensor") if capability == 90 else ("tcgen05.mma",),
+        lacks=("fma.",),
+        writes=("c",),
+        capability=capability,
+        programs_per_sm=tile.ctas_per_sm,
+    )
+
+
+def quantize_cases() -> Iterator[Case]:
+    sizes = {"N": "i32", "K": "i32"}
+    yield Case(
+        name="grouped_amax",
+        kernel=grouped_amax_kernel,
+        args={"x": "*bf16", "partials": "*fp32", **sizes},
+        constants={"PARTIALS": PARTIALS, "BLOCK_N": 4, "BLOCK_K": 1024, "num_warps": 8},
+        aligned=("x", "partials", "N", "K"),
+        has=("ld.global.v4.b32",),
+        writes=("partials",),
+    )
+    yield Case(
+        name="grouped_cast",
+        kernel=grouped_cast_kernel,
+        args={
+            **{"x": "*bf16", "partials": "*fp32", "data": "*fp8e4nv", "transpose": "*fp8e4nv", "scale_inv": "*fp32"},
+            **{"G": "i32", **sizes},
+        },
+        constants={
+            **{"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False, "ROWWISE": True, "COLUMNWISE": True},
+            **{"PARTIALS": PARTIALS, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8},
+        },
+        aligned=("x", "partials", "data", "transpose", "scale_inv", "N", "K"),
+        has=("st.global.v4.b32",),
+        writes=("data", "transpose", "scale_inv"),
+    )
+
+
+def cases() -> Iterator[Case]:
+    for tile in GROUPED_TILES:
+        for columns in (False, True):
+            yield gemm_case(tile, columns, "e4m3.e4m3" if tile.fast else "e5m2.e4m3", torch.bfloat16)
+    small = GROUPED_TILES[-1]
+    yield gemm_case(small, True, "e4m3.e5m2", torch.float32)
+    yield gemm_case(small, False, "e5m2.e4m3", torch.float16, width=4095)
+    for tile in (GROUPED_TILES[0], small):
+        for columns in (False, True):
+            yield gemm_case(tile, columns, "e4m3.e4m3", torch.bfloat16, capability=100)
+    yield from quantize_cases()
+
+
+CASES = list(cases())
+FAST = (f"columns {GROUPED_TILES[0].name}", f"rows {GROUPED_TILES[2].name}", "grouped_cast", "grouped_amax")
+"""What is compiled in every run: one tile of each product, and the quantization."""
+
+
+def marked(cases: list[Case]) -> list[Any]:
+    """The cases; those of the other tiles are slow tests."""
+    always = [case.capability == 90 and any(name in case.name for name in FAST) for case in cases]
+    return [
+        case if now else pytest.param(case, marks=pytest.mark.slow) for case, now in zip(cases, always, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", marked(CASES), ids=lambda case: case.name)
+def test_machine_code(case: Case) -> None:
+    report = compile_case(case)
+    assert report.spills == 0, report.log
+    assert report.warnings == (), report.log
+    assert report.shared <= SHARED_BYTES // case.programs_per_sm
+    for text in case.has:
+        assert text in report.ptx
+    for text in case.lacks:
+        assert text not in report.ptx
+
+
+@pytest.mark.parametrize("case", marked([case for case in CASES if case.capability == 90]), ids=lambda case: case.name)
+def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written(case, monkeypatch) == case.writes

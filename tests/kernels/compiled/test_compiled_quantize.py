@@ -1,0 +1,248 @@
+"""The quantizing kernels, compiled for sm_90 and traced for Inductor without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+from helpers.kernels.compiled_quantize import POINTERS, TARGET, assert_no_spills, compile_kernel, reduction_layouts
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.backends.compiler import GPUTarget
+
+from te_dynamo.kernels.activation import activation, swiglu, swiglu_halves, swiglu_kernels
+from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.quantize import current as quantize
+from te_dynamo.kernels.quantize.bias_grad import stripes
+from te_dynamo.kernels.tiles import fp8
+from te_dynamo.lowering.inductor.mutation import analyse_once
+
+E4M3 = torch.float8_e4m3fn
+OPTIONS = (E4M3, True, True, False, 0.0)
+POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
+
+
+# --- compilation --------------------------------------------------------------------------------------------
+
+
+CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
+BOTH = {**CAST, "ROWWISE": True, "COLUMNWISE": True}
+
+
+def tiled(tile: quantize.Tile, **constants: Any) -> tuple[dict[str, Any], int]:
+    return {**constants, "BLOCK_M": tile[0], "BLOCK_K": tile[1]}, tile[2]
+
+
+def amax_cases():
+    yield quantize.quantize_amax_kernel, *tiled(quantize.amax_tile(4096))
+    for kind in activation.KINDS:
+        for backward in (False, True):
+            tile = quantize.amax_tile(4096)
+            yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
+        *tile, parts = stripes(4096)
+        yield activation.activation_backward_sums_kernel, *tiled((*tile, 8), KIND=kind, PARTS=parts)
+    yield swiglu_kernels.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
+    for one in (False, True):
+        yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096), ONE_AMAX=one)
+
+
+def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
+    partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
+    one = quantize.cast_tile(rows, 4096, columnwise)
+    of_activation = [
+        quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, itemsize))
+        for backward in (False, True)
+    ]
+    forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE)
+    backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE)
+    yield quantize.quantize_cast_kernel, *tiled(one, **partials)
+    for kind in activation.KINDS:
+        for backward in (False, True):
+            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "PARTS": 32 if backward else 0}
+            yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
+    yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
+    for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
+        flags = {"KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
+        yield swiglu_kernels.swiglu_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
+    for layer in (False, True):
+        flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
+        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": 1024}
+        yield norm.norm_cast_kernel, *tiled(quantize.cast_tile(rows, 4096, columnwise, norm.CAST_TILE), **flags)
+
+
+def name_of(value: Any) -> str | None:
+    if hasattr(value, "fn"):
+        return value.fn.__name__.removesuffix("_kernel")
+    if isinstance(value, dict):
+        flags = [
+            value.get("KIND", ""),
+            "backward" if value.get("BACKWARD") else "",
+            "layer" if value.get("LAYER") else "",
+        ]
+        return "-".join(filter(None, flags))
+    return None
+
+
+@pytest.mark.parametrize("kernel, constants, warps", list(amax_cases()), ids=name_of)
+def test_amax_kernel_has_wide_loads_and_no_spills(kernel, constants, warps, tmp_path):
+    compiled = compile_kernel(kernel, constants, warps)
+    assert set(re.findall(r"ld\.global\S*?\.(v4|v2|b16|b32|b64)\b", compiled.asm["ptx"])) == {"v4"}
+    assert_no_spills(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("kernel, constants, warps", list(cast_cases(8192)), ids=name_of)
+def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, warps, tmp_path):
+    compiled = compile_kernel(kernel, constants, warps)
+    ptx = compiled.asm["ptx"]
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+    assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx
+    assert_no_spills(compiled, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("block", [32, 8192])
+def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
+    for size in ({}, {"SIZE": 1}):  # Triton makes a constant of an integer argument that is 1
+        constants = {**CAST, "BLOCK": block, **size}
+        assert_no_spills(
+            compile_kernel(quantize.quantize_few_kernel, constants, max(block // 1024, 1), dtype), tmp_path
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
+def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
+    itemsize = 4 if dtype == "fp32" else 2
+    for kernel, constants, warps in cast_cases(rows, columnwise, itemsize):
+        for by_rows, by_columns in fp8.cast_launches(True, columnwise, itemsize):
+            launched = {**constants, "ROWWISE": by_rows, "COLUMNWISE": by_columns}
+            # Triton 3.6 spills two words of a norm's fp32 rows.
+            assert_no_spills(compile_kernel(kernel, launched, warps, dtype, "fp32"), tmp_path, allowed=8)
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("columns", [300, 4096, 16384, 32768])
+def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
+    block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2, layer)
+    flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
+    flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
+    flags["PARTIALS"] = 1024
+    layouts, contractions = [], []
+    for fused in (False, True):
+        compiled = compile_kernel(norm.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
+        layouts.append(reduction_layouts(compiled))
+        contractions.append(compiled.asm["ptx"].count("fma.rn.f32"))
+        # 16 warps have 128 registers a thread for a row of 16384 and the next one: from Triton 3.8 on a few words spill.
+        assert_no_spills(compiled, tmp_path, allowed=0 if columns <= 8192 else 64)
+    assert layouts[0] == layouts[1] and len(layouts[0]) == 1 + layer
+    assert contractions[0] == contractions[1]  # those that the source asks for
+
+
+# --- tracing ------------------------------------------------------------------------------------------------
+
+
+class Sm90Driver:
+    """What tracing asks of the GPU's driver: only its name."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+LAUNCHERS = {
+    "quantize": (
+        lambda x: quantize.quantize(x, *OPTIONS),
+        [(8, 128)],
+        [["partials"], ["data", "transpose", "scale_inv"]],
+    ),
+    "quantize_rowwise": (
+        lambda x: quantize.quantize(x, E4M3, True, False, False, 0.0),
+        [(8, 16384)],
+        [["partials"], ["data", "scale_inv"]],
+    ),
+    "rms_norm": (
+        lambda x, w: norm.rms_norm(x, w, 1e-5, True, False),
+        [(8, 128), (128,)],
+        [["y", "rstd"]],
+    ),
+    "layer_norm_quantize": (
+        lambda x, w, b: norm.layer_norm_quantize(x, w, b, 1e-5, *OPTIONS, True),
+        [(8, 128), (128,), (128,)],
+        [["mean", "rstd", "partials"], ["y", "data", "transpose", "scale_inv"]],
+    ),
+    "activation": (lambda x: activation.activation(x, "gelu"), [(8, 128)], [["y"]]),
+    "activation_backward_quantize": (
+        lambda dy, x: activation.activation_backward_quantize(dy, x, "gelu", *OPTIONS, False, True),
+        [(8, 128), (8, 128)],
+        [["partials", "sums"], ["dbias", "data", "transpose", "scale_inv"]],
+    ),
+    "swiglu_quantize": (
+        lambda both: swiglu.swiglu_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), *OPTIONS, False),
+        [(2, 4, 128)],
+        [["partials"], ["data", "transpose", "scale_inv"]],
+    ),
+    "swiglu_backward_quantize": (
+        lambda dy, gate, up: swiglu.swiglu_backward_quantize(dy, gate, up, *OPTIONS, True),
+        [(8, 128)] * 3,
+        [
+            ["gate_partials", "up_partials"],
+            [
+                "dgate",
+                "dup",
+                "gate_data",
+                "gate_transpose",
+                "gate_scale_inv",
+                "up_data",
+                "up_transpose",
+                "up_scale_inv",
+            ],
+        ],
+    ),
+    "swiglu_backward_quantize_halves": (
+        lambda dy, h: swiglu_halves.swiglu_backward_quantize_halves(dy, *h.chunk(2, -1), *OPTIONS, False, False),
+        [(8, 128), (8, 256)],
+        [["gate_partials"], ["gate_data", "gate_transpose", "gate_scale_inv"]],
+    ),
+}
+
+
+def written_without_guards(function, shapes, dynamic: bool) -> list[list[str]]:
+    """What each launch of function, on bf16 tensors of those shapes, the first dimension a symbol if `dynamic`, writes."""
+    analyse_once()  # as a compiled graph's: torch alone cannot read a kernel that waits for its predecessor
+    environment = ShapeEnv()
+    symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
+    rows = environment.create_symintnode(symbol, hint=8) if dynamic else 8
+    previous = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Sm90Driver())
+    try:
+        with FakeTensorMode(shape_env=environment):
+            shapes = [(rows, *shape[1:]) if len(shape) > 1 else shape for shape in shapes]
+            inputs = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+            graph = make_fx(dispatch_functionalize(function), tracing_mode="real")(*inputs)
+    finally:
+        triton.runtime.driver._active = previous
+    launches = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+    assert not environment.guards
+    return [sorted(node.kwargs["tensors_to_clone"]) for node in launches]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launcher_traces_with_exact_mutations_and_no_guards(name, dynamic):
+    function, shapes, expected = LAUNCHERS[name]
+    assert written_without_guards(function, shapes, dynamic) == [sorted(names) for names in expected]
+
+
+def test_few_values_are_one_launch_where_their_number_is_known():
+    rows, _, _ = LAUNCHERS["quantize_rowwise"]
+    assert written_without_guards(rows, [(8, 128)], dynamic=False) == [["data", "scale_inv"]]
+    assert written_without_guards(rows, [(8, 128)], dynamic=True) == [["partials"], ["data", "scale_inv"]]

@@ -1,0 +1,196 @@
+"""The warp-specialized block-scaled GEMM: when it is taken, its machine code, its call by Inductor, and on a GPU its bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.kernels.block_operands import BLOCKS, e8m0, in_float64, operands
+from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
+from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, relative_error
+from helpers.models.snapshot_models import kernels_everywhere
+from helpers.models.training import train
+from torch import fx, nn
+
+from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_with_tile
+from te_dynamo.kernels.gemm.block_specialized import (
+    decode_kernel,
+    gemm_block_specialized_kernel,
+    gemm_block_specialized_out,
+    runs_block_specialized,
+    specialized_block_options,
+)
+from te_dynamo.kernels.gemm.block_tiles import BLOCK_TILES, specialized_block_is_faster
+from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.lowering.lower import lower
+from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
+from te_dynamo.testing import fake_cuda
+
+KINDS = ["1x128.128x128", "1x128.1x128", "e8m0.e8m0"]
+
+
+def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
+    assert specialized_block_is_faster(8192, 4096, 4096)
+    assert not specialized_block_is_faster(8192, 14330, 4096), "rows of C that are not whole 16 bytes"
+    assert not specialized_block_is_faster(16, 14336, 4096), "decoding"
+    assert not specialized_block_is_faster(4096, 1024, 1024), "shorter than the CPU needs for a call"
+    with fake_cuda():
+        a = torch.empty(8192, 4096, dtype=E4M3, device="cuda")
+        assert runs_block_specialized(a, a, a_two_d=False)
+        assert not runs_block_specialized(a, a, a_two_d=True)
+
+
+@pytest.mark.parametrize(
+    ("mix", "out_dtype", "bias", "b_two_d"),
+    [
+        ("e4m3.e4m3", torch.bfloat16, False, True),
+        ("e4m3.e4m3", torch.bfloat16, True, False),
+        ("e5m2.e4m3", torch.float32, True, False),
+    ],
+)
+def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, b_two_d: bool) -> None:
+    a, b = MIXES[mix]
+    options = specialized_block_options(bias, b_two_d, out_dtype.itemsize)
+    warps = options.pop("num_warps")
+    report = compile_for(
+        gemm_block_specialized_kernel,
+        {
+            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "bias": "*bf16"},
+            **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
+        },
+        options,
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", "N"),
+        num_warps=warps,
+    )
+    assert report.warnings == (), report.log
+    assert report.spills == 0, report.log
+    assert report.shared <= SHARED_BYTES
+    assert f".f32.{mix}" in report.ptx and "setmaxnreg" in report.ptx
+    # Two groups, two halves: 4 instructions of 32 k each, and one scaled addition for each of a thread's 64 sums.
+    assert report.ptx.count("wgmma.mma_async") == 2 * 2 * 4
+    assert report.ptx.count("fma.rn.f32") == 2 * 2 * 64
+    assert report.ptx.count("mul.f32") == (2 * 2 * 2 if b_two_d else 2 * 2 * 64), "the scales' products"
+
+
+def test_decoding_compiles_without_spills() -> None:
+    report = compile_for(
+        decode_kernel,
+        {"codes": "*u8", "scale_inv": "*fp32", "M": "i32", "blocks": "i32"},
+        {"ROWS": 128, "BLOCKS": 8},
+        num_warps=4,
+    )
+    assert report.spills == 0
+
+
+def graph_of_gemm(m: int, n: int, k: int, a_two_d: bool, b_two_d: bool) -> fx.Graph:
+    graph = fx.Graph()
+    one, two = ((k + 127) // 128, n), ((n + 127) // 128, (k + 511) // 512 * 4)
+    shapes = {
+        "a": ((m, k), E4M3),
+        "sa": ((m // 128, k // 128) if a_two_d else (k // 128, m), torch.float32),
+        "b": ((n, k), E4M3),
+        "sb": (two if b_two_d else one, torch.float32),
+    }
+    for name, (shape, dtype) in shapes.items():
+        graph.placeholder(name).meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
+    args = (*graph.nodes, None, torch.bfloat16, a_two_d, b_two_d)
+    product = graph.call_function(torch.ops.te.gemm_block.default, args)
+    product.meta["val"] = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    graph.output(product)
+    return graph
+
+
+def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_others() -> None:
+    with fake_cuda(), kernels_everywhere():
+        assert lower(graph_of_gemm(8192, 14336, 4096, False, True)) == [("te.gemm_block", "Gluon")]
+        assert lower(graph_of_gemm(8192, 14336, 4096, False, False)) == [("te.gemm_block", "Gluon")]
+        assert lower(graph_of_gemm(8192, 14336, 4096, True, False)) == [("te.gemm_block", "Triton")]
+        assert lower(graph_of_gemm(256, 512, 128, False, True)) == [("te.gemm_block", "Triton")]
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------
+
+
+def operands_of(kind: str, m: int, n: int, k: int, *dtypes: torch.dtype):
+    """a, its scales, b, its scales, bias, and the two flags, on the GPU."""
+    blocks = kind if kind in BLOCKS else "1x128.1x128"
+    a, sa, b, sb, bias, *two_d = operands(m, n, k, blocks, *dtypes, device="cuda", power_of_two=kind == "e8m0.e8m0")
+    if kind == "e8m0.e8m0":
+        sa, sb = e8m0(sa, m), e8m0(sb, n)
+    return a, sa, b, sb, bias, *two_d
+
+
+def specialized(a, sa, b, sb, bias, two_d: list[bool], out_dtype: torch.dtype) -> torch.Tensor:
+    c = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=out_dtype, device=a.device)
+    gemm_block_specialized_out(a, sa, b, sb, bias, b_two_d=two_d[1], out=c)
+    return c
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out_dtype", OUT, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 16), (300, 264, 1040), (1000, 1024, 4112), (8190, 136, 128), (257, 4096, 2064)], ids=str
+)
+def test_its_bits_are_the_other_kernels(shape, out_dtype: torch.dtype, kind: str) -> None:
+    usual = next(tile for tile in BLOCK_TILES if tile.split_k == 1 and tile.fits(out_dtype.itemsize))
+    for dtypes in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
+        a, sa, b, sb, bias, *two_d = operands_of(kind, *shape, *dtypes)
+        for shift in (None, bias):
+            got = specialized(a, sa, b, sb, shift, two_d, out_dtype)
+            assert torch.equal(got, gemm_block_with_tile(usual, a, sa, b, sb, shift, out_dtype, *two_d))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_product_is_right_and_repeats_itself(kind: str) -> None:
+    a, sa, b, sb, bias, *two_d = operands_of(kind, 8192, 14336, 640)
+    first = specialized(a, sa, b, sb, bias, two_d, torch.bfloat16)
+    if kind != "e8m0.e8m0":
+        want = in_float64(a[:300], sa[:, :300], b, sb, bias, *two_d)
+        assert relative_error(first[:300], want) < 1e-2
+    for _ in range(20):
+        assert torch.equal(specialized(a, sa, b, sb, bias, two_d, torch.bfloat16), first)
+
+
+@pytest.mark.gpu
+def test_nan_and_infinity_stay_in_their_rows_and_the_codes_0_and_255_are_scales() -> None:
+    a, sa, b, sb, _, *two_d = operands_of("e8m0.e8m0", 256, 128, 256, E5M2)
+    a[3, 5], a[4, 6] = float("nan"), float("inf")
+    sa[7], sa[8] = 255, 0
+    got = specialized(a, sa, b, sb, None, two_d, torch.float32)
+    assert torch.equal(
+        got.isfinite().all(dim=1).nonzero().flatten().cpu(), torch.tensor([0, 1, 2, 5, 6, *range(8, 256)])
+    )
+    assert (got[8].abs() < 1e-30).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemm_block_takes_it(kind: str) -> None:
+    a, sa, b, sb, _, *two_d = operands_of(kind, 8192, 8192, 1024)
+    assert runs_block_specialized(a, b, two_d[0])
+    got = gemm_block(a, sa, b, sb, None, torch.bfloat16, *two_d)
+    assert torch.equal(got, specialized(a, sa, b, sb, None, two_d, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)], ids=Recipe.describe)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductors_code_calls_it_without_the_dispatcher(mode: str, recipe: Recipe) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 4096)).to("cuda", torch.bfloat16)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    expected = train(torch.compile(model, backend="te", options={"recipe": recipe, "codegen": "eager"}), x)
+    torch._dynamo.reset()
+    options = {"recipe": recipe, **torch._inductor.list_mode_options(mode)}
+    compiled = torch.compile(model, backend="te", options=options)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(train, compiled, x)
+    source = "\n".join(codes)
+    assert "extern_kernels.te_gemm_block(" in source and "torch.ops.te." not in source
+    for _ in range(3):  # CUDA graphs are recorded on the second call and replayed on the third
+        for got, wanted in zip(train(compiled, x), expected, strict=True):
+            assert relative_error(got, wanted.double().cpu()) < 5e-2

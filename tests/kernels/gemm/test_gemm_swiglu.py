@@ -1,0 +1,273 @@
+"""te.gemm_swiglu: its reference, its bound, its machine code, its call by Inductor, and on a GPU its bits."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import pytest
+import torch
+from helpers.kernels.compiled_cases import SHARED_BYTES
+from helpers.kernels.gemm_operands import E4M3, E5M2, operands
+from helpers.kernels.kernel_cases import assert_same_bits
+from helpers.kernels.ptx_emulator import PtxEmulator
+from helpers.models.snapshot_models import SwigluMLP, compiled_run, kernels_everywhere
+from torch import fx
+
+from te_dynamo.kernels.activation.swiglu import (
+    swiglu_partial_amaxes,
+    swiglu_quantize,
+    swiglu_quantize_reference,
+    swiglu_reference,
+)
+from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
+from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference
+from te_dynamo.kernels.gemm.swiglu import (
+    BOUND,
+    gemm_swiglu,
+    gemm_swiglu_kernel,
+    gemm_swiglu_options,
+    gemm_swiglu_reference,
+    gemm_swiglu_specialized,
+)
+from te_dynamo.kernels.runtime.availability import Availability
+from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.lowering.extern import gemm as extern_gemm
+from te_dynamo.lowering.lower import lower
+from te_dynamo.testing import fake_cuda
+
+te = torch.ops.te
+
+
+def stacked(m: int, width: int, k: int, a_dtype=E4M3, b_dtype=E4M3, device: str = "cpu", seed: int = 0):
+    """fp8 operands of a product of two segments, each with its scale."""
+    a, a_scale, one, one_scale, _ = operands(m, width, k, a_dtype, b_dtype, device, seed)
+    _, _, two, two_scale, _ = operands(m, width, k, a_dtype, b_dtype, device, seed + 1)
+    # torch puts no float8 together on every device.
+    b = torch.cat([one.view(torch.uint8), two.view(torch.uint8)]).view(b_dtype)
+    return a, a_scale, b, torch.cat([one_scale, 1.7 * two_scale])
+
+
+def halves(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = c.chunk(2, 1)
+    return parts[gate], parts[1 - gate]
+
+
+# ---- numbers on any machine
+
+
+@pytest.mark.parametrize("gate", [0, 1])
+def test_the_reference_is_what_it_is_made_of(gate: int) -> None:
+    a, a_scale, b, b_scale = stacked(37, 128, 64)
+    given = (a, a_scale, b, 0.02 * b_scale)
+    c, partials = te.gemm_swiglu(*given, True, gate)
+    expected = gemm_stacked_reference(*given, torch.bfloat16, True, "N", (128, 128))
+    assert torch.equal(c, expected)
+    assert partials.max() == swiglu_reference(*halves(c, gate)).abs().max()
+    assert partials.max() != swiglu_reference(*halves(c, 1 - gate)).abs().max()
+    options = (E4M3, True, True, False, 0.0, True)
+    with_amax = swiglu_quantize_reference(*halves(c, gate), *options, partials)
+    assert_same_bits(with_amax, swiglu_quantize_reference(*halves(c, gate), *options))
+
+
+def test_no_rows_have_amax_zero() -> None:
+    c, partials = te.gemm_swiglu(*(t[:0] if i == 0 else t for i, t in enumerate(stacked(1, 128, 64))), True, 0)
+    assert c.shape == (0, 256) and partials.count_nonzero() == 0
+
+
+def test_what_it_does_not_take() -> None:
+    given = stacked(16, 128, 64)
+    with pytest.raises(ValueError, match="gate must be the gate's half of b, 0 or 1, got 2"):
+        gemm_swiglu_reference(*given, True, 2)
+    with pytest.raises(ValueError, match="expected b of two halves, got 255 rows"):
+        gemm_swiglu_reference(given[0], given[1], given[2][:255], given[3], True, 0)
+
+
+def test_the_bound_is_one_for_every_gate() -> None:
+    """Not below the product as it is rounded, whatever the gate; close to it where it decides; NaN or infinite where it is."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    gate = patterns.view(torch.bfloat16)
+    for factor in (1.0, -1.0, 3.140625, -1e-3, 1e30, 0.0, torch.inf, torch.nan):
+        up = torch.full_like(gate, factor)
+        words = [part.view(torch.int32).numpy() for part in (gate.contiguous(), up)]
+        result = torch.from_numpy(PtxEmulator(words).run(BOUND)[0].astype(np.uint32).view(np.int16))
+        bound = result.view(torch.bfloat16).double().abs()
+        exp = torch.exp2(gate.float() * -1.4426950408889634)
+        value = (gate.float() * (1 / (1 + exp)) * up.float()).bfloat16().double().abs()
+        wild = ~value.isfinite()
+        assert not (bound[wild].isfinite()).any()
+        assert (bound[~wild] >= value[~wild]).logical_or(bound[~wild].isnan()).all()
+        large = (gate > 6.0) & ~wild
+        assert (bound[large] <= value[large] * (1 + 2**-6)).all(), "where silu(x) is x, the bound is the product"
+
+
+def test_it_is_bit_equal_in_a_model() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(24, 64, dtype=torch.bfloat16)
+    fused, apart = (
+        compiled_run(SwigluMLP, {"codegen": "eager", "fusions": fusions})(x)
+        for fusions in (True, ["-fuse_gemm_swiglu"])
+    )
+    for one, other in zip(fused.outputs, apart.outputs, strict=True):
+        assert torch.equal(one, other) and one.count_nonzero() > 0
+    assert all(torch.equal(gradient, apart.gradients[name]) for name, gradient in fused.gradients.items())
+
+
+# ---- the compiler
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_machine_code(fast: bool) -> None:
+    """No spill, and no product waits for another's registers; the exponential is in a branch of its own."""
+    options = gemm_swiglu_options(fast, 14336, 0)
+    warps = options.pop("num_warps")
+    pointers = {"a": "*fp8e4nv", "a_scale_inv": "*fp32", "b": "*fp8e4nv", "b_scale_inv": "*fp32"}
+    report = compile_for(
+        gemm_swiglu_kernel,
+        {**pointers, "c": "*bf16", "partials": "*fp32", "M": "i32", "N": "i32", "K": "i32"},
+        options,
+        aligned=(*pointers, "c", "partials", "N", "K"),
+        num_warps=warps,
+    )
+    assert report.warnings == () and report.spills == 0, report.log
+    assert report.shared <= SHARED_BYTES
+    assert f".m64n{256 if fast else 128}k32.f32.e4m3.e4m3" in report.ptx
+    # Of each of 64 x 256 elements in a thread's share of either group: two a word, and silu once a pair.
+    assert report.ptx.count("mul.rn.bf16x2") == 2 * 32 and report.ptx.count("ex2.approx.ftz.f32") == 2 * 64
+
+
+def graph_of(m: int, width: int, k: int) -> fx.Graph:
+    graph = fx.Graph()
+    shapes = {
+        "a": ((m, k), E4M3),
+        "sa": ((1,), torch.float32),
+        "b": ((2 * width, k), E4M3),
+        "sb": ((2,), torch.float32),
+    }
+    nodes = [graph.placeholder(name) for name in shapes]
+    for node, (shape, dtype) in zip(nodes, shapes.values(), strict=True):
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
+    both = graph.call_function(te.gemm_swiglu.default, (*nodes, True, 0))
+    both.meta["val"] = te.gemm_swiglu(*(node.meta["val"] for node in nodes), True, 0)
+    items = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+    for i, item in enumerate(items):
+        item.meta["val"] = both.meta["val"][i]
+    graph.output(tuple(items))
+    return graph
+
+
+def test_lowering_leaves_a_large_one_to_be_called() -> None:
+    with fake_cuda(), kernels_everywhere():
+        assert lower(graph_of(8192, 14336, 4096)) == [("te.gemm_swiglu", "Gluon")]
+        assert lower(graph_of(256, 512, 128)) == [("te.gemm_swiglu", "Triton")]
+        with torch._inductor.config.patch(cpp_wrapper=True):
+            assert lower(graph_of(8192, 14336, 4096)) == [("te.gemm_swiglu", "Triton")]
+
+
+def test_inductors_code_calls_it_and_takes_both_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.select_algorithm import extern_kernels
+    from torch._inductor.utils import run_and_get_code
+
+    extern_gemm.register()
+    monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
+    called = lambda a, sa, b, sb, *, fast, gate: gemm_swiglu_reference(a, sa, b, sb, fast, gate)  # noqa: E731
+    monkeypatch.setattr(extern_kernels, "te_gemm_swiglu", called)
+    given = stacked(48, 128, 64)
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(given[0], 0)
+    compiled = torch.compile(lambda *tensors: te.gemm_swiglu(*tensors, False, 1))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        results, (code,) = run_and_get_code(compiled, *given)
+    assert "extern_kernels.te_gemm_swiglu(" in code and "fast=False, gate=1" in code and "torch.ops.te" not in code
+    assert_same_bits(list(results), list(gemm_swiglu_reference(*given, False, 1)))
+    given = (given[0][:19], *given[1:])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_same_bits(list(compiled(*given)), list(gemm_swiglu_reference(*given, False, 1)))
+
+
+# ---- on a GPU
+
+
+def unfused(given: tuple[torch.Tensor, ...], fast: bool, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    c = gemm_stacked(*given, torch.bfloat16, fast, "N", (given[2].shape[0] // 2,) * 2)
+    return c, swiglu_partial_amaxes(*halves(c, gate)).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", [0, 1])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1, 128, 256), (300, 128, 1040), (1000, 384, 4112), (257, 1024, 2064), (8192, 640, 512)]
+)
+def test_its_bits_are_those_of_two_kernels(shape, fast: bool, gate: int) -> None:
+    for a_dtype, b_dtype in ((E4M3, E4M3), (E5M2, E4M3)):
+        for factors in ((1.0, 1.0), (1e-3, 1.0), (30.0, 0.01), (-1.0, 1.0), (0.0, 1.0)):
+            a, a_scale, b, b_scale = stacked(*shape, a_dtype, b_dtype, "cuda")
+            given = (a, a_scale, b, b_scale * torch.tensor(factors, device="cuda"))
+            c, amax = unfused(given, fast, gate)
+            got, partials = gemm_swiglu_specialized(*given, fast, gate)
+            assert torch.equal(got, c) and torch.equal(partials.max(), amax)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", [0, 1])
+@pytest.mark.parametrize(
+    "scales", [(torch.inf, 1.0), (1.0, torch.inf), (1e38, 1e38), (torch.nan, 1.0), (1.0, torch.nan)]
+)
+def test_what_is_not_finite_is_seen(scales, gate: int) -> None:
+    a, a_scale, b, _ = stacked(300, 256, 128, device="cuda")
+    given = (a, a_scale, b, torch.tensor(scales, device="cuda"))
+    c, amax = unfused(given, True, gate)
+    got, partials = gemm_swiglu_specialized(*given, True, gate)
+    assert_same_bits([got], [c])
+    assert torch.equal(partials.max(), amax) or bool(partials.max().isnan() & amax.isnan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [True, False])
+def test_gemm_takes_it_and_repeats_itself(fast: bool) -> None:
+    given = stacked(8192, 4096, 1024, device="cuda")
+    width = given[2].shape[0] // 2
+    c = torch.empty(8192, 2 * width, dtype=torch.bfloat16, device="cuda")
+    stacked_specialized_out(*given, fast, "N", (width, width), out=c)
+    options = (E4M3, True, True, False, 0.0, False)
+    expected = swiglu_quantize(*halves(c, 0), *options)
+    for _ in range(10):
+        got, amax = gemm_swiglu(*given, fast, 0)
+        assert torch.equal(got, c)
+        assert_same_bits(swiglu_quantize(*halves(got, 0), *options, amax), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductors_code_calls_it_without_the_dispatcher(mode: str) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = (torch.nn.Linear(2048, 4096, bias=False) for _ in range(2))
+            self.down = torch.nn.Linear(4096, 2048, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    torch.manual_seed(0)
+    model = Gated().to("cuda", torch.bfloat16)
+    x = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def train(model, x: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        return [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+
+    torch._dynamo.reset()
+    expected = train(torch.compile(model, backend="te", options={"fusions": ["-fuse_gemm_swiglu"]}), x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="te", mode=mode)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(train, compiled, x)
+    assert "extern_kernels.te_gemm_swiglu(" in "\n".join(codes)
+    for _ in range(3):  # CUDA graphs are recorded on the second call and replayed on the third
+        assert_same_bits(train(compiled, x), expected)

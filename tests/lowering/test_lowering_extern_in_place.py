@@ -1,0 +1,133 @@
+"""te.gemm_add in Inductor's code: into its addend's buffer where nothing reads that later, else into one of its own.
+
+The kernel is stood in for on the CPU, so that the code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.kernels.gemm_operands import operands
+from torch import Tensor
+
+from te_dynamo.kernels.gemm.current import gemm_reference
+from te_dynamo.kernels.runtime.availability import Availability
+from te_dynamo.lowering.extern import gemm as extern_gemm
+
+te = torch.ops.te
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from torch._inductor.select_algorithm import extern_kernels
+
+    def te_gemm(a, sa, b, sb, *bias: Tensor, fast: bool, out: Tensor) -> None:
+        out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast))
+
+    def te_gemm_add(a, sa, b, sb, *bias_and_addend: Tensor, fast: bool, out: Tensor) -> None:
+        *bias, addend = bias_and_addend
+        out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast) + addend)
+
+    extern_gemm.register()
+    monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
+    monkeypatch.setattr(extern_kernels, "te_gemm", te_gemm)
+    monkeypatch.setattr(extern_kernels, "te_gemm_add", te_gemm_add)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+Function = Callable[..., Any]
+
+
+def dead(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True)
+    return te.gemm_add(*w, h, BF16, True) * 2
+
+
+def three(*w: Any) -> Any:
+    """Of linears with one input, say."""
+    total = te.gemm(*w, BF16, True)
+    for _ in range(2):
+        total = te.gemm_add(*w, total, BF16, True)
+    return total
+
+
+def through_views(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True).view(2, -1, w[2].shape[0])
+    return te.gemm_add(*w, h.view(-1, w[2].shape[0]), BF16, True).view(h.shape) + 1
+
+
+def read_before(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True)
+    before = h.float().sum()
+    return before, te.gemm_add(*w, h, BF16, True)
+
+
+def read_by_what_inductor_puts_later(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True)
+    before = h * 2
+    return te.gemm_add(*w, h, BF16, True) + before
+
+
+def read_later(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True)
+    return te.gemm_add(*w, h, BF16, True) * h
+
+
+def returned(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True)
+    return te.gemm_add(*w, h, BF16, True), h
+
+
+def an_input(*w: Any) -> Any:
+    *w, x = w
+    return te.gemm_add(*w, x, BF16, True)
+
+
+def inductors_own(*w: Any) -> Any:
+    h = te.gemm(*w, BF16, True).sin()
+    return te.gemm_add(*w, h, BF16, True)
+
+
+def run(function: Function, bias: bool = True, also: tuple[Tensor, ...] = ()) -> tuple[Any, str]:
+    """(the results, which must be those without a compiler; Inductor's code)."""
+    from torch._inductor.utils import run_and_get_code
+
+    a, sa, b, sb, shift = operands(64, 96, 128)
+    given = (a, sa, b, sb, shift if bias else None, *also)
+    kept = [x.clone() for x in also]
+    results, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *given)
+    for got, expected in zip(*map(torch.utils._pytree.tree_leaves, (results, function(*given))), strict=True):
+        assert torch.equal(got, expected)
+    assert all(torch.equal(x, y) for x, y in zip(also, kept, strict=True))
+    return results, code
+
+
+def in_place(code: str) -> list[bool]:
+    """Of each te_gemm_add whether it writes its last tensor."""
+    calls = [line.strip() for line in code.splitlines() if "te_gemm_add(" in line]
+    return [line[:-1].split("out=")[1] in line.split("out=")[0] for line in calls]
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [(dead, 1), (three, 2), (through_views, 1), (read_before, 1)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_into_a_buffer_that_is_read_for_the_last_time(function: Function, count: int) -> None:
+    for bias in (False, True):
+        _, code = run(function, bias)
+        assert in_place(code) == [True] * count, code
+
+
+@pytest.mark.parametrize("function", [read_later, read_by_what_inductor_puts_later, returned, inductors_own])
+def test_into_a_buffer_of_its_own(function: Function) -> None:
+    assert in_place(run(function)[1]) == [False]
+
+
+def test_an_input_keeps_its_values() -> None:
+    assert in_place(run(an_input, also=(torch.randn(64, 96).bfloat16(),))[1]) == [False]

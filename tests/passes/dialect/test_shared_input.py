@@ -1,0 +1,236 @@
+"""Linears that share an input: which become one GEMM, what their graphs are, and that their numbers are those apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.models.snapshot_models import capture_inference, capture_training, compiled_run
+from torch import Tensor, nn
+
+HIDDEN = 64
+
+
+class Linears(nn.Module):
+    """Linears of those widths that read one input."""
+
+    widths: Sequence[int] = (256, 128, 128)
+    biases: Sequence[bool] = (False, False, False, False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = (nn.Linear(HIDDEN, n, bias=b) for n, b in zip(self.widths, self.biases, strict=False))
+        self.linears = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(*(linear(x) for linear in self.linears))
+
+    def mix(self, *results: Tensor) -> Tensor:
+        """All are read in forward, none in backward."""
+        return torch.cat([result + 1.0 for result in results], -1)
+
+
+class Rotary(Linears):
+    """Attention over q, k and v, with a rotation of q and k in between: of the three, backward reads v alone."""
+
+    widths = (128, 128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        q, k, v = (r.unflatten(-1, (2, 64)).transpose(1, 2) for r in results)
+        q, k = (torch.cat([-t[..., 32:], t[..., :32]], -1) * 0.5 + t for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def lines(text: str, *operations: str) -> str:
+    """The lines of a graph that call one of those operations, and what it returns."""
+    kept = [line for line in text.splitlines() if any(f"= {name}(" in line for name in operations)]
+    return "\n".join(kept)
+
+
+def test_before() -> None:
+    graphs = capture_training(Linears, (32, HIDDEN), "cpu", fusions=False)
+    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "te.gemm_stacked", "aten.add")
+    assert text.count("= te.gemm(") == 9 and "stacked" not in text
+
+
+def test_after() -> None:
+    """One GEMM in forward, one dgrad, one wgrad; the gradient of x is no sum any more."""
+    graphs = capture_training(Linears, (32, HIDDEN), "cpu")
+    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "te.gemm_stacked", "aten.slice")
+    assert_expected_inline(
+        text,
+        """\
+quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x, e4m3[row+column])
+quantize_stacked: (f8e4m3[512, 64], f8e4m3[64, 512], f32[3]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], e4m3[row+column], by_columns=False)
+gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=False, along='N', segments=[256, 128, 128])
+slice: bf16[32, 256] = aten.slice(gemm_stacked, 1, 0, 256)
+slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 256, 384)
+slice_2: bf16[32, 128] = aten.slice(gemm_stacked, 1, 384, 512)
+slice_3: bf16[32, 256] = aten.slice(tangents_1, 1, 0, 256)
+slice_4: bf16[32, 128] = aten.slice(tangents_1, 1, 256, 384)
+slice_5: bf16[32, 128] = aten.slice(tangents_1, 1, 384, 512)
+quantize_stacked_1: (f8e5m2[32, 512], f8e5m2[512, 32], f32[3]) = te.quantize_stacked([clone_2, clone_1, clone], e5m2[row+column], by_columns=True)
+gemm_stacked_1: bf16[32, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_stacked_1[2], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[256, 128, 128])
+gemm_stacked_2: bf16[512, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize[1], quantize[2], bf16, fast_accum=False, along='M', segments=[256, 128, 128])
+slice_6: bf16[128, 64] = aten.slice(gemm_stacked_2, start=384, end=512)
+slice_7: bf16[128, 64] = aten.slice(gemm_stacked_2, start=256, end=384)
+slice_8: bf16[256, 64] = aten.slice(gemm_stacked_2, start=0, end=256)""",
+    )
+
+
+def test_what_is_saved_does_not_grow() -> None:
+    """Forward returns fewer tensors: one transpose and one tensor of scales in place of three."""
+    returned = [
+        capture_training(Linears, (32, HIDDEN), "cpu", fusions=on)["forward"].splitlines()[-1].count(",")
+        for on in (True, False)
+    ]
+    assert returned[0] == returned[1] - 4
+
+
+def test_a_result_that_backward_reads_does_not_keep_the_others_alive() -> None:
+    graphs = capture_training(Rotary, (1, 32, HIDDEN), "cpu")
+    text = lines(graphs["forward"], "te.quantize_stacked", "te.gemm_stacked", "te.gemm")
+    assert_expected_inline(
+        text,
+        """\
+quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=False, along='N', segments=[128, 128])
+gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)""",
+    )
+
+
+def test_inference_stacks_all() -> None:
+    graphs = capture_inference(Rotary, (1, 32, HIDDEN), "cpu")
+    assert graphs["inference"].count("= te.gemm_stacked(") == 1 and "= te.gemm(" not in graphs["inference"]
+
+
+# -- refused -----------------------------------------------------------------------------------------
+
+
+class Biased(Linears):
+    """One linear of two has a bias."""
+
+    widths, biases = (128, 128), (False, True)
+
+
+class Narrow(Linears):
+    """A width that is no multiple of 128."""
+
+    widths = (128, 192)
+
+
+class Four(Linears):
+    """More than the kernels take."""
+
+    widths = (128, 128, 128, 128)
+
+
+class Returned(Linears):
+    """The results are outputs."""
+
+    widths = (128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        return results  # type: ignore[return-value]
+
+
+class Flattened(Linears):
+    """A view that reads across rows."""
+
+    widths = (128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        return results[0].view(-1) + results[1].view(-1)
+
+
+class ReadByGelu(Linears):
+    """A kernel that reads contiguous tensors."""
+
+    widths = (128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        return F.gelu(results[0]) * results[1]
+
+
+class Tied(Linears):
+    """One weight read twice, so that its gradients are a sum."""
+
+    widths = (128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.linears
+        return self.mix(first(x), second(x), second(x * 2.0))
+
+
+class OneFrozen(Linears):
+    """One weight needs no gradient."""
+
+    widths = (128,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frozen", torch.randn(128, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.linears[0](x), F.linear(x, self.frozen))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [Biased, Narrow, Four, Returned, Flattened, ReadByGelu])
+def test_left_apart(model: type[nn.Module]) -> None:
+    assert "stacked" not in capture_inference(model, (32, HIDDEN), "cpu")["inference"]
+
+
+@pytest.mark.parametrize("model", [Tied, OneFrozen])
+def test_left_apart_in_training(model: type[nn.Module]) -> None:
+    assert "stacked" not in capture_training(model, (32, HIDDEN), "cpu")["joint"]
+
+
+def test_other_recipes_are_left_apart() -> None:
+    graphs = capture_inference(Linears, (32, HIDDEN), "cpu", recipe="float8_block_scaling")
+    assert "te.gemm_block(" in graphs["inference"] and "stacked" not in graphs["inference"]
+
+
+def test_a_gradient_that_others_add_to() -> None:
+    """The input is a residual too: its gradient is the stacked dgrad plus the others."""
+
+    class Residual(Linears):
+        widths = (128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.linears
+            return self.mix(first(x), second(x), x * 3.0)
+
+    graphs = capture_training(Residual, (32, HIDDEN), "cpu")
+    assert graphs["joint"].count("= te.gemm_stacked(") == 3 and "aten.add(" in graphs["joint"]
+
+
+# -- numbers -----------------------------------------------------------------------------------------
+
+
+def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
+    return compiled_run(model, {"codegen": "eager", "fusions": fusions})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model", [Linears, Rotary])
+def test_numbers_are_those_apart(model: type[nn.Module], dtype: torch.dtype) -> None:
+    """Forward and the weights' gradients in every bit; the input's gradient is rounded once in place of three times."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, HIDDEN, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        together, apart = run(model, True)(x), run(model, False)(x)
+    for one, other in zip(together.outputs, apart.outputs, strict=True):
+        assert torch.equal(one, other) and one.count_nonzero() > 0
+    for name, gradient in together.gradients.items():
+        expected = apart.gradients[name]
+        if name != "x":
+            assert torch.equal(gradient, expected), name
+        else:
+            error = (gradient - expected).double().norm() / expected.double().norm()
+            assert error < 3 * torch.finfo(dtype).eps
+    assert dtype == torch.float32 or not torch.equal(together.gradients["x"], apart.gradients["x"]), "nothing was fused"

@@ -1,0 +1,105 @@
+"""Stage 1 on activations: gelu, silu, relu and swiglu in their spellings, and where they are left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.graphs.matching import Matched
+from torch import nn
+
+torch.manual_seed(0)
+
+WEIGHT = torch.randn(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("activation", "call"),
+    [
+        (F.gelu, "te.gelu(x, 'none')"),
+        (nn.GELU("tanh"), "te.gelu(x, 'tanh')"),
+        (lambda x: F.gelu(x, approximate="tanh"), "te.gelu(x, 'tanh')"),
+        (F.silu, "te.silu(x)"),
+        (nn.SiLU(), "te.silu(x)"),
+        (lambda x: x * torch.sigmoid(x), "te.silu(x)"),
+        (lambda x: x.sigmoid().mul(x), "te.silu(x)"),
+        (F.relu, "te.relu(x)"),
+        (torch.relu, "te.relu(x)"),
+        (lambda x: x.relu(), "te.relu(x)"),
+        (lambda x: F.silu(x) * x.cos(), "te.swiglu(x, cos)"),
+        (lambda x: x.cos() * F.silu(x), "te.swiglu(x, cos)"),
+        (lambda x: x * torch.sigmoid(x) * x.cos(), "te.swiglu(x, cos)"),
+        (lambda x: x.cos() * (torch.sigmoid(x) * x), "te.swiglu(x, cos)"),
+    ],
+)
+def test_spellings(activation, call):
+    compiled = Matched(lambda x: F.linear(activation(x), WEIGHT), run="aot")
+    x = torch.randn(4, 32, requires_grad=True)
+    y = compiled(x)
+    torch.testing.assert_close(y, F.linear(activation(x), WEIGHT))
+    y.sum().backward()
+    assert call in compiled.text()
+    assert [record.matched for record in compiled.records] == [True, True]
+    assert "sigmoid" not in compiled.text() and "= silu(" not in compiled.text()
+
+
+class GLU(nn.Module):
+    """Phi-3's MLP: gate and up in one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(32, 128, bias=False), nn.Linear(64, 32, bias=False)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(up * self.act(gate))
+
+
+def test_packed_gate_and_up_snapshot():
+    compiled, x = Matched(GLU(), run="aot"), torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert_expected_inline(
+        compiled.text(),
+        """\
+linear_default = te.linear(x, gate_up_weight, None, dx=False dw=True)
+getitem_2: float32[4, 128] = getitem(linear_default, 0)
+chunk = getitem_2.chunk(2, dim=-1)
+gate: float32[4, 64] = getitem(chunk, 0)
+up: float32[4, 64] = getitem(chunk, 1)
+swiglu_default: float32[4, 64] = te.swiglu(gate, up)
+linear_default_1 = te.linear(swiglu_default, down_weight, None, dx=True dw=True)
+getitem_3: float32[4, 32] = getitem(linear_default_1, 0)
+return (getitem_3)""",
+    )
+
+
+def test_reads_a_linear_is_enough():
+    compiled = Matched(lambda x: F.gelu(F.linear(x, WEIGHT).view(2, 2, 32)).sum())
+    compiled(torch.randn(4, 32))
+    assert compiled.reasons("gelu") == [""]
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind", "reason"),
+    [
+        (lambda x: F.gelu(x), "gelu", "no FP8 linear reads its output; left to Inductor"),
+        (lambda x: F.linear(F.relu(x.clone(), inplace=True), WEIGHT), "relu", "it works in place"),
+        (lambda x: F.linear(F.silu(x.clone(), True), WEIGHT), "silu", "it works in place"),
+        (lambda x: F.linear(x.clone().relu_(), WEIGHT), "relu", "it works in place"),
+        (lambda x: F.linear((s := F.silu(x)) * x.cos() + s, WEIGHT), "swiglu", "its intermediate value"),
+        (lambda x: F.linear(F.relu(x.double()), WEIGHT.double()), "relu", "its input is fp64"),
+    ],
+)
+def test_left_with_the_reason(forward, kind, reason):
+    compiled, x = Matched(forward), torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), forward(x))
+    assert compiled.reasons(kind)[0].startswith(reason) and f"te.{kind}" not in compiled.text()
+
+
+def test_broadcast_and_promoted_products_are_no_swiglu():
+    forward = lambda x: F.linear(F.silu(x) * x[:1], WEIGHT) + F.linear(F.silu(x.bfloat16()) * x, WEIGHT)  # noqa: E731
+    compiled, x = Matched(forward), torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), forward(x))
+    assert {record.kind for record in compiled.records} == {"linear", "silu"}

@@ -1,0 +1,169 @@
+"""Linears that cost more to quantize than their rows repay: they stay in bf16 on a GPU, and say so."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.graphs.matching import Matched
+from torch import nn
+
+import te_dynamo
+from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from te_dynamo.testing.fake_cuda import fake_cuda
+
+pytestmark = pytest.mark.cost_rule
+
+BF16 = torch.bfloat16
+TRAINING = ("fprop", "dgrad", "wgrad")
+FP8 = "float8_current_scaling"
+FAST_SUMS = Float8CurrentScaling(fprop_fast_accum=True)
+
+
+def on_cuda(rows: int, learns: bool = True, dtype: torch.dtype = BF16, **options) -> Matched:
+    """A linear 4096 -> 14336 of that many rows, on fake CUDA tensors."""
+    compiled = Matched(F.linear, **options)
+    with fake_cuda():
+        x = torch.empty(rows, 4096, dtype=dtype, device="cuda", requires_grad=learns)
+        compiled(x, torch.empty(14336, 4096, dtype=dtype, device="cuda", requires_grad=learns))
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("rows", "learns", "matched"),
+    [
+        *((rows, False, False) for rows in (1, 512, 1000)),
+        *((rows, False, True) for rows in (1100, 1536)),
+        *((rows, True, False) for rows in (256, 680)),
+        (760, True, True),
+    ],
+)
+def test_few_rows_do_not_repay_the_weight(rows: int, learns: bool, matched: bool) -> None:
+    compiled = on_cuda(rows, learns)
+    assert [record.matched for record in compiled.records] == [matched]
+    assert ("te.linear" in compiled.text()) == matched
+
+
+def test_fast_sums_in_forward_repay_it_with_fewer_rows() -> None:
+    assert not on_cuda(1000, learns=False).records[0].matched
+    assert on_cuda(1000, learns=False, recipe=FAST_SUMS).records[0].matched
+
+
+def test_the_reason_has_both_times_and_what_to_do() -> None:
+    assert on_cuda(64, learns=False).reasons() == [
+        "M = 64, N = 14336, K = 4096: bf16 takes 29 us, FP8 104 us, 77 of them to quantize its weight; te_dynamo.freeze keeps it "
+        "quantized (estimated for an H200); a rule that names it has it in FP8 all the same"
+    ]
+    assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rules": [("", FP8)]}, {"weight_cache": "step"}, {"recipe": "nvfp4"}, {"recipe": "mxfp8"}], ids=str
+)
+def test_not_asked(options: dict) -> None:
+    """A rule names it, its weight is kept for a step, a recipe that is emulated was chosen for its numbers."""
+    assert on_cuda(16, **options).records[0].matched
+
+
+def test_not_asked_of_fp32_nor_of_the_cpu() -> None:
+    assert on_cuda(16, dtype=torch.float32).records[0].matched
+    compiled = Matched(F.linear)
+    compiled(torch.randn(16, 32).bfloat16(), torch.randn(64, 32).bfloat16())
+    assert compiled.records[0].matched
+
+
+def square(function, inputs: int, weights: int, rows: int = 1300) -> list[bool]:
+    """Which linears 4096 -> 4096 are in FP8 in a function of that many x and weights; alone, one needs 1665 rows."""
+    compiled = Matched(function)
+    with fake_cuda():
+        compiled(*(torch.empty(m, 4096, dtype=BF16, device="cuda") for m in [rows] * inputs + [4096] * weights))
+    return [record.matched for record in compiled.records]
+
+
+def test_linears_of_one_weight_share_its_cost() -> None:
+    assert square(lambda x, w: F.linear(x, w), 1, 1) == [False]
+    assert square(lambda x, y, w: F.linear(x, w) + F.linear(y, w), 2, 1) == [True, True]
+
+
+def test_linears_of_one_x_share_its_cost() -> None:
+    def three(x, q, k, v):
+        return F.linear(x, q) + F.linear(x, k) + F.linear(x, v)
+
+    assert square(three, 1, 3, rows=1450) == [True, True, True]
+    assert square(lambda x, q, k, v: three(x, q, k, v) + x, 1, 3, rows=1450) == [True, True, True]
+    assert (
+        square(lambda x, y, z, q, k, v: F.linear(x, q) + F.linear(y, k) + F.linear(z, v), 3, 3, rows=1450)
+        == [False] * 3
+    )
+
+
+def test_what_is_left_shares_no_x() -> None:
+    """The first is too narrow and stays; the second has x to itself."""
+    compiled = Matched(lambda x, a, b: (F.linear(x, a), F.linear(x, b)))
+    with fake_cuda():
+        x, a, b = (torch.empty(m, 4096, dtype=BF16, device="cuda") for m in (1550, 256, 4096))
+        compiled(x, a, b)
+    assert [record.matched for record in compiled.records] == [False, False]
+    assert linear_cost_reason(1550, 4096, 4096, ("fprop",), Float8CurrentScaling(), x_readers=2) == ""
+
+
+def test_a_frozen_weight_costs_nothing() -> None:
+    for frozen in (False, True):
+        with fake_cuda(), torch.no_grad():
+            model = nn.Linear(64, 128, bias=False, dtype=BF16, device="cuda")
+            if frozen:
+                te_dynamo.freeze(model)
+            compiled = Matched(model)
+            compiled(torch.empty(16, 64, dtype=BF16, device="cuda"))
+        assert [record.matched for record in compiled.records] == [frozen]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Float8CurrentScaling(), FAST_SUMS, Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)],
+    ids=Recipe.describe,
+)
+@pytest.mark.parametrize("gemms", [TRAINING, ("fprop", "dgrad"), ("fprop",)], ids=len)
+def test_more_rows_repay_what_fewer_do(recipe: Recipe, gemms: tuple[str, ...]) -> None:
+    """Between none and enough of them lies one border, at fewer rows where N and K are large; a narrow linear has none."""
+    borders = []
+    for n, k in ((28672, 8192), (14336, 4096), (4096, 4096)):
+        worth = [linear_cost_reason(m, n, k, gemms, recipe) == "" for m in range(1, 3001)]
+        assert worth == sorted(worth) and not worth[400] and worth[-1]
+        borders.append(worth.index(True))
+    assert borders == sorted(borders)
+    assert all(linear_cost_reason(m, 256, 64, gemms, recipe) for m in (1, 1000, 1_000_000))
+    assert linear_cost_reason(1, 4096, 14336, gemms, NVFP4BlockScaling()) == ""
+
+
+def test_slower_gemms_ask_for_more_rows() -> None:
+    """Those of E8M0 scales are little faster than bf16's, though a weight is read once only; backward of blocks is slower too."""
+    block, e8m0 = Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)
+    for rows, block_is_worth in ((1300, False), (1500, True), (2500, True)):
+        assert (linear_cost_reason(rows, 4096, 4096, ("fprop",), block) == "") == block_is_worth
+        assert linear_cost_reason(rows, 4096, 4096, ("fprop",), e8m0)
+    for rows, is_worth in ((1000, False), (1100, True)):
+        assert (linear_cost_reason(rows, 4096, 4096, TRAINING, Float8CurrentScaling()) == "") == is_worth
+        assert linear_cost_reason(rows, 4096, 4096, TRAINING, block)
+
+
+def test_the_documentation_has_the_borders() -> None:
+    text = (pathlib.Path(__file__).parents[3] / "docs" / "usage.md").read_text()
+    section = text.split("## Linears that are faster in bf16")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ][2:]
+    recipes = (Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(scale_block=128))
+    columns = [(gemms, recipe) for gemms in (("fprop",), TRAINING) for recipe in recipes]
+    assert len(rows) == 7
+    for sizes, *borders in rows:
+        n, k = map(int, sizes.split(" x "))
+        for said, column in zip(borders, columns, strict=True):
+            if said == "over 40000":
+                assert linear_cost_reason(40_000, n, k, *column)
+            else:
+                below, above = (linear_cost_reason(int(int(said) * share), n, k, *column) for share in (0.99, 1.01))
+                assert below and not above, (sizes, said, column)

@@ -1,0 +1,219 @@
+"""Stage 1 on norms: torch's own, the hand-written RMSNorms of published models, and the ones that must be
+left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.graphs.matching import Matched
+from torch import nn
+
+torch.manual_seed(0)
+
+EPS = 1e-06
+WEIGHT = torch.randn(16, 32)
+
+
+def llama(x, w):
+    f = x.to(torch.float32)
+    f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + EPS)
+    return w * f.to(x.dtype)
+
+
+def llama_meta(x, w):
+    f = x.float()
+    return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + EPS)).type_as(x) * w
+
+
+def t5(x, w):
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    h = x * torch.rsqrt(variance + EPS)
+    return w * h.to(w.dtype)
+
+
+def olmo2(x, w):
+    f = x.to(torch.float32)
+    f = torch.rsqrt(EPS + torch.mean(torch.mul(f, f), dim=(-1,), keepdim=True)).mul(f)
+    return (w * f).to(x.dtype)
+
+
+def gemma(x, w):
+    f = x.float()
+    f = f * torch.rsqrt(f.square().mean(-1, True) + EPS)
+    return (f * (1.0 + w.float())).type_as(x)
+
+
+def gemma_power(x, w):
+    f = x.float()
+    f = f * torch.pow((f**2).mean(x.dim() - 1, keepdim=True) + EPS, -0.5)
+    return ((w.float() + 1) * f).to(dtype=x.dtype)
+
+
+def no_weight(x, w):
+    f = x.float()
+    return (f * (f * f).mean(-1, keepdim=True).add(EPS).rsqrt()).to(x.dtype)
+
+
+def compile_before_linear(norm, dtype=torch.bfloat16, **kwargs):
+    weight = WEIGHT.to(dtype)
+    return Matched(lambda x, w: F.linear(norm(x, w), weight), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("norm", "cast_before_weight", "zero_centered", "weighted"),
+    [
+        (llama, True, False, True),
+        (llama_meta, True, False, True),
+        (t5, True, False, True),
+        (olmo2, False, False, True),
+        (gemma, False, True, True),
+        (gemma_power, False, True, True),
+        (no_weight, False, False, False),
+    ],
+)
+def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dtype):
+    x = torch.randn(2, 4, 32, dtype=dtype, requires_grad=True)
+    w = torch.randn(32, dtype=dtype, requires_grad=True)
+    compiled = compile_before_linear(norm, dtype, run="aot")
+    y = compiled(x, w)
+    torch.testing.assert_close(y, F.linear(norm(x, w), WEIGHT.to(dtype)))
+    y.sum().backward()
+    operand = "w" if weighted else "None"
+    cast_before_weight = cast_before_weight and dtype != torch.float32
+    assert f"te.rms_norm(x, {operand}, {EPS}, {cast_before_weight}, {zero_centered})" in compiled.text()
+    assert compiled.text().count("\n") == 4 and compiled.records[0].kind == "rms_norm"
+
+
+def test_snapshot():
+    compiled = compile_before_linear(gemma)
+    compiled(torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32, dtype=torch.bfloat16))
+    assert_expected_inline(
+        compiled.text(),
+        """\
+rms_norm_default = te.rms_norm(x, w, 1e-06, False, True)
+getitem_1: bfloat16[4, 32] = getitem(rms_norm_default, 0)
+linear_default = te.linear(getitem_1, weight, None, dx=False dw=False)
+getitem: bfloat16[4, 16] = getitem(linear_default, 0)
+return (getitem)""",
+    )
+
+
+def test_all_fp32_after_the_cast_takes_the_cast_tensor():
+    def norm(x, w):
+        f = x.float()
+        return f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + EPS) * w
+
+    compiled = Matched(lambda x, w: F.linear(norm(x, w), WEIGHT))
+    x, w = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32)
+    torch.testing.assert_close(compiled(x, w), F.linear(norm(x, w), WEIGHT))
+    assert f"te.rms_norm(f, w, {EPS}, False, False)" in compiled.text()
+
+
+def test_torch_norms():
+    def forward(x, w, b):
+        h = F.linear(F.layer_norm(x, (32,), w, b), weight)
+        h = F.linear(F.rms_norm(x, [32], w, 1e-5), weight) + h
+        return F.linear(torch.rms_norm(x, (32,)).view(-1, 32), weight) + h
+
+    weight = WEIGHT.bfloat16()
+    x, w, b = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((4, 32), (32,), (32,)))
+    compiled = Matched(forward, run="aot")
+    torch.testing.assert_close(compiled(x * 1e-4, w, b), forward(x * 1e-4, w, b))
+    assert "te.layer_norm(x, w, b, 1e-05)" in compiled.text()
+    assert "te.rms_norm(x, w, 1e-05, False, False)" in compiled.text()
+    assert f"te.rms_norm(x, None, {torch.finfo(torch.float32).eps}, False, False)" in compiled.text()
+    assert [r.matched for r in compiled.records if r.kind != "linear"] == [True] * 3
+
+
+def test_a_norm_that_no_fp8_linear_reads_is_left():
+    compiled = Matched(lambda x, w: F.linear(llama(x, w), WEIGHT[:10]) + F.layer_norm(x, (32,)).sum())
+    compiled(torch.randn(4, 32), torch.randn(32))
+    assert compiled.reasons("rms_norm") == ["no FP8 linear reads its output; left to Inductor"]
+    assert compiled.reasons("layer_norm") == ["no FP8 linear reads its output; left to Inductor"]
+    assert "te." not in compiled.text()
+
+
+def test_dropout_between_stops_and_views_do_not():
+    def forward(x, p):
+        return F.linear(F.layer_norm(x, (32,)).reshape(4, 32)[:, 0:].contiguous(), WEIGHT) + F.linear(
+            F.dropout(F.rms_norm(x, (32,)), p, training=p > 0), WEIGHT
+        )
+
+    compiled = Matched(forward)
+    compiled(torch.randn(4, 1, 32), 0.5)
+    assert compiled.reasons("layer_norm") == [""] and "no FP8 linear" in compiled.reasons("rms_norm")[0]
+    compiled = Matched(forward)
+    compiled(torch.randn(4, 1, 32), 0.0)
+    assert compiled.reasons("rms_norm") == [""]
+
+
+def test_autocast_norm_is_left_with_the_dtypes():
+    linear, norm = nn.Linear(32, 16), nn.LayerNorm(32)
+    compiled = Matched(lambda x: linear(norm(x)))
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(torch.randn(4, 32))
+    assert compiled.reasons("layer_norm") == ["it is fp32, the FP8 linear reading it bf16; left to Inductor"]
+
+
+def keeps_variance(x, w):
+    f = x.float()
+    variance = f.pow(2).mean(-1, keepdim=True)
+    return w * (f * torch.rsqrt(variance + EPS)).to(x.dtype) + variance.to(x.dtype)
+
+
+def computes_in_bf16(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def tensor_eps(x, w):
+    f = x.float()
+    return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + w.float().abs().min())).to(x.dtype)
+
+
+def rounded_one_plus_weight(x, w):
+    f = x.float()
+    return (1 + w) * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (keeps_variance, "its intermediate value variance is used elsewhere too"),
+        (computes_in_bf16, "it computes in bf16, te.rms_norm in fp32"),
+        (tensor_eps, "its eps is not a Python number"),
+        (lambda x, w: F.layer_norm(x, (4, 32)), "it normalizes 2 dimensions"),
+    ],
+)
+def test_left_with_the_reason(norm, reason):
+    x, w = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32, dtype=torch.bfloat16)
+    compiled = compile_before_linear(norm)
+    torch.testing.assert_close(compiled(x, w), F.linear(norm(x, w), WEIGHT.bfloat16()))
+    (record,) = [r for r in compiled.records if r.kind != "linear"]
+    assert not record.matched and record.reason.startswith(reason)
+    assert "norm(" not in compiled.text().replace("layer_norm(x", "")
+
+
+def test_a_weight_that_was_rounded_before_is_taken_as_it_is():
+    compiled = compile_before_linear(rounded_one_plus_weight)
+    compiled(torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32, dtype=torch.bfloat16))
+    assert f"te.rms_norm(x, add, {EPS}, True, False)" in compiled.text()
+
+
+@pytest.mark.parametrize("name", ["rsqrt_alone", "other_dim", "no_keepdim", "mean_of_another"])
+def test_not_a_norm_at_all(name):
+    def forward(x):
+        f = x.float()
+        if name == "rsqrt_alone":
+            return f * torch.rsqrt(f.abs() + EPS)
+        if name == "other_dim":
+            return f * torch.rsqrt(f.pow(2).mean(0, keepdim=True) + EPS)
+        if name == "no_keepdim":
+            return f * torch.rsqrt(f.pow(2).mean(-1) + EPS)
+        return f * torch.rsqrt((f + 1).pow(2).mean(-1, keepdim=True) + EPS)
+
+    compiled = Matched(lambda x: F.linear(forward(x), WEIGHT))
+    compiled(torch.randn(32, 32))
+    assert [record.kind for record in compiled.records] == ["linear"]

@@ -1,0 +1,193 @@
+"""Stage 1 on linears that are written as products: x @ weight, addmm, einsum, a transposed parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.graphs.matching import Matched
+from torch import Tensor, nn
+
+torch.manual_seed(0)
+
+
+class Conv1DMLP(nn.Module):
+    """GPT-2's, with transformers' Conv1D written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(32, 64)), nn.Parameter(torch.randn(64, 32))
+        self.up_bias, self.down_bias = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(32))
+
+    def conv1d(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+        return y.view(*x.shape[:-1], weight.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv1d(F.gelu(self.conv1d(x, self.up, self.up_bias)), self.down, self.down_bias)
+
+
+def test_conv1d_snapshot_and_records() -> None:
+    compiled, x = Matched(Conv1DMLP(), run="aot"), torch.randn(2, 8, 32)
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert_expected_inline(
+        compiled.text(),
+        """\
+view: float32[16, 32] = x.view(-1, 32)
+linear_default = te.linear(view, up, up_bias, dx=False dw=True [K, N])
+getitem: float32[16, 64] = getitem(linear_default, 0)
+view_1: float32[2, 8, 64] = getitem.view(2, 8, 64)
+gelu_default: float32[2, 8, 64] = te.gelu(view_1, 'none')
+view_2: float32[16, 64] = gelu_default.view(-1, 64)
+linear_default_1 = te.linear(view_2, down, down_bias, dx=True dw=True [K, N])
+getitem_1: float32[16, 32] = getitem(linear_default_1, 0)
+view_3: float32[2, 8, 32] = getitem_1.view(2, 8, 32)
+return (view_3)""",
+    )
+    up, gelu, down = compiled.records
+    assert (up.shape, down.shape, up.flops) == (("16", "64", "32"), ("16", "32", "64"), 2 * 16 * 64 * 32)
+    assert up.matched and gelu.matched and down.matched and up.source.startswith("torch_ir/test_match_products.py:")
+
+
+class Weights(nn.Module):
+    """One weight in both orders; `call` says how it is read."""
+
+    def __init__(self, call: Callable[[Weights, Tensor], Any]) -> None:
+        super().__init__()
+        self.kn, self.nk, self.bias = (nn.Parameter(torch.randn(*s)) for s in ((32, 16), (16, 32), (16,)))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, x)
+
+
+MATCHED: dict[str, Callable[[Weights, Tensor], Tensor]] = {
+    "matmul operator": lambda m, x: x @ m.kn,
+    "matmul": lambda m, x: torch.matmul(x, m.kn),
+    "matmul by name": lambda m, x: torch.matmul(other=m.kn, input=x),
+    "mm": lambda m, x: torch.mm(x[0], m.kn),
+    "mm method": lambda m, x: x[0].mm(m.kn),
+    "matmul method": lambda m, x: x.matmul(m.kn),
+    "vector": lambda m, x: x[0, 0] @ m.kn,
+    "addmm": lambda m, x: torch.addmm(m.bias, x[0], m.kn),
+    "addmm method": lambda m, x: m.bias.addmm(x[0], m.kn),
+    "addmm by name": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.kn, beta=1, alpha=1),
+    "t": lambda m, x: x @ m.nk.t(),
+    "T": lambda m, x: x @ m.nk.T,
+    "mT": lambda m, x: x @ m.nk.mT,
+    "transpose": lambda m, x: x @ m.nk.transpose(0, 1),
+    "torch.transpose": lambda m, x: x @ torch.transpose(m.nk, -1, -2),
+    "permute": lambda m, x: x @ m.nk.permute(1, 0),
+    "twice": lambda m, x: x @ m.kn.t().t(),
+    "F.linear of a transpose": lambda m, x: F.linear(x, m.kn.t(), m.bias),
+    "einsum": lambda m, x: torch.einsum("btd,dn->btn", x, m.kn),
+    "einsum nd": lambda m, x: torch.einsum("btd,nd->btn", x, m.nk),
+    "einsum weight first": lambda m, x: torch.einsum("nd, ...d -> ...n", m.nk, x),
+    "a cast": lambda m, x: x.bfloat16() @ m.kn.bfloat16(),
+    "a cast transposed": lambda m, x: x.bfloat16() @ m.nk.to(torch.bfloat16).t(),
+    "a transpose cast": lambda m, x: x.bfloat16() @ m.nk.t().to(torch.bfloat16),
+}
+
+
+def test_every_spelling_is_matched() -> None:
+    model, x = (
+        Weights(lambda m, x: [call(m, x) for call in MATCHED.values()]),
+        torch.randn(2, 4, 32, requires_grad=True),
+    )
+    compiled = Matched(model)
+    results, expected = compiled(x), model(x)
+    gradients = [
+        torch.autograd.grad(sum(y.float().square().sum() for y in ys), [x, *model.parameters()])
+        for ys in (results, expected)
+    ]
+    for name, record, one, other in zip(MATCHED, compiled.records, results, expected, strict=True):
+        assert record.matched and record.shape[1:] == ("16", "32"), name
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(*gradients)
+
+
+def test_an_input_that_learns_is_no_weight() -> None:
+    """A matrix whose gradient is asked for, as the input of the first linear of a model."""
+    calls: list[Callable[[Weights, Tensor], Tensor]] = [
+        lambda m, x: x @ m.kn,
+        lambda m, x: torch.addmm(m.bias, x, m.kn),
+        lambda m, x: x @ m.nk.t(),
+        lambda m, x: torch.einsum("bd,dn->bn", x, m.kn),
+        lambda m, x: torch.einsum("nd,bd->bn", m.nk, x),
+        lambda m, x: m.nk @ x.t(),
+    ]
+    compiled = Matched(Weights(lambda m, x: [call(m, x) for call in calls]))
+    compiled(torch.randn(8, 32, requires_grad=True))
+    assert [record.matched for record in compiled.records] == [True] * 5 + [False]
+    assert compiled.records[-1].reason.startswith("written as weight @ x")
+
+
+def test_the_parameter_is_read_as_it_is_stored() -> None:
+    """So a frozen or cached one is found; a transpose that something else reads stays."""
+    compiled = Matched(Weights(lambda m, x: (x @ m.nk.t(), m.nk.t().sum(0))))
+    compiled(torch.randn(2, 4, 32))
+    assert_expected_inline(
+        compiled.text(),
+        """\
+linear_default = te.linear(x, nk, None, dx=False dw=True)
+getitem: float32[2, 4, 16] = getitem(linear_default, 0)
+t_1: float32[32, 16] = nk.t()
+sum_1: float32[16] = t_1.sum(0)
+return (getitem, sum_1)""",
+    )
+
+
+LEFT: list[tuple[Callable[[Weights, Tensor], Tensor], str]] = [
+    (lambda m, x: m.nk @ x[0].T, "written as weight @ x; write x.mT @ weight.mT"),
+    (lambda m, x: torch.addmm(m.bias, x[0], m.kn, alpha=2), "torch.addmm with alpha or beta"),
+    (lambda m, x: torch.addmm(x[0, :, :16], x[0], m.kn), "its bias has shape [4, 16]; expected [16]"),
+    (lambda m, x: torch.mm(x[0], m.kn, out=torch.empty(4, 16)), "it writes to out="),
+    (lambda m, x: m.nk @ m.kn, "a product of two parameters"),
+    (lambda m, x: torch.einsum("btd,dn->nbt", x, m.kn), "einsum 'btd,dn->nbt'; write"),
+    (lambda m, x: torch.einsum("btd,dn->bt", x, m.kn), "einsum 'btd,dn->bt'; write"),
+    (lambda m, x: torch.einsum("btd,dn", x, m.kn), "einsum 'btd,dn'; write"),
+]
+
+
+def test_left_with_the_reason() -> None:
+    model, x = Weights(lambda m, x: [call(m, x) for call, _ in LEFT]), torch.randn(2, 4, 32)
+    compiled = Matched(model)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    for record, (_, reason) in zip(compiled.records, LEFT, strict=True):
+        assert not record.matched and record.reason.startswith(reason) and record.recipe == ""
+    assert "te.linear" not in compiled.text()
+
+
+def test_a_parameter_on_the_left_of_an_input_that_learns() -> None:
+    compiled = Matched(Weights(lambda m, x: m.nk @ x))
+    compiled(torch.randn(32, 4, requires_grad=True))
+    assert compiled.reasons() == [LEFT[0][1] + " to have it in the recipe"]
+
+
+def test_attention_is_no_linear() -> None:
+    compiled = Matched(lambda x: (x @ x.transpose(-1, -2)) @ x)
+    compiled(torch.randn(2, 4, 32))
+    assert not compiled.records
+    compiled = Matched(lambda q, k, v: (q @ k.t()).softmax(-1) @ v)
+    compiled(*(torch.randn(16, 32, requires_grad=True) for _ in range(3)))
+    assert [reason.partition(",")[0] for reason in compiled.reasons()] == ["its weight is an input that learns"] * 2
+
+
+def test_autocast_casts_the_weight_as_it_is_stored() -> None:
+    model, x = Weights(lambda m, x: x @ m.nk.t()), torch.randn(2, 4, 32)
+    compiled = Matched(model, run="aot")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x), model(x))
+    assert_expected_inline(
+        compiled.text(),
+        """\
+to: bfloat16[2, 4, 32] = x.to(torch.bfloat16)
+to_1: bfloat16[16, 32] = nk.to(torch.bfloat16)
+linear_default = te.linear(to, to_1, None, dx=False dw=True)
+getitem: bfloat16[2, 4, 16] = getitem(linear_default, 0)
+return (getitem)""",
+    )

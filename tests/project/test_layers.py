@@ -1,0 +1,207 @@
+"""The import table of docs/architecture.md: which folder, and which room of a folder, may import which."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+import re
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+PACKAGES = {
+    "te_dynamo": "te_dynamo",
+    "kernels": "te_dynamo.kernels",
+    "passes": "te_dynamo.passes",
+    "lowering": "te_dynamo.lowering",
+}
+"""Folder in the repository -> the package it is installed as."""
+
+TOP = {"te_dynamo/__init__.py", "te_dynamo/__main__.py", "te_dynamo/backend.py"}
+"""The pipeline, the public names and the command line know every room."""
+
+KERNEL_ROOMS = {
+    "kernels/activation",
+    "kernels/gemm",
+    "kernels/norm",
+    "kernels/quantize",
+    "kernels/runtime",
+    "kernels/tiles",
+}
+
+ROOMS: dict[str, set[str]] = {
+    "kernels/runtime": set(),
+    "kernels/tiles": {"kernels/runtime"},
+    "kernels/quantize": {"kernels/runtime", "kernels/tiles"},
+    "kernels/activation": {"kernels/quantize", "kernels/runtime", "kernels/tiles"},
+    "kernels/norm": {"kernels/quantize", "kernels/runtime", "kernels/tiles"},
+    "kernels/gemm": {"kernels/activation", "kernels/quantize", "kernels/runtime", "kernels/tiles"},
+    "te_dynamo/quantized": {"te_dynamo"},
+    "te_dynamo/dialect": {"te_dynamo", "te_dynamo/quantized", *KERNEL_ROOMS},
+    "te_dynamo/weights": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
+    "te_dynamo/operations": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
+    "te_dynamo/nn": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
+    "te_dynamo/inspect": {"te_dynamo", "lowering"},
+    "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect"},
+    "passes/dialect": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
+    "passes/torch_ir": {
+        "te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "te_dynamo/operations",
+        "te_dynamo/inspect", "passes/dialect",
+    },
+    "lowering/inductor": {"te_dynamo", "kernels/runtime"},
+    "lowering/extern": {"te_dynamo", "te_dynamo/dialect", "lowering", "lowering/inductor", "kernels/gemm", "kernels/runtime"},
+    "lowering": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "lowering/inductor", "lowering/extern", *KERNEL_ROOMS},
+    "te_dynamo": {"te_dynamo/quantized", "te_dynamo/operations"},
+}  # fmt: skip
+"""Room -> the rooms it may import, itself apart. A folder's own name stands for the files that lie in no room of it.
+
+The files at the top of te_dynamo stand by themselves: test_no_room_reaches_itself_by_a_detour holds their order."""
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """Name -> file of every module that is installed."""
+    found = {}
+    for folder, package in PACKAGES.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = file
+    return found
+
+
+MODULES = modules()
+
+
+def room_of(file: pathlib.Path) -> str:
+    """ "kernels/gemm", or "lowering" for a file that lies in no room."""
+    parts = file.relative_to(ROOT).parts
+    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+def imported(source: str, package: str) -> list[tuple[int, str]]:
+    """(line, absolute name) of every import in `source`, also of those inside functions; not of those for type checkers alone.
+
+    `from a import b` counts as `a.b`: b may be a module.
+    """
+    tree = ast.parse(source)
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, base]).rstrip(".")
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def module_of(name: str) -> str | None:
+    """The module of ours that an imported name is, or is in."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name if name in MODULES else None
+
+
+def violations(file: str, source: str) -> list[str]:
+    """One line of text for each import of a file that the table forbids."""
+    path = ROOT / file
+    package = ".".join([PACKAGES[path.relative_to(ROOT).parts[0]], *path.relative_to(ROOT).parts[1:-1]])
+    room, bad = room_of(path), []
+    for line, name in imported(source, package):
+        root = name.split(".")[0]
+        if root == "te_dynamo":
+            to = module_of(name)
+            target = room_of(MODULES[to]) if to and to != "te_dynamo" else "te_dynamo"
+            if file not in TOP and target not in {room, *ROOMS[room]}:
+                bad.append(f"{file}:{line} imports {name}")
+        elif root in PACKAGES:
+            bad.append(f"{file}:{line} imports {name}, which is te_dynamo.{root} once installed")
+        elif room.startswith("kernels") and root not in {"torch", "triton"} | set(sys.stdlib_module_names):
+            bad.append(f"{file}:{line} imports {name}: kernels need torch and triton only")
+    return bad
+
+
+@pytest.mark.parametrize("room", sorted({room_of(file) for file in MODULES.values()} - {"kernels", "passes"}))
+def test_imports_follow_the_table(room: str) -> None:
+    files = [str(file.relative_to(ROOT)) for file in MODULES.values() if room_of(file) == room]
+    assert files
+    bad = [line for file in files for line in violations(file, (ROOT / file).read_text())]
+    assert not bad, "\n".join(bad)
+
+
+def node_of(file: pathlib.Path) -> str:
+    """The room; a file at the top of te_dynamo stands for itself, and what is in lowering for one room."""
+    room = room_of(file)
+    return str(file.relative_to(ROOT)) if room == "te_dynamo" else room.replace("lowering/extern", "lowering")
+
+
+def test_no_room_reaches_itself_by_a_detour() -> None:
+    arrows: dict[str, set[str]] = {}
+    for name, file in MODULES.items():
+        if str(file.relative_to(ROOT)) in TOP:
+            continue
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        targets = {module_of(target) for _, target in imported(file.read_text(), package)} - {None, "te_dynamo"}
+        nodes = {node_of(MODULES[target]) for target in targets if target}
+        arrows.setdefault(node_of(file), set()).update(nodes - {node_of(file)})
+    order = list(graphlib.TopologicalSorter(arrows).static_order())
+    assert order.index("kernels/runtime") < order.index("te_dynamo/dialect") < order.index("passes/torch_ir")
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("kernels/gemm/current.py", "from te_dynamo.errors import TeError"),
+        ("kernels/gemm/current.py", "import numpy"),
+        ("kernels/quantize/current.py", "from te_dynamo.kernels.gemm.current import gemm"),
+        ("te_dynamo/recipe.py", "def f():\n    from te_dynamo.kernels.quantize import current"),
+        ("te_dynamo/dialect/linear.py", "from te_dynamo.lowering.device import read_device"),
+        ("te_dynamo/dialect/linear.py", "from te_dynamo.weights.freeze import freeze"),
+        ("te_dynamo/options.py", "import te_dynamo.passes.dialect.cse"),
+        ("passes/torch_ir/match/linear.py", "from te_dynamo.kernels.quantize.current import quantize"),
+        ("passes/torch_ir/match/linear.py", "from ....lowering import device"),
+        ("passes/dialect/cse.py", "from te_dynamo.passes.torch_ir.match.linear import match_linear"),
+        ("lowering/lower.py", "from te_dynamo.passes.dialect.cse import merge_common_subexpressions"),
+        ("lowering/lower.py", "import kernels.gemm"),
+    ],
+)
+def test_a_forbidden_import_is_found(file: str, source: str) -> None:
+    assert len(violations(file, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("kernels/gemm/current.py", "import math\nimport torch\nimport triton.language as tl\nfrom . import tiles"),
+        ("te_dynamo/dialect/linear.py", "from te_dynamo.kernels.gemm.current import gemm"),
+        ("te_dynamo/backend.py", "from te_dynamo.passes.dialect.cse import cse\nimport te_dynamo.lowering.lower"),
+        ("passes/dialect/fusions/norm_quantize.py", "from te_dynamo.dialect import linear\nfrom ..graph import calls"),
+        ("lowering/lower.py", "from te_dynamo.kernels.gemm import current\nfrom te_dynamo.errors import TeError"),
+    ],
+)
+def test_an_allowed_import_passes(file: str, source: str) -> None:
+    assert violations(file, source) == []
+
+
+def test_no_test_file_imports_another() -> None:
+    """What two of them share is a module of tests/helpers."""
+    tests = ROOT / "tests"
+    bad = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in sorted(tests.rglob("*.py"))
+        for name in re.findall(r"^\s*(?:from|import) ((?:\w+\.)*test_\w+)", file.read_text(), re.MULTILINE)
+    ]
+    assert not bad, "\n".join(bad)

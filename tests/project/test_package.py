@@ -1,0 +1,40 @@
+"""The package as it is installed, and beside a checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import pytest
+
+import te_dynamo
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("folder", ["kernels", "lowering", "passes"])
+def test_a_checkout_is_whole_wherever_it_is_found_first(folder: str) -> None:
+    """Python started at its root finds its te_dynamo before an installed wheel's: not half of each."""
+    spec = PathFinder.find_spec(f"te_dynamo.{folder}", te_dynamo.__path__)
+    assert spec is not None and spec.origin == str(ROOT / folder / "__init__.py")
+
+
+def test_what_the_distribution_declares() -> None:
+    assert te_dynamo.__version__ == importlib.metadata.version("te-dynamo")
+    assert (Path(te_dynamo.__file__).parent / "py.typed").exists()
+    (script,) = (e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "te-dynamo")
+    assert callable(script.load())
+
+
+def test_every_package_is_declared() -> None:
+    """setuptools takes only those that are listed."""
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = set(text.partition("packages = [")[2].partition("]")[0].replace('"', "").replace(",", "").split())
+    names = {"te_dynamo": "te_dynamo", **{f: f"te_dynamo.{f}" for f in ("kernels", "lowering", "passes")}}
+    found = {
+        ".".join([package, *file.relative_to(ROOT / folder).parts[:-1]])
+        for folder, package in names.items()
+        for file in (ROOT / folder).rglob("__init__.py")
+    }
+    assert declared == found

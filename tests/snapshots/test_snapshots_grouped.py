@@ -1,0 +1,178 @@
+"""Every stage of a mixture's experts: grouped GEMMs, and the fusion between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.models.snapshot_models import kernels_everywhere, launches
+from torch import nn
+
+from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.testing import capture_on_fake_cuda
+
+
+class Experts(nn.Module):
+    """Gate and up projection as transformers stores them, [G, N, K]; the down projection as torch takes it, [G, K, N]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(4, 256, 64))
+        self.down = nn.Parameter(torch.randn(4, 128, 64))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate, up = F.grouped_mm(x, self.gate_up.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+
+
+def inputs(device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    x = torch.ones(48, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    return x, torch.full((4,), 48, dtype=torch.int32, device=device)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, str]:
+    """{stage: text} of training, on the CPU."""
+    torch._dynamo.reset()
+    run = torch.compile(Experts().bfloat16(), backend="te", options={"codegen": "eager"})
+    with capture() as captured:
+        run(*inputs("cpu")).sum().backward()
+    return {stage: captured[stage] for stage in captured.stages}
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Captured:
+    """The graphs of training on fake CUDA tensors, down to the launches."""
+    with kernels_everywhere():
+        return capture_on_fake_cuda(
+            lambda: Experts().bfloat16(),
+            inputs,
+            backward=True,
+            options={"codegen": "inductor", "rules": [("", "float8_current_scaling")]},
+        )
+
+
+def test_match(graphs: dict[str, str]) -> None:
+    """The transposition of the stored weight is gone, and swiglu is taken because a grouped linear reads it."""
+    assert_expected_inline(
+        graphs["match"],
+        """\
+gate_up: bf16[4, 256, 64] = input
+x: bf16[48, 64] = input
+ends: i32[4] = input
+down: bf16[4, 128, 64] = input
+grouped_linear: (bf16[48, 256], f8e4m3[64, 48], f32[1], f8e4m3[4, 64, 256], f32[4]) = te.grouped_linear(x, gate_up, ends, grouped linear(x e4m3[row+column], w grouped e4m3[row+column], dy e5m2[row+column]))
+chunk: (bf16[48, 128], bf16[48, 128]) = grouped_linear[0].chunk(2, dim=-1)
+swiglu: bf16[48, 128] = te.swiglu(chunk[0], chunk[1])
+grouped_linear_1: (bf16[48, 64], f8e4m3[128, 48], f32[1], f8e4m3[4, 128, 64], f32[4]) = te.grouped_linear(swiglu, down, ends, grouped linear(x e4m3[row+column], w grouped e4m3[row+column], dy e5m2[row+column]) of [G, K, N])
+return grouped_linear_1[0]""",
+    )
+
+
+def test_joint(graphs: dict[str, str]) -> None:
+    """Of weights [G, N, K] fprop reads the data and dgrad the transpose, of weights [G, K, N] the other way round."""
+    assert_expected_inline(
+        graphs["joint"],
+        """\
+gate_up: bf16[4, 256, 64] = input
+x: bf16[48, 64] = input
+ends: i32[4] = input
+down: bf16[4, 128, 64] = input
+tangents_1: bf16[48, 64] = input
+quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+column])
+quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
+gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
+split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
+swiglu: bf16[48, 128] = te.swiglu(split[0], split[1])
+quantize_2: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.quantize(swiglu, e4m3[row+column])
+quantize_3: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
+quantize_4: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
+gemm_grouped_2: bf16[48, 128] = te.gemm_grouped(quantize_4[0], quantize_4[2], quantize_3[0], quantize_3[2], ends, bf16, fast_accum=False)
+gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(quantize_2[1], quantize_2[2], quantize_4[1], quantize_4[2], ends, bf16, fast_accum=False)
+swiglu_backward: (bf16[48, 128], bf16[48, 128]) = te.swiglu_backward(gemm_grouped_2, split[0], split[1])
+cat: bf16[48, 256] = aten.cat([swiglu_backward[0], swiglu_backward[1]], 1)
+quantize_5: (f8e5m2[48, 256], f8e5m2[256, 48], f32[1]) = te.quantize(cat, e5m2[row+column])
+gemm_grouped_3: bf16[48, 64] = te.gemm_grouped(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
+gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(quantize_5[1], quantize_5[2], quantize[1], quantize[2], ends, bf16, fast_accum=False)
+return gemm_grouped_1, gemm_grouped_columns_1, gemm_grouped_3, None, gemm_grouped_columns""",
+    )
+
+
+def test_forward(graphs: dict[str, str]) -> None:
+    """swiglu writes FP8, for the second grouped GEMM and for its wgrad."""
+    assert_expected_inline(
+        graphs["forward"],
+        """\
+gate_up: bf16[4, 256, 64] = input
+x: bf16[48, 64] = input
+ends: i32[4] = input
+down: bf16[4, 128, 64] = input
+quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+column])
+quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
+gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
+split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
+swiglu_quantize: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.swiglu_quantize(split[0], split[1], e4m3[row+column], keep_output=False)
+quantize_2: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_quantize[0], swiglu_quantize[2], quantize_2[1], quantize_2[2], ends, bf16, fast_accum=False)
+return gemm_grouped_1, ends, quantize[1], quantize[2], quantize_1[1], quantize_1[2], split[0], split[1], swiglu_quantize[1], swiglu_quantize[2], quantize_2[0], quantize_2[2]""",
+    )
+
+
+def test_backward(graphs: dict[str, str]) -> None:
+    assert_expected_inline(
+        graphs["backward"],
+        """\
+ends: i32[4] = input
+quantize[1]: f8e4m3[64, 48] = input
+quantize[2]: f32[1] = input
+quantize_1[1]: f8e4m3[4, 64, 256] = input
+quantize_1[2]: f32[4] = input
+split[0]: bf16[48, 128] = input
+split[1]: bf16[48, 128] = input
+swiglu_quantize[1]: f8e4m3[128, 48] = input
+swiglu_quantize[2]: f32[1] = input
+quantize_2[0]: f8e4m3[4, 128, 64] = input
+quantize_2[2]: f32[4] = input
+tangents_1: bf16[48, 64] = input
+quantize_3: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
+gemm_grouped: bf16[48, 128] = te.gemm_grouped(quantize_3[0], quantize_3[2], quantize_2[0], quantize_2[2], ends, bf16, fast_accum=False)
+gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(swiglu_quantize[1], swiglu_quantize[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
+swiglu_backward_quantize_halves: (f8e5m2[48, 256], f32[1]) = te.swiglu_backward_quantize_halves(gemm_grouped, split[0], split[1], e5m2[row], keep_output=False, gate_first=True)
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_backward_quantize_halves[0], swiglu_backward_quantize_halves[1], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
+transpose: f8e5m2[256, 48] = te.transpose(swiglu_backward_quantize_halves[0])
+gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(transpose, swiglu_backward_quantize_halves[1], quantize[1], quantize[2], ends, bf16, fast_accum=False)
+return gemm_grouped_columns_1, gemm_grouped_1, None, gemm_grouped_columns""",
+    )
+
+
+def test_launches(lowered: Captured) -> None:
+    """Two launches quantize, one multiplies; swiglu's kernels write what the second GEMM reads."""
+    assert_expected_inline(
+        launches(lowered["lower.forward"]),
+        """\
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
+grouped_amax_kernel -> partials
+grouped_cast_kernel -> data, transpose, scale_inv
+gemm_grouped_kernel -> c
+swiglu_amax_kernel -> partials
+swiglu_write_kernel -> data, transpose, scale_inv
+grouped_amax_kernel -> partials
+grouped_cast_kernel -> data, transpose, scale_inv
+gemm_grouped_kernel -> c""",
+    )
+    assert_expected_inline(
+        launches(lowered["lower.backward"]),
+        """\
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
+gemm_grouped_kernel -> c
+gemm_grouped_columns_kernel -> c
+swiglu_backward_amax_kernel -> gate_partials
+swiglu_backward_rows_kernel -> dy, scale_inv
+gemm_grouped_kernel -> c
+transpose_kernel -> transpose
+gemm_grouped_columns_kernel -> c""",
+    )

@@ -1,0 +1,267 @@
+"""One MLP (LayerNorm, linear, GELU, linear, with biases) in each recipe: its fused graphs, and the launches in their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers.models.snapshot_models import HIDDEN, GeluMLP, capture_training, kernels_everywhere, launches
+
+from te_dynamo.recipe import MXFP8BlockScaling, Recipe
+from te_dynamo.testing import capture_on_fake_cuda
+
+SHAPE = (32, 64)
+
+
+def te_lines(text: str) -> str:
+    """The statements of our operations, and which of their results are returned."""
+    *statements, returned = text.splitlines()
+    ours = [line for line in statements if "= te." in line]
+    names = {line.split(":")[0] for line in ours}
+    results = [result for result in returned.removeprefix("return ").split(", ") if result.split("[")[0] in names]
+    return "\n".join([*ours, f"return {', '.join(results)}"])
+
+
+def graphs(recipe: str | Recipe) -> dict[str, str]:
+    """The te operations of the fused forward and backward, on fake CUDA."""
+    captured = capture_training(GeluMLP, SHAPE, "cuda", recipe=recipe)
+    return {stage: te_lines(captured[stage]) for stage in ("forward", "backward")}
+
+
+def lowered(recipe: str | Recipe) -> dict[str, str]:
+    """The Triton launches of forward and backward, on fake CUDA."""
+    with kernels_everywhere():
+        captured = capture_training(GeluMLP, SHAPE, "cuda", recipe=recipe, codegen="inductor")
+        return {stage: launches(captured[f"lower.{stage}"]) for stage in ("forward", "backward")}
+
+
+def test_block_scaling() -> None:
+    """Activations and gradients in 1x128 blocks, weights in 128x128; both usages with scales of their own."""
+    found = graphs("float8_block_scaling")
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(native_layer_norm[0], e4m3 1x128[row+column])
+quantize_1: (f8e4m3[128, 64], f32[1, 4], f8e4m3[64, 128], f32[1, 4]) = te.quantize(fc1.weight, e4m3 128x128[row+column])
+gemm_block: bf16[32, 128] = te.gemm_block(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_two_d=False, b_two_d=True)
+quantize_2: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu, e4m3 1x128[row+column])
+quantize_3: (f8e4m3[64, 128], f32[1, 4], f8e4m3[128, 64], f32[1, 4]) = te.quantize(fc2.weight, e4m3 128x128[row+column])
+gemm_block_1: bf16[32, 64] = te.gemm_block(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_two_d=False, b_two_d=True)
+return gemm_block_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm_block, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+bias_grad: f32[64] = te.bias_grad(tangents_1)
+quantize_4: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column])
+gemm_block_1: bf16[32, 128] = te.gemm_block(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_two_d=False, b_two_d=True)
+gemm_block_2: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
+bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
+quantize_5: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu_backward, e4m3 1x128[row+column])
+gemm_block_3: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=True)
+gemm_block_4: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
+return gemm_block_4, gemm_block_2""",
+    )
+
+
+def test_mxfp8() -> None:
+    """Columns are not transposed: the GEMMs are told which operand is read that way."""
+    found = graphs("mxfp8")
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(native_layer_norm[0], mxfp8[row+column])
+quantize_1: (f8e4m3[128, 64], u8[128, 4], f8e4m3[128, 64], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column])
+gemm_mxfp8: bf16[32, 128] = te.gemm_mxfp8(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_columnwise=False, b_columnwise=False)
+quantize_2: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu, mxfp8[row+column])
+quantize_3: (f8e4m3[64, 128], u8[128, 4], f8e4m3[64, 128], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column])
+gemm_mxfp8_1: bf16[32, 64] = te.gemm_mxfp8(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_columnwise=False, b_columnwise=False)
+return gemm_mxfp8_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm_mxfp8, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+bias_grad: f32[64] = te.bias_grad(tangents_1)
+quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column])
+gemm_mxfp8_1: bf16[32, 128] = te.gemm_mxfp8(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_columnwise=False, b_columnwise=True)
+gemm_mxfp8_2: bf16[64, 128] = te.gemm_mxfp8(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_columnwise=True, b_columnwise=True)
+bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
+quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu_backward, mxfp8[row+column])
+gemm_mxfp8_3: bf16[32, 64] = te.gemm_mxfp8(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_columnwise=False, b_columnwise=True)
+gemm_mxfp8_4: bf16[128, 64] = te.gemm_mxfp8(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)
+return gemm_mxfp8_4, gemm_mxfp8_2""",
+    )
+
+
+def test_mxfp8_with_one_scale_for_128_values() -> None:
+    """te.gemm_block multiplies it, the columns being transposed."""
+    found = graphs(MXFP8BlockScaling(scale_block=128))
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(native_layer_norm[0], mxfp8 1x128[row+column])
+quantize_1: (f8e4m3[128, 64], u8[128, 4], f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc1.weight, mxfp8 1x128[row+column])
+gemm_block: bf16[32, 128] = te.gemm_block(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_two_d=False, b_two_d=False)
+quantize_2: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu, mxfp8 1x128[row+column])
+quantize_3: (f8e4m3[64, 128], u8[128, 4], f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc2.weight, mxfp8 1x128[row+column])
+gemm_block_1: bf16[32, 64] = te.gemm_block(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_two_d=False, b_two_d=False)
+return gemm_block_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm_block, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+bias_grad: f32[64] = te.bias_grad(tangents_1)
+quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(tangents_1, mxfp8 1x128[row+column])
+gemm_block_1: bf16[32, 128] = te.gemm_block(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_two_d=False, b_two_d=False)
+gemm_block_2: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
+bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
+quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu_backward, mxfp8 1x128[row+column])
+gemm_block_3: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=False)
+gemm_block_4: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
+return gemm_block_4, gemm_block_2""",
+    )
+
+
+def test_nvfp4() -> None:
+    """Three tensors an operand; gradients are rounded at random."""
+    found = graphs("nvfp4")
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(native_layer_norm[0], nvfp4[row+column, hadamard])
+quantize_1: (u8[128, 32], u8[128, 4], f32[1], u8[64, 64], u8[128, 8], f32[1]) = te.quantize(fc1.weight, nvfp4[row+column, 16x16])
+gemm_nvfp4: bf16[32, 128] = te.gemm_nvfp4(quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2], fc1.bias, bf16)
+quantize_2: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu, nvfp4[row+column, hadamard])
+quantize_3: (u8[64, 64], u8[128, 8], f32[1], u8[128, 32], u8[128, 4], f32[1]) = te.quantize(fc2.weight, nvfp4[row+column, 16x16])
+gemm_nvfp4_1: bf16[32, 64] = te.gemm_nvfp4(quantize_2[0], quantize_2[1], quantize_2[2], quantize_3[0], quantize_3[1], quantize_3[2], fc2.bias, bf16)
+return gemm_nvfp4_1, quantize[3], quantize[4], quantize[5], quantize_1[3], quantize_1[4], quantize_1[5], gemm_nvfp4, quantize_2[3], quantize_2[4], quantize_2[5], quantize_3[3], quantize_3[4], quantize_3[5]""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+bias_grad: f32[64] = te.bias_grad(tangents_1)
+quantize_4: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic], randint)
+gemm_nvfp4_1: bf16[32, 128] = te.gemm_nvfp4(quantize_4[0], quantize_4[1], quantize_4[2], quantize_3[3], quantize_3[4], quantize_3[5], None, bf16)
+gemm_nvfp4_2: bf16[64, 128] = te.gemm_nvfp4(quantize_4[3], quantize_4[4], quantize_4[5], quantize_2[3], quantize_2[4], quantize_2[5], None, bf16)
+bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
+quantize_5: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu_backward, nvfp4[row+column, hadamard, stochastic], randint_1)
+gemm_nvfp4_3: bf16[32, 64] = te.gemm_nvfp4(quantize_5[0], quantize_5[1], quantize_5[2], quantize_1[3], quantize_1[4], quantize_1[5], None, bf16)
+gemm_nvfp4_4: bf16[128, 64] = te.gemm_nvfp4(quantize_5[3], quantize_5[4], quantize_5[5], quantize[3], quantize[4], quantize[5], None, bf16)
+return gemm_nvfp4_4, gemm_nvfp4_2""",
+    )
+
+
+def test_high_precision_backward() -> None:
+    """Rows only in forward; backward reads x and weight, and has no operation of ours but the bias gradient."""
+    found = graphs(MXFP8BlockScaling(backward="high_precision"))
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize: (f8e4m3[32, 64], u8[128, 4]) = te.quantize(native_layer_norm[0], mxfp8[row])
+quantize_1: (f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc1.weight, mxfp8[row])
+gemm_mxfp8: bf16[32, 128] = te.gemm_mxfp8(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_columnwise=False, b_columnwise=False)
+quantize_2: (f8e4m3[32, 128], u8[128, 4]) = te.quantize(gelu, mxfp8[row])
+quantize_3: (f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc2.weight, mxfp8[row])
+gemm_mxfp8_1: bf16[32, 64] = te.gemm_mxfp8(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_columnwise=False, b_columnwise=False)
+return gemm_mxfp8_1, gemm_mxfp8""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+bias_grad: f32[64] = te.bias_grad(tangents_1)
+bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
+return """,
+    )
+
+
+def test_launches_of_block_scaling() -> None:
+    """One kernel a quantization, whichever usages; a bias is in the GEMM."""
+    found = lowered("float8_block_scaling")
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c""",
+    )
+    assert_expected_inline(
+        found["backward"],
+        """\
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
+gemm_block_kernel -> c
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
+gemm_block_kernel -> c""",
+    )
+
+
+def test_launches_of_mxfp8_with_one_scale_for_128_values() -> None:
+    """Other quantizations, the same GEMM."""
+    found = lowered(MXFP8BlockScaling(scale_block=128))
+    assert_expected_inline(
+        found["forward"],
+        """\
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+gemm_block_kernel -> c
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+gemm_block_kernel -> c""",
+    )
+
+
+def test_launches_of_mxfp8() -> None:
+    """Emulated: the operands of each GEMM become bf16, and torch multiplies them."""
+    assert_expected_inline(
+        lowered("mxfp8")["forward"],
+        """\
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+dequantize_mxfp8_kernel -> values
+dequantize_mxfp8_kernel -> values
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+dequantize_mxfp8_kernel -> values
+dequantize_mxfp8_kernel -> values""",
+    )
+
+
+def test_launches_of_nvfp4() -> None:
+    """Emulated; amaxes and bias are applied to the fp32 product."""
+    assert_expected_inline(
+        lowered("nvfp4")["forward"],
+        """\
+hadamard_amax_kernel -> partials, columnwise_partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+words_amax_kernel -> partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+dequantize_nvfp4_kernel -> y
+dequantize_nvfp4_kernel -> y
+nvfp4_epilogue_kernel -> c
+hadamard_amax_kernel -> partials, columnwise_partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+words_amax_kernel -> partials
+quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+dequantize_nvfp4_kernel -> y
+dequantize_nvfp4_kernel -> y
+nvfp4_epilogue_kernel -> c""",
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe", ["float8_block_scaling", "mxfp8", MXFP8BlockScaling(scale_block=128), "nvfp4"], ids=str
+)
+def test_a_symbolic_number_of_tokens_reaches_the_launches(recipe: str | Recipe) -> None:
+    def tokens(device: str) -> tuple[torch.Tensor]:
+        return (torch.empty(200, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True),)
+
+    with kernels_everywhere():
+        options = {"recipe": recipe, "codegen": "inductor"}
+        graphs = capture_on_fake_cuda(lambda: GeluMLP().bfloat16(), tokens, options=options, dynamic=True)
+    for stage in ("lower.forward", "lower.backward"):
+        text = graphs[stage]
+        assert "s0: int = input" in text and "= te." not in text and "triton." in text
