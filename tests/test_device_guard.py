@@ -42,11 +42,9 @@ def test_an_array_of_another_layout_is_left_alone(
 ) -> None:
     before = guards()
     monkeypatch.setattr(device_guard, name, value)
-    with pytest.raises(
-        TeError, match=f"device guards otherwise than torch 2.11 to 2.15 .*{why}.* nothing was changed: use one of"
-    ):
-        with fake_cuda():
-            raise AssertionError
+    refused = f"device guards otherwise than torch 2.11 to 2.15 .*{why}.* nothing was changed: use one of"
+    with pytest.raises(TeError, match=refused), fake_cuda():
+        raise AssertionError
     monkeypatch.undo()
     assert guards() == before
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from te_dynamo._compat import torch_version
+from te_dynamo._compat import is_newer_than
 from te_dynamo.kernels.runtime._triton import INSTALLED
 
 __all__ = ["Private", "compiling_ours", "warn_skipped"]
@@ -68,7 +68,7 @@ class Private:
     @property
     def needed(self) -> bool:
         """Whether this torch needs it, and Triton is there if it is Triton's."""
-        outdated = self.last is not None and torch_version() > self.last
+        outdated = self.last is not None and is_newer_than(self.last)
         return not outdated and (INSTALLED or not any(name.startswith("triton.") for name in (self.name, *self.needs)))
 
     def missing(self) -> str:

@@ -250,13 +250,13 @@ def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
 
 def _graph_break_log() -> list[Any]:
     """Dynamo's own. Raises TeError where this torch keeps none: no breaks would be shown where there are some."""
-    log: list[Any] | None = getattr(torch._dynamo.utils, "graph_break_reasons", None)
-    if log is None:
+    try:
+        return torch._dynamo.utils.graph_break_reasons
+    except AttributeError as error:
         raise TeError(
             f"te_dynamo.explain: torch {torch.__version__} has no torch._dynamo.utils.graph_break_reasons, which lists the graph breaks: "
             "install a release that has it (2.11 to 2.15), or look at the model by te_dynamo.capture, which needs none"
-        )
-    return log
+        ) from error
 
 
 def _graph_break(entry: Any) -> GraphBreak:
