@@ -33,7 +33,7 @@ def ensure_device_guard() -> None:
     guards = _registry(Path(torch.__file__).parent / "lib" / "libc10.so")
     if guards[_CUDA] == guards[_CPU]:
         return  # written before
-    _check(guards)
+    _check(list(guards))
     guards[_CUDA] = guards[_CPU]
 
 
