@@ -20,17 +20,18 @@ from te_dynamo.dialect.define import REFERENCE_ONLY
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.gemm import is_extern
-from te_dynamo.lowering.inductor.fake_values import trust_lowered_values, values_are_right
-from te_dynamo.lowering.inductor.mutation import analyse_once
+from te_dynamo.lowering.inductor.fake_values import values_are_right
+from te_dynamo.lowering.inductor.install import install
+from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.trace import Traces, where
 
 __all__ = ["lower"]
 
 
+@compiling_ours()
 def lower(graph: Graph) -> list[tuple[str, str]]:
     """Rewrites in place; returns (operation, what runs it) of each te node. Raises LoweringError for one it cannot lower."""
-    analyse_once()
-    trust_lowered_values()
+    install()
     done = []
     inliner = _Inliner(graph)
     waiting = deque(_te_nodes(graph.nodes))

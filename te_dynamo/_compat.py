@@ -1,6 +1,7 @@
 """Every difference between the supported releases of torch (2.11 to 2.15) and Triton (3.6 to 3.9), in one place.
 
-Each function names the release that needs it. Nothing else in the package asks for a version.
+Each function names the release that needs it. Nothing else in the package asks for a version, but for kernels, which know torch and
+Triton alone: Gluon's names are in kernels/runtime/_gluon.py.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
     from torch._library.opaque_object import MemberType
 
 __all__ = [
+    "REDISTRIBUTE",
+    "SAME_SHARDS",
     "OpaqueMeta",
     "as_analysed",
     "asks_for_inference",
+    "attribute_read",
+    "is_newer_than",
     "mutation_analysis_name",
     "nodes_of_updater",
     "register_value_class",
+    "source_name",
     "torch_version",
 ]
 
@@ -36,6 +42,31 @@ def torch_version() -> tuple[int, int]:
     """(major, minor) of the running torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def is_newer_than(release: tuple[int, int]) -> bool:
+    """Whether the running torch is of a later release."""
+    return torch_version() > release
+
+
+# Dynamo's own functions of DTensors; up to torch 2.11 they are called prim_to_local, "prim from_local" and prim_redistribute.
+SAME_SHARDS = {"from_local", "prim from_local", "to_local", "prim_to_local"}
+REDISTRIBUTE = {"redistribute", "prim_redistribute"}
+
+
+def source_name(source: Any) -> str:
+    """A source of Dynamo's as it spells it ("L['x']"): a method up to torch 2.11, a property after."""
+    name: str = source.name() if callable(source.name) else source.name
+    return name
+
+
+def attribute_read(node: Node) -> str:
+    """ "mT" of a node x.mT, "" of other nodes: Dynamo spells it as getattr, T and mT from torch 2.14 on as operations of their own."""
+    if node.op != "call_function":
+        return ""
+    if node.target is getattr:
+        return str(node.args[1])
+    return {torch.ops.aten.mT: "mT", torch.ops.aten.numpy_T: "T"}.get(node.target, "")  # type: ignore[call-overload,no-any-return]
 
 
 def mutation_analysis_name() -> str:

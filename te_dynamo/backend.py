@@ -34,11 +34,8 @@ from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
-from te_dynamo.lowering.inductor.cpp_scratch import allocate_for_all_programs
-from te_dynamo.lowering.inductor.early_compile import compile_when_defined
-from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
-from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
-from te_dynamo.lowering.inductor.static_launch import STATIC_LAUNCH, tell_workers
+from te_dynamo.lowering.inductor.install import install, launch_options
+from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
@@ -71,7 +68,11 @@ def te(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend that the entry point `te` names. Raises InvalidOptionError for an option that does not exist."""
+    """The backend that the entry point `te` names.
+
+    Raises InvalidOptionError for an option that does not exist, TeError on a torch without a private name that results depend on.
+    """
+    install()
     parsed = Options.parse(options, mode)
     check_choice(parsed.fusions)
     compilation = _Compilation(parsed, Report(), begin_graph())
@@ -205,19 +206,14 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         try:
             # Autograd compiles a CUDA backward after compile_fx has returned, on a thread of its own: what holds there does not here,
             # nor do capture()'s patches.
-            with uncached(), compiles_ahead():
+            with uncached(), compiling_ours(), compiles_ahead():
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)
 
-    patches: dict[str, Any] = {STATIC_LAUNCH: True, **dict(compilation.options.inductor)}
+    patches: dict[str, Any] = {**launch_options(), **dict(compilation.options.inductor)}
     _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
-    allocate_for_all_programs()
-    compile_when_defined()
-    launch_early_kernels_early()  # last: what it adds to a kernel's definition is compiled too
-    tell_workers()
-    use_torchs_ptxas()
     key = cache_key(compilation.options, fusion_key())
     for hook, stage in (
         ("joint_custom_pre_pass", compilation.joint),
@@ -225,7 +221,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         ("post_grad_custom_post_pass", lambda graph: compilation.lower(graph, _phase.get())),
     ):
         patches[hook] = _chained(hook, stage, patches, key)
-    return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    with compiling_ours():  # a cache may answer, whose code then loads its kernels outside of `inner`
+        return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
 
 
 def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ A kernel that is launched early becomes resident while its predecessor still run
 everything that the predecessor wrote is part. (Beginning to fetch the weight before that wait was tried on an H200: not faster.)
 
 Every kernel of such a launch waits before it reads or writes anything; a launch of any other kernel begins after the end of all
-before it. In Inductor's code an early launch is made by lowering/inductor/early_launch.py.
+before it. In Inductor's code an early launch is made by lowering/inductor/define_kernel.py.
 """
 
 from __future__ import annotations

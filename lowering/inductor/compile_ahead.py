@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.launch import compiling_only
+from te_dynamo.lowering.inductor.install import AHEAD
 
 __all__ = ["compile_ahead", "compiles_ahead"]
 
@@ -28,7 +28,7 @@ def compiles_ahead() -> Iterator[None]:
 
     A kernel that fails to compile raises where it is launched, as it would without this.
     """
-    if not INSTALLED or _mode() is not None:
+    if not AHEAD.active or _mode() is not None:
         yield
         return
     from triton.runtime._async_compile import AsyncCompileMode
@@ -43,7 +43,7 @@ def compile_ahead(launches: Callable[..., Any], tensors: Sequence[torch.Tensor],
 
     Nothing where there is no GPU, where shapes are symbolic, and outside `compiles_ahead`.
     """
-    if not torch.cuda.is_available() or _mode() is None:
+    if not torch.cuda.is_available() or not AHEAD.active or _mode() is None:
         return
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
         return

@@ -7,39 +7,18 @@ without an error. Later releases multiply by the grid, as is done here.
 
 from __future__ import annotations
 
-import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["allocate_for_all_programs"]
+__all__ = ["cpp_scratch"]
 
 _PROGRAMS = "grid_0 * grid_1 * grid_2"
 """As the C++ code names them where it allocates."""
 
 
-@functools.cache
-def allocate_for_all_programs() -> None:
-    """Corrects torch, once a process, where that is needed."""
-    from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
-
-    if _PROGRAMS not in "".join(_definition(CUDADeviceOpOverrides())):
-        CUDADeviceOpOverrides.cpp_scratch = _multiplied(CUDADeviceOpOverrides.cpp_scratch)  # type: ignore[method-assign]
-
-
-def _definition(overrides: Any) -> list[str]:
-    """What torch writes for 128 bytes a program."""
-    from torch._inductor.codegen.common import TritonScratchWorkspace
-
-    definition, _ = overrides.cpp_scratch(0, workspace=TritonScratchWorkspace(128, lambda: "cached_torch_dtype_uint8"))
-    return definition
-
-
-def _multiplied(cpp_scratch: Any) -> Any:
-    @functools.wraps(cpp_scratch)
-    def multiplied(*args: Any, **kwargs: Any) -> Any:
-        definition, name = cpp_scratch(*args, **kwargs)
-        size = r"_size\[\] = \{(\d+)\};"
-        all_programs = rf"_size[] = {{static_cast<int64_t>(\1) * {_PROGRAMS}}};"
-        return [re.sub(size, all_programs, line) for line in definition], name
-
-    return multiplied
+def cpp_scratch(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """(the lines that allocate, the variable's name): CUDADeviceOpOverrides.cpp_scratch, which is `own`, for the whole grid."""
+    lines, name = own(*args, **kwargs)
+    all_programs = rf"_size[] = {{static_cast<int64_t>(\1) * {_PROGRAMS}}};"
+    return [re.sub(r"_size\[\] = \{(\d+)\};", all_programs, line) for line in lines], name

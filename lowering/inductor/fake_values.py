@@ -7,15 +7,15 @@ copy of. Such a node is computed again all the same where what it reads has got 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.fx import Node
 
 from te_dynamo._compat import nodes_of_updater
+from te_dynamo.lowering.inductor.private import warn_skipped
 
-__all__ = ["trust_lowered_values", "values_are_right"]
+__all__ = ["incremental_update", "values_are_right"]
 
 _RIGHT_FOR = "te_value_is_right_for"
 """In a node's meta: the (target, args, kwargs) that its value belongs to, the node's own objects."""
@@ -27,21 +27,14 @@ def values_are_right(nodes: Iterable[Node]) -> None:
         node.meta[_RIGHT_FOR] = (node.target, node.args, node.kwargs)
 
 
-@functools.cache
-def trust_lowered_values() -> None:
-    """Has torch keep such values; once a process. Where torch remembers otherwise what it has computed, it computes all of them."""
-    from torch._inductor.fx_utils import FakeTensorUpdater
-
-    update = FakeTensorUpdater.incremental_update
-
-    @functools.wraps(update)
-    def incremental_update(self: Any) -> Any:
-        if hasattr(self, "hash_node") and hasattr(self, "processed_hashes"):
-            right = (node for node in nodes_of_updater(self) if _is_right(node))
-            self.processed_hashes.update(self.hash_node(node) for node in right)
-        return update(self)
-
-    FakeTensorUpdater.incremental_update = incremental_update  # type: ignore[method-assign]
+def incremental_update(update: Callable[..., Any], updater: Any) -> Any:
+    """FakeTensorUpdater.incremental_update, which is `update`: of the nodes whose values are right, torch is told that it knows them."""
+    if hasattr(updater, "processed_hashes"):
+        right = (node for node in nodes_of_updater(updater) if _is_right(node))
+        updater.processed_hashes.update(updater.hash_node(node) for node in right)
+    else:
+        warn_skipped("torch._inductor.fx_utils.FakeTensorUpdater().processed_hashes", "time to compile")
+    return update(updater)
 
 
 def _is_right(node: Node) -> bool:

@@ -7,47 +7,37 @@ another of ours the answer depends on the kernel, its constants and the dtypes o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
 import torch
-from torch._higher_order_ops import triton_kernel_wrap
 
-from te_dynamo._compat import as_analysed, mutation_analysis_name
+from te_dynamo._compat import as_analysed
 from te_dynamo.kernels.runtime.writes import updated, written
 
-__all__ = ["analyse_once"]
+__all__ = ["analyse"]
 
 _OURS = "te_dynamo.kernels."
 
 
-@functools.cache
-def analyse_once() -> None:
-    """Makes torch take our kernels at their word, and keep its analyses of the others of ours for the life of the process."""
-    name = mutation_analysis_name()
-    setattr(triton_kernel_wrap, name, _remembered(getattr(triton_kernel_wrap, name)))
+_answers: dict[Any, Any] = {}
+"""By (kernel, what the analysis can see of its arguments), for the life of the process."""
 
 
-def _remembered(analyse: Callable[..., Any]) -> Callable[..., Any]:
-    answers: dict[Any, Any] = {}
-
-    @functools.wraps(analyse)
-    def answer(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
-        # A launch that chooses its warps is recorded as an autotuner of its own, with one configuration.
-        function, chosen = (kernel.fn, kernel.configs[0].kwargs) if hasattr(kernel, "configs") else (kernel, {})
-        if not function.fn.__module__.startswith(_OURS) or tma_descriptor_metadata:
-            return analyse(kernel, kwargs, tma_descriptor_metadata)
-        declared = written(function, {**kwargs, **chosen})
-        if declared is not None:
-            return as_analysed(declared, updated(function), kwargs)
-        key = (function, _description(function, {**kwargs, **chosen}))
-        if key not in answers:
-            answers[key] = analyse(kernel, kwargs, tma_descriptor_metadata)
-        return answers[key]
-
-    return answer
+def analyse(own: Callable[..., Any], kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
+    """What a launch of `kernel` writes, as torch's analysis `own` answers."""
+    # A launch that chooses its warps is recorded as an autotuner of its own, with one configuration.
+    function, chosen = (kernel.fn, kernel.configs[0].kwargs) if hasattr(kernel, "configs") else (kernel, {})
+    if not function.fn.__module__.startswith(_OURS) or tma_descriptor_metadata:
+        return own(kernel, kwargs, tma_descriptor_metadata)
+    declared = written(function, {**kwargs, **chosen})
+    if declared is not None:
+        return as_analysed(declared, updated(function), kwargs)
+    key = (function, _description(function, {**kwargs, **chosen}))
+    if key not in _answers:
+        _answers[key] = own(kernel, kwargs, tma_descriptor_metadata)
+    return _answers[key]
 
 
 def _description(function: Any, arguments: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:

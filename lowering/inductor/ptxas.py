@@ -12,15 +12,13 @@ import functools
 
 import torch
 
-from te_dynamo.kernels.runtime._triton import INSTALLED
-
 __all__ = ["use_torchs_ptxas"]
 
 
 @functools.cache
 def use_torchs_ptxas() -> None:
     """Does before anything is compiled what torch does then, once a process. A path that the user has set stays."""
-    if not INSTALLED or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
     from triton.backends.nvidia.compiler import get_ptxas_version

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from te_dynamo import recipe as recipes
 from te_dynamo.lowering import device
+from te_dynamo.lowering.inductor.install import TABLE
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -48,6 +49,7 @@ class Diagnosis:
 
     versions: (name, version or what is wrong). device: (fact, value), empty without one.
     no_device: why there is none, "" with one. recipes: (name, "native" | "emulated" | "reference", why).
+    privates: (name of torch's or Triton's, what for, what is lost without it, the releases of torch it is tested with, state).
     problems: what is broken about the installation; empty when the package works.
     """
 
@@ -55,6 +57,7 @@ class Diagnosis:
     device: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     no_device: str = ""
     recipes: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    privates: list[tuple[str, str, str, str, str]] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -75,6 +78,8 @@ class Diagnosis:
         else:
             console.print(f"no device: {self.no_device}", markup=False, highlight=False)
         console.print(_table("recipes", ("recipe", "runs", "why"), self.recipes))
+        columns = ("name", "what for", "without it", "torch", "state")
+        console.print(_table("private names of torch and Triton, in graphs of ours alone", columns, self.privates))
         for problem in self.problems:
             console.print(f"PROBLEM: {problem}", markup=False, highlight=False)
         if not self.problems:
@@ -88,7 +93,18 @@ def diagnose() -> Diagnosis:
     _find_backend(found)
     capability = _find_device(found)
     found.recipes = [(r.describe(), *_recipe_support(r.describe(), capability)) for r in _RECIPES]
+    _find_privates(found)
     return found
+
+
+def _find_privates(found: Diagnosis) -> None:
+    for entry in TABLE:
+        lost = entry.gain or "failure or wrong results"
+        found.privates.append((entry.name, f"{entry.effect}: {entry.why}", lost, entry.releases, entry.state))
+        if not entry.gain and entry.needed and not entry.active:
+            found.problems.append(
+                f"torch {torch.__version__} has no {entry.missing()}; install a release of torch {entry.releases}"
+            )
 
 
 def _find_versions(found: Diagnosis) -> None:

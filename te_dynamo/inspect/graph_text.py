@@ -28,6 +28,8 @@ import sympy
 import torch
 from torch import fx
 
+from te_dynamo.lowering.inductor.private import compiling_ours
+
 __all__ = ["DTYPE_NAMES", "NAME", "graph_text", "input_name", "output_names"]
 
 NAME = "te_dynamo_name"
@@ -306,7 +308,8 @@ def _written(launch: fx.Node) -> dict[str, Any]:
     kwargs: Any = launch.kwargs
     values = {name: _value(arg) if isinstance(arg, fx.Node) else arg for name, arg in kwargs["kwargs"].items()}
     metadata = kwargs["tma_descriptor_metadata"]
-    written = get_mutated_tensors(kwargs["kernel_idx"], kwargs["constant_args_idx"], values, metadata)
+    with compiling_ours():  # our kernels say what they write
+        written = get_mutated_tensors(kwargs["kernel_idx"], kwargs["constant_args_idx"], values, metadata)
     return {name: values[name] for name in written}
 
 

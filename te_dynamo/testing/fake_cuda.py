@@ -4,7 +4,7 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
 
 - autograd asks a CUDA device guard for streams while it builds a graph. CUDA builds without a device get a
   no-op guard from torch itself; for CPU-only builds the CPU's, which does nothing either, is put in its
-  place (`_ensure_device_guard`).
+  place (te_dynamo/testing/device_guard.py).
 - the C++ engine asks for a CUDA context before it runs a backward pass, so AOTAutograd's call of
   `torch.autograd.grad` is answered by a walk over the same autograd nodes in Python (`grad`).
 - donated buffers are off: AOTAutograd refuses them when the engine is not what calls its backward.
@@ -16,10 +16,8 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.testing.device_guard import ensure_device_guard
 
 __all__ = ["capture_on_fake_cuda", "fake_cuda", "grad"]
 
@@ -74,7 +73,7 @@ def fake_cuda() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    _ensure_device_guard()
+    ensure_device_guard()
     with (
         FakeTensorMode(shape_env=ShapeEnv()),
         mock.patch("torch.autograd.grad", grad),
@@ -188,21 +187,6 @@ def _accumulate(arrived: dict[Node, dict[int, Tensor]], edge: tuple[Node, int], 
         value = value.to(metadata.dtype)
     slots = arrived.setdefault(node, {})
     slots[slot] = value if slot not in slots else slots[slot] + value
-
-
-def _ensure_device_guard() -> None:
-    """Gives CPU-only builds of torch a device guard for "cuda" that does nothing; leaves every other build
-    alone.
-
-    It stays for the process: autograd nodes made meanwhile may outlive the context.
-    """
-    if torch.backends.cuda.is_built():
-        return
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    cpu, cuda = 0, 1  # c10::DeviceType
-    if not guards[cuda]:
-        guards[cuda] = guards[cpu]
 
 
 class _PassesDone(BaseException):

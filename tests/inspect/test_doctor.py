@@ -7,6 +7,7 @@ import torch
 
 import te_dynamo.__main__ as command_line
 from te_dynamo import recipe
+from te_dynamo._compat import torch_version
 from te_dynamo.inspect import doctor
 from te_dynamo.lowering import device
 
@@ -109,6 +110,27 @@ def test_missing_triton_is_a_problem(monkeypatch):
 
     monkeypatch.setattr(doctor.importlib, "import_module", import_module)
     assert "Triton cannot be imported (no triton)" in doctor.diagnose().problems[0]
+
+
+def test_privates_of_torch_are_listed():
+    found = doctor.diagnose()
+    rows = {name.rpartition(".")[2]: row for name, *row in found.privates}
+    what_for, lost, releases, state = rows["define_kernel"]
+    assert what_for.startswith("wrapped: ") and "0.8 s of a cold compile" in lost
+    assert (releases, state) == ("2.11 to 2.15", "active")
+    assert rows["extern_kernels"][0].startswith("used: ") and rows["extern_kernels"][1] == "failure or wrong results"
+    assert rows["cpp_scratch"][3] == ("active" if torch_version() <= (2, 12) else "not needed")
+    assert "define_kernel" in "".join(str(found).split()).replace("|", "")
+
+
+def test_a_private_that_is_gone_is_a_problem_where_results_depend_on_it(monkeypatch):
+    monkeypatch.delattr("torch._inductor.select_algorithm.extern_kernels")
+    monkeypatch.delattr("torch._inductor.fx_utils.FakeTensorUpdater.incremental_update")
+    found = doctor.diagnose()
+    (problem,) = found.problems
+    assert "no torch._inductor.select_algorithm.extern_kernels; install a release of torch 2.11 to 2.15" in problem
+    states = [row[-1] for row in found.privates]
+    assert "skipped: torch._inductor.fx_utils.FakeTensorUpdater.incremental_update is gone" in states
 
 
 def test_command_line(capsys):

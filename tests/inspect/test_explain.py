@@ -11,6 +11,7 @@ from helpers.graphs.fake_backend import recording_backend
 from torch import nn
 
 import te_dynamo.__main__ as command_line
+from te_dynamo.errors import TeError
 from te_dynamo.inspect.explain import Explanation, explain
 
 
@@ -113,6 +114,14 @@ def test_graph_breaks_are_listed_with_line_and_reason():
     assert found.graph_breaks[0].source == f"test_explain.py:{line}"
     assert "graph break" in str(found)
     assert found.to_dict()["graphs"] == 2
+
+
+def test_a_torch_that_keeps_no_list_of_breaks_is_refused(net, monkeypatch):
+    monkeypatch.delattr("torch._dynamo.utils.graph_break_reasons")
+    with pytest.raises(
+        TeError, match=r"no torch\._dynamo\.utils\.graph_break_reasons, which lists the graph breaks: install a release"
+    ):
+        explain(net, torch.randn(4, 8))
 
 
 def test_a_break_without_a_message_has_dynamos_reason():

@@ -16,14 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.lowering.inductor.fake_values import _is_right
+from te_dynamo.lowering.inductor.install import install
+from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
-
-pytestmark = pytest.mark.usefixtures("gpu")
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launches need Triton")
 te, aten = torch.ops.te, torch.ops.aten
 Updated = Callable[[fx.Graph, Callable[[fx.Graph], Any]], list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def ours(gpu: None) -> Iterator[None]:
+    with compiling_ours():
+        yield
 
 
 def computed_again(node: fx.Node) -> Any:
@@ -73,6 +79,7 @@ def updated(monkeypatch: pytest.MonkeyPatch) -> Updated:
         return dispatch(self, func, *args, **kwargs)
 
     def update(graph: fx.Graph, change: Any) -> list[Any]:
+        install()
         mode = next(n.meta["val"] for n in graph.nodes if n.op == "placeholder").fake_mode
         takes_module = "gm" in inspect.signature(fx_utils.FakeTensorUpdater).parameters
         updater = fx_utils.FakeTensorUpdater(fx.GraphModule({}, graph) if takes_module else graph)

@@ -19,7 +19,8 @@ from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.kernels.activation.swiglu_in_place import swiglu_backward_quantize_in_place
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.writes import updated, updates, writes, written
-from te_dynamo.lowering.inductor.mutation import _description, _remembered
+from te_dynamo.lowering.inductor import mutation
+from te_dynamo.lowering.inductor.mutation import _description, analyse
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing.fake_cuda import capture_on_fake_cuda, fake_cuda
 
@@ -72,8 +73,7 @@ def _launched() -> Iterator[tuple[Any, dict[str, Any]]]:
 @pytest.mark.slow
 def test_kernels_write_what_they_say() -> None:
     """By torch's analysis, of every operation's launches. An early kernel is analysed as one that is not: it waits in PTX."""
-    analyse = getattr(triton_kernel_wrap, mutation_analysis_name())
-    analyse = getattr(analyse, "__wrapped__", analyse)
+    torchs = getattr(triton_kernel_wrap, mutation_analysis_name())
     compared = set()
     with fake_cuda(), kernels_everywhere():
         for kernel, launched in _launched():
@@ -82,7 +82,7 @@ def test_kernels_write_what_they_say() -> None:
             if said is None:
                 continue
             plain = {**launched, "EARLY": False} if "EARLY" in launched else launched
-            found = analyse(kernel, plain, {})
+            found = torchs(kernel, plain, {})
             names = found if isinstance(found, list) else [dep.name for dep in found.read_writes.writes]
             names = [name for name in names if isinstance(launched.get(name), torch.Tensor)]
             assert sorted(said) == sorted(names), (function.fn.__name__, launched)
@@ -109,16 +109,15 @@ def _kernel(module: str, parameters: list[SimpleNamespace]) -> mock.Mock:
 
 
 def test_kernels_of_others_are_analysed_as_before() -> None:
-    analyse = mock.Mock(return_value=["y"])
-    answer = _remembered(analyse)
+    own = mock.Mock(return_value=["y"])
     theirs = _kernel("a_model", [])
-    assert [answer(theirs, {"x": 1}, {}), answer(theirs, {"x": 1}, {})] == [["y"], ["y"]]
-    assert analyse.call_count == 2
+    assert [analyse(own, theirs, {"x": 1}, {}), analyse(own, theirs, {"x": 1}, {})] == [["y"], ["y"]]
+    assert own.call_count == 2
 
 
-def test_what_the_analysis_can_see_decides() -> None:
-    analyse = mock.Mock(side_effect=lambda kernel, kwargs, _: sorted(kwargs))
-    answer = _remembered(analyse)
+def test_what_the_analysis_can_see_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = mock.Mock(side_effect=lambda kernel, kwargs, _: sorted(kwargs))
+    monkeypatch.setattr(mutation, "_answers", {})
     parameters = [SimpleNamespace(name="SIZE", is_constexpr=True), SimpleNamespace(name="m", is_constexpr=False)]
     kernel = _kernel("te_dynamo.kernels.quantize.current", parameters)
     bf16, fp32 = torch.empty(2, dtype=torch.bfloat16), torch.empty(2)
@@ -129,5 +128,5 @@ def test_what_the_analysis_can_see_decides() -> None:
         {"x": bf16, "m": 1, "SIZE": 128},
         {"x": bf16, "m": 32, "SIZE": 64},
     ):
-        assert answer(kernel, arguments, {}) == ["SIZE", "m", "x"]
-    assert analyse.call_count == 4
+        assert analyse(own, kernel, arguments, {}) == ["SIZE", "m", "x"]
+    assert own.call_count == 4

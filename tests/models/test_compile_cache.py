@@ -291,7 +291,7 @@ def test_kernels_are_stored_under_the_ptxas_that_assembles_them(
 
 def test_ptxas_is_chosen_before_code_is_generated() -> None:
     chosen: list[bool] = []
-    with mock.patch("te_dynamo.backend.use_torchs_ptxas", lambda: chosen.append(True)):
+    with mock.patch("te_dynamo.lowering.inductor.install.use_torchs_ptxas", lambda: chosen.append(True)):
         capture_on_fake_cuda(
             lambda: torch.nn.Linear(32, 32).bfloat16(),
             lambda device: (torch.empty(16, 32, dtype=torch.bfloat16, device=device),),

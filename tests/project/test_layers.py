@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "te_dynamo/weights": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/operations": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/nn": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
-    "te_dynamo/inspect": {"te_dynamo", "lowering"},
+    "te_dynamo/inspect": {"te_dynamo", "lowering", "lowering/inductor"},
     "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect"},
     "passes/dialect": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "passes/torch_ir": {
@@ -159,6 +159,58 @@ def test_no_room_reaches_itself_by_a_detour() -> None:
         arrows.setdefault(node_of(file), set()).update(nodes - {node_of(file)})
     order = list(graphlib.TopologicalSorter(arrows).static_order())
     assert order.index("kernels/runtime") < order.index("te_dynamo/dialect") < order.index("passes/torch_ir")
+
+
+ASKS_FOR_VERSIONS = {"te_dynamo/_compat.py", "kernels/runtime/_gluon.py"}
+"""Differences between releases live here; kernels, which import neither from te_dynamo, have a file of their own."""
+
+
+def questions_of_version(source: str) -> list[str]:
+    """One line of text for each comparison with a version of torch or Triton, or question whether they have a name."""
+    tree, found = ast.parse(source), []
+    theirs = {"torch", "triton"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            theirs |= {a.asname for a in node.names if a.asname and a.name.split(".")[0] in ("torch", "triton")}
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] in ("torch", "triton")
+        ):
+            theirs |= {a.asname or a.name for a in node.names}
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, (ast.Compare, ast.Call)) else ""
+        if isinstance(node, ast.Compare) and any(word in text for word in ("__version__", "torch_version")):
+            found.append(text)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            owner, name = ast.unparse(node.args[0]), node.args[1]
+            with_default = ast.unparse(node.func) == "hasattr" or len(node.args) == 3
+            if owner.split(".")[0] in theirs and isinstance(name, ast.Constant) and with_default:
+                found.append(text)
+    return found
+
+
+def test_one_place_asks_for_versions() -> None:
+    asking = {
+        str(file.relative_to(ROOT)): asked
+        for file in MODULES.values()
+        if (asked := questions_of_version(file.read_text())) and str(file.relative_to(ROOT)) not in ASKS_FOR_VERSIONS
+    }
+    assert not asking, asking
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\nif torch.__version__ >= '2.12': pass",
+        "import triton\nif tuple(map(int, triton.__version__.split('.'))) > (3, 7): pass",
+        "from te_dynamo._compat import torch_version\nif torch_version() == (2, 11): pass",
+        "import torch\nhasattr(torch.library, 'wrap_triton')",
+        "from torch._inductor import config as options\ngetattr(options, 'cpp_wrapper', False)",
+    ],
+)
+def test_a_question_of_version_is_found(source: str) -> None:
+    assert len(questions_of_version(source)) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_dynamo._compat import attribute_read
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
@@ -102,8 +103,8 @@ def _as_stored(weight: fx.Node, like: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _is_transposition(weight: fx.Node) -> bool:
-    if calls(weight, {getattr, torch.ops.aten.mT}):  # x.mT, up to torch 2.13 and from 2.14 on
-        return weight.args[1:] in ((), ("mT",))
+    if attribute := attribute_read(weight):
+        return attribute == "mT"
     dims = weight.args[1:] if calls(weight, {torch.transpose}, {"transpose"}) else ()
     return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_dynamo._compat import attribute_read
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
 
 __all__ = ["LINEAR", "Product", "Sizes", "is_parameter", "product_of", "transpositions", "without_casts"]
@@ -39,9 +40,9 @@ _MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
 _SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, _aten.transpose.int}
 _PERMUTES = {torch.permute, _aten.permute.default}
 _SWAP_METHODS = {"transpose", "swapaxes", "swapdims"}
-# Dynamo spells x.mT and x.T as getattr, from torch 2.14 on as these operations.
-_TRANSPOSED = {torch.t, _aten.t.default, _aten.mT, _aten.numpy_T} | _PERMUTES | _SWAPS
+_TRANSPOSED = {torch.t, _aten.t.default} | _PERMUTES | _SWAPS
 _TRANSPOSED_METHODS = {"t", "permute"} | _SWAP_METHODS
+_TRANSPOSED_ATTRIBUTES = {"T", "mT"}
 _CAST_METHODS = {"to", "type_as", "float", "bfloat16", "half"}
 
 
@@ -81,8 +82,7 @@ def product_of(node: fx.Node) -> Product | None:
 def without_casts(node: Any) -> fx.Node | None:
     """The tensor below transposes and casts; None for what is no node."""
     while isinstance(node, fx.Node) and (
-        calls(node, _TRANSPOSED, _TRANSPOSED_METHODS | _CAST_METHODS)
-        or (calls(node, {getattr}) and node.args[1] in ("T", "mT"))
+        calls(node, _TRANSPOSED, _TRANSPOSED_METHODS | _CAST_METHODS) or attribute_read(node) in _TRANSPOSED_ATTRIBUTES
     ):
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None
@@ -129,8 +129,8 @@ def _is_transposition(node: Any) -> bool:
     value = tensor_of(node.args[0])
     if value is None or value.dim() != 2:
         return False
-    if calls(node, {getattr}):
-        return node.args[1] in ("T", "mT")
+    if attribute := attribute_read(node):
+        return attribute in _TRANSPOSED_ATTRIBUTES
     dims: tuple[Any, ...] = node.args[1:]
     if calls(node, _SWAPS, _SWAP_METHODS):
         return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 2 for d in dims} == {0, 1}

@@ -24,13 +24,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_dynamo._compat import REDISTRIBUTE, SAME_SHARDS
 from te_dynamo.passes.torch_ir.match.values import emit, tensor_of
 
 __all__ = ["Layout", "is_shared", "keeps_shards", "layout_of", "local", "local_bias", "of_shards", "to_shards"]
-
-# Dynamo's own functions up to torch 2.11 are called prim_to_local and "prim from_local".
-_SAME_SHARDS = {"from_local", "prim from_local", "to_local", "prim_to_local"}
-_REDISTRIBUTE = {"redistribute", "prim_redistribute"}
 
 
 def is_shared(node: Any) -> bool:
@@ -181,9 +178,9 @@ def keeps_shards(user: fx.Node, node: fx.Node) -> bool:
     if user.target in (local, of_shards):
         return True
     name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-    if name in _SAME_SHARDS:
+    if name in SAME_SHARDS:
         return is_shared(user) or is_shared(node)
     before, after = tensor_of(node), tensor_of(user)
-    if name not in _REDISTRIBUTE or not (_is_dtensor(before) and _is_dtensor(after)):
+    if name not in REDISTRIBUTE or not (_is_dtensor(before) and _is_dtensor(after)):
         return False
     return before.placements == after.placements  # type: ignore[union-attr]

@@ -9,6 +9,8 @@ import re
 import torch
 from torch import fx
 
+from te_dynamo import _compat
+
 __all__ = [
     "OWNERS",
     "clean_path",
@@ -67,7 +69,7 @@ def source_name(placeholder: fx.Node | None) -> str:
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return ""
-    return source.name() if callable(source.name) else source.name  # a method up to torch 2.11, a property after
+    return _compat.source_name(source)
 
 
 def source_line(node: fx.Node) -> str:

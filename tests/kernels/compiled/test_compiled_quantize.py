@@ -21,7 +21,8 @@ from te_dynamo.kernels.norm import norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize.bias_grad import stripes
 from te_dynamo.kernels.tiles import fp8
-from te_dynamo.lowering.inductor.mutation import analyse_once
+from te_dynamo.lowering.inductor.install import install
+from te_dynamo.lowering.inductor.private import compiling_ours
 
 E4M3 = torch.float8_e4m3fn
 OPTIONS = (E4M3, True, True, False, 0.0)
@@ -217,14 +218,15 @@ LAUNCHERS = {
 
 def written_without_guards(function, shapes, dynamic: bool) -> list[list[str]]:
     """What each launch of function, on bf16 tensors of those shapes, the first dimension a symbol if `dynamic`, writes."""
-    analyse_once()  # as a compiled graph's: torch alone cannot read a kernel that waits for its predecessor
+    install()
     environment = ShapeEnv()
     symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
     rows = environment.create_symintnode(symbol, hint=8) if dynamic else 8
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(Sm90Driver())
     try:
-        with FakeTensorMode(shape_env=environment):
+        # As a compiled graph's: torch alone cannot read a kernel that waits for its predecessor.
+        with compiling_ours(), FakeTensorMode(shape_env=environment):
             shapes = [(rows, *shape[1:]) if len(shape) > 1 else shape for shape in shapes]
             inputs = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
             graph = make_fx(dispatch_functionalize(function), tracing_mode="real")(*inputs)

@@ -1,12 +1,10 @@
 """kernels/runtime/dependent_launch.py: kernels of few rows wait before they touch memory, are launched early in Inductor's code, and miss nothing."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import run_and_get_code
 
 import te_dynamo
@@ -18,7 +16,6 @@ from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
-from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
 
 F8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
 QUANTIZED = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
@@ -90,18 +87,6 @@ def test_which_launches_are_early() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert starts_early(1, cuda) and starts_early(64, cuda)
     assert not starts_early(65, cuda) and not starts_early(1, cpu)
-
-
-def test_the_attribute_is_put_into_inductors_code() -> None:
-    """Of kernels that are EARLY alone."""
-    launch_early_kernels_early()
-    defined: list[str] = []
-    wrapper = SimpleNamespace(writeline=lambda line: defined.append(line.kernel_body))
-    body = "@triton_heuristics.user_autotune(triton_meta={'signature': {}, 'constants': {'EARLY': %s}}, custom_kernel=True)"
-    for early in (True, False):
-        PythonWrapperCodegen.define_kernel(wrapper, "kernel", body % early)  # type: ignore[arg-type]
-    assert "triton_meta={'launch_pdl': True, 'signature'" in defined[0]
-    assert defined[1] == body % False
 
 
 def _frozen_chain(layers: int) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""lowering/inductor/early_compile.py: our kernels are handed to Inductor's workers when they are defined."""
+"""lowering/inductor/define_kernel.py: our kernels are handed to Inductor's workers when they are defined, and launched early."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import IndentedBuffer, fresh_cache
 from torch.nn import functional as F
 
-from te_dynamo.lowering.inductor import early_compile
-from te_dynamo.lowering.inductor.early_compile import compile_when_defined
-from te_dynamo.lowering.inductor.early_launch import launch_early_kernels_early
+from te_dynamo.lowering.inductor import define_kernel
+from te_dynamo.lowering.inductor.install import install
+from te_dynamo.lowering.inductor.private import compiling_ours
 
 SOURCE = """
 import triton
@@ -52,6 +52,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    install()
     made = Compiler()
     made.asked, made.ready = [], True
     monkeypatch.setattr(async_compile, "AsyncCompile", made)
@@ -60,13 +61,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def define(*bodies: str) -> str:
-    """Inductor's code that defines kernels."""
-    compile_when_defined()
-    launch_early_kernels_early()
+    """Inductor's code that defines kernels, in a graph of ours."""
     code = IndentedBuffer()
     wrapper = SimpleNamespace(writeline=lambda line: code.splice(f"\n\nkernel = {line.kernel_body}"))
-    for body in bodies:
-        PythonWrapperCodegen.define_kernel(wrapper, "kernel", body)  # type: ignore[arg-type]
+    with compiling_ours():
+        for body in bodies:
+            PythonWrapperCodegen.define_kernel(wrapper, "kernel", body)  # type: ignore[arg-type]
     return code.getvalue()
 
 
@@ -98,12 +98,25 @@ def test_only_ours_are_compiled_and_only_where_workers_are_ready(
     assert not compiler.asked
 
 
+def test_the_attribute_is_put_into_inductors_code(compiler: Compiler) -> None:
+    """Of kernels that are EARLY alone."""
+    assert "triton_meta={'launch_pdl': True, 'signature'" in define(DEFINITION % True)
+    assert define(DEFINITION % False).endswith(DEFINITION % False)
+
+
+def test_kernels_of_other_graphs_are_torchs_alone(compiler: Compiler) -> None:
+    defined: list[str] = []
+    wrapper = SimpleNamespace(writeline=lambda line: defined.append(line.kernel_body))
+    PythonWrapperCodegen.define_kernel(wrapper, "kernel", DEFINITION % True)  # type: ignore[arg-type]
+    assert defined == [DEFINITION % True] and not compiler.asked
+
+
 @pytest.mark.gpu
 def test_each_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code that is imported gets what is being compiled."""
     AsyncCompile.wait_pool_ready()
     pool, submitted, defined = AsyncCompile.process_pool(), [], []
-    submit, compile_early = pool.submit, early_compile._compile
+    submit, compile_early = pool.submit, define_kernel._compile
 
     def submitting(job: Any, *arguments: Any) -> Any:
         submitted.extend(
@@ -116,7 +129,7 @@ def test_each_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_early(body)
 
     monkeypatch.setattr(pool, "submit", submitting)
-    monkeypatch.setattr(early_compile, "_compile", compiling)
+    monkeypatch.setattr(define_kernel, "_compile", compiling)
     x, w = (torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with fresh_cache():
         torch.compile(lambda x: F.silu(F.linear(x, w)), backend="te")(x)

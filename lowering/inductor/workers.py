@@ -1,19 +1,43 @@
-"""The C launchers that Triton (3.6) has a compiler build, one for each signature: in threads, as kernels come from Inductor's workers.
+"""Launchers of our kernels: torch's own where it can be, and Triton's built in threads.
 
-Only kernels that torch's own launcher does not serve have one (lowering/inductor/static_launch.py). Inductor would build them in turn, a fifth
-of a second each, when it loads the kernels.
+Triton (3.6) launches a kernel by a function that a C compiler builds for each signature, a tenth to a fifth of a second each, one
+after the other. torch's own launcher needs none. Inductor gives it to the kernels that it generates, and to those of others where
+an option of its says so. That is decided by the worker process which compiles the kernel, and a worker is told other options than
+this one: so it is told.
+
+A kernel with a launch attribute or scratch memory has Triton's launcher all the same. It is built in a thread as soon as the kernel
+comes from its worker, not when the kernel is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["with_launchers"]
+__all__ = ["STATIC_LAUNCH", "submit"]
+
+STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
+"""Inductor's option."""
+
+_TOLD = "use_static_triton_launcher"
+"""Of the options with which a worker compiles a kernel, the one that is always there."""
 
 
-def with_launchers(task: Future[Any]) -> Future[Any]:
+def submit(own: Callable[..., Future[Any]], pool: Any, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """SubprocPool.submit, which is `own`: a worker compiles as the process that asks it would, as to that option."""
+    from torch._inductor import config
+
+    if not any(isinstance(x, dict) and _TOLD in x for x in arguments):  # the pool is asked for other things too
+        return own(pool, job, *arguments)
+    told = {STATIC_LAUNCH: getattr(config, STATIC_LAUNCH)}
+    return _with_launchers(
+        own(pool, job, *({**x, **told} if isinstance(x, dict) and _TOLD in x else x for x in arguments))
+    )
+
+
+def _with_launchers(task: Future[Any]) -> Future[Any]:
     """`task`, a worker's compilation of a kernel, which counts as done when Triton's cache has the kernel's launchers too.
 
     Its result or error is what it was, or it is cancelled too. A launcher that cannot be built is built again where it is loaded,

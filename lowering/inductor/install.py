@@ -1,0 +1,122 @@
+"""The door to torch's privates: one table of what is wrapped or used, and one function that puts it in place.
+
+To add one: a line in TABLE, its wrapper in a file of this folder. A wrapper acts inside `compiling_ours` alone, which the backend
+enters around its calls of Inductor: other models of the process go through torch's own functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_dynamo._compat import mutation_analysis_name
+from te_dynamo.errors import TeError
+from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
+from te_dynamo.lowering.inductor.define_kernel import define_kernel
+from te_dynamo.lowering.inductor.fake_values import incremental_update
+from te_dynamo.lowering.inductor.mutation import analyse
+from te_dynamo.lowering.inductor.private import Private, warn_skipped
+from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
+from te_dynamo.lowering.inductor.workers import STATIC_LAUNCH, submit
+
+__all__ = ["AHEAD", "TABLE", "install", "launch_options"]
+
+AHEAD = Private(
+    "triton.runtime._async_compile.AsyncCompileMode",
+    "Gluon kernels, which Inductor only calls, are compiled in threads while it writes code",
+    "a second for each Gluon kernel of a cold compile",
+    needs=("triton.runtime._async_compile.active_mode",),
+)
+
+PTXAS = Private(
+    "torch._inductor.runtime.compile_tasks._set_triton_ptxas_path",
+    "torch's ptxas is chosen before Triton asks for its version, which is part of the key of Triton's cache",
+    "the kernels that another process has compiled",
+    needs=("triton.backends.nvidia.compiler.get_ptxas_version",),
+)
+WORKERS = Private(
+    "torch._inductor.compile_worker.subproc_pool.SubprocPool.submit",
+    "workers give our kernels torch's own launcher; what is left of Triton's is built in threads",
+    "1.3 s of a cold compile of 8 blocks",
+    submit,
+    needs=(
+        f"torch._inductor.config.{STATIC_LAUNCH}",
+        "torch._inductor.async_compile.AsyncCompile.pool",
+        "torch._inductor.runtime.triton_heuristics.TritonCompileResult",
+    ),
+)
+
+TABLE = (
+    Private(
+        f"torch._higher_order_ops.triton_kernel_wrap.{mutation_analysis_name()}",
+        "which tensors a launch writes is said by its kernel, or analysed once, not four times a launch",
+        "1.5 s of a cold compile of 8 blocks",
+        analyse,
+    ),
+    Private(
+        "torch._inductor.fx_utils.FakeTensorUpdater.incremental_update",
+        "fake values of lowered nodes are right, and are not computed again",
+        "0.4 s of a cold compile of 8 blocks, 1.8 s with dynamic shapes",
+        incremental_update,
+        needs=("torch._inductor.fx_utils.FakeTensorUpdater.hash_node",),
+    ),
+    Private(
+        "torch._inductor.codegen.wrapper.PythonWrapperCodegen.define_kernel",
+        "our kernels are compiled as soon as they are defined; those of few rows are launched before their predecessor ends",
+        "0.8 s of a cold compile of 8 blocks, and 2 to 4% of a step of at most 64 rows",
+        define_kernel,
+        needs=(
+            "torch._inductor.async_compile.get_compile_threads",
+            "torch._inductor.async_compile.AsyncCompile.use_process_pool",
+        ),
+    ),
+    WORKERS,
+    Private(
+        "torch._inductor.codegen.cuda.device_op_overrides.CUDADeviceOpOverrides.cpp_scratch",
+        "in C++ code each program of a launch has scratch memory of its own; they write over each other's without",
+        wrapper=cpp_scratch,
+        last=(2, 12),
+    ),
+    PTXAS,
+    AHEAD,
+    Private(
+        "torch._inductor.select_algorithm.extern_kernels",
+        "Inductor's code calls Gluon kernels by their names in it",
+        needs=("torch._inductor.lowering.fallback_handler", "torch._inductor.ir.ExternKernelOut"),
+    ),
+    Private(
+        "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
+        "a checkpoint around the model must not count what matching saves",
+    ),
+    Private(
+        "torch._dynamo.eval_frame.reset_code",
+        "te_dynamo.freeze has code compiled again that read the weight before",
+    ),
+)
+"""What is wrapped first, then what is used as it is."""
+
+
+def install() -> None:
+    """Puts the wrappers in place; a second call changes nothing.
+
+    What only saves time and is gone is left out, with one warning. Raises TeError where another name of the table is gone.
+    """
+    for private in (private for private in TABLE if private.needed):
+        gone = private.missing()
+        if not gone:
+            private.wrap()
+        elif private.gain:
+            warn_skipped(gone, private.gain)
+        else:
+            raise TeError(
+                f"te_dynamo: torch {torch.__version__} has no {gone}, without which graphs would fail or be wrong ({private.why}): "
+                f"install a release that has it; {private.releases} are tested"
+            )
+    if PTXAS.active:
+        use_torchs_ptxas()
+
+
+def launch_options() -> dict[str, Any]:
+    """Inductor's options that go with what is installed."""
+    return {STATIC_LAUNCH: True} if WORKERS.active else {}
