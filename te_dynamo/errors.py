@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from te_dynamo.inspect.report import MatchRecord
 
-__all__ = ["CoverageError", "InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
+__all__ = ["CoverageError", "FusionError", "InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
 
 
 class TeError(Exception):
@@ -52,6 +52,10 @@ class CoverageError(TeError):
 
 class QuantizationError(TeError, ValueError):
     """A tensor that a quantizer cannot hold, or a buffer that was never allocated."""
+
+
+class FusionError(TeError):
+    """A fusion that is registered wrongly, raises, does not end, or breaks the contract of its kind."""
 
 
 class LoweringError(TeError, RuntimeError):
