@@ -6,15 +6,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import NoDeviceError
 
 _CHECK_DEVICE = "check that one is installed and that CUDA_VISIBLE_DEVICES does not hide it"
 
-__all__ = ["DeviceInfo", "NoDeviceError", "read_device", "device_count"]
-
-
-class NoDeviceError(TeError, RuntimeError):
-    """The device cannot be described; the message says what is missing and what to do."""
+__all__ = ["DeviceInfo", "read_device", "device_count"]
 
 
 @dataclasses.dataclass(frozen=True)

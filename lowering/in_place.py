@@ -7,16 +7,14 @@ if nothing reads it later.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Node
 
-from te_dynamo.dialect import is_te
 from te_dynamo.dialect.gemm import gemm_add
+from te_dynamo.dialect.memory import may_be_overwritten
 from te_dynamo.dialect.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
 from te_dynamo.kernels.activation.swiglu_in_place import (
     COLUMNS_MULTIPLE,
@@ -27,15 +25,6 @@ from te_dynamo.kernels.gemm.add import adds_in_launch, gemm_add_in_place, is_ali
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["launches_in_place", "sum_fits_addend"]
-
-_aten = torch.ops.aten
-_SAME_MEMORY = {
-    _aten._unsafe_view.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-}
-"""Operations that torch does not call views, of which Inductor may make none."""
 
 
 def launches_in_place(node: Node) -> Callable[..., Any] | None:
@@ -55,7 +44,7 @@ def sum_fits_addend(node: Node) -> bool:
         value.is_contiguous()
         and is_aligned(value)
         and adds_in_launch(a.meta["val"], b.meta["val"], value.dtype, bool(node.args[7]))
-        and _read_for_the_last_time(addend, node)
+        and may_be_overwritten(addend, node)
     )
 
 
@@ -79,7 +68,7 @@ def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] |
         and value.shape[-1] % COLUMNS_MULTIPLE == 0
         and 0 < value.shape[-1] <= MOST_COLUMNS
     )
-    return run if rows_alone and fits and _read_for_the_last_time(dy, node) else None
+    return run if rows_alone and fits and may_be_overwritten(dy, node) else None
 
 
 def _run_stacked(
@@ -103,54 +92,4 @@ def _run_halves(
 ) -> list[torch.Tensor]:
     return swiglu_backward_quantize_in_place(
         dy, gate, up, quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon, gate_first
-    )
-
-
-def _read_for_the_last_time(tensor: Node, reader: Node) -> bool:
-    """Whether the graph made the memory of `tensor`, and nothing but `reader`, once, reads it then or later.
-
-    By what the nodes are: their values' storages change from pass to pass.
-    """
-    made = tensor
-    while _shares_memory(made):
-        made = made.args[0]  # type: ignore[assignment]
-        if not isinstance(made, Node):
-            return False
-    if not _makes_memory(made):
-        return False
-    names = list(_names_of(made))
-    here = [name for name in names if reader in name.users]
-    return here == [tensor] and all(user is reader or user < reader for name in names for user in name.users)
-
-
-def _names_of(made: Node) -> Iterator[Node]:
-    """The nodes whose memory is, or may be, that of `made`."""
-    yield made
-    for user in made.users:
-        if _shares_memory(user):
-            yield from _names_of(user)
-
-
-def _shares_memory(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _SAME_MEMORY)
-
-
-def _makes_memory(node: Node) -> bool:
-    """Whether a node's result is memory of its own: of a call that is no view and writes nothing in place."""
-    target: Any = node.target
-    if target is operator.getitem:
-        target = node.args[0].target  # type: ignore[union-attr]
-        if target is triton_kernel_wrapper_functional:
-            return True
-        return is_te(target) or (_is_functional(target) and target.namespace == "aten")
-    return _is_functional(target)
-
-
-def _is_functional(target: Any) -> bool:
-    """Whether an operation's results share no memory with its arguments, as far as its schema says."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and not target.is_view
-        and not target._schema.is_mutable
-        and all(result.alias_info is None for result in target._schema.returns)
     )

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_flatten
 from te_dynamo.dialect import KERNELS
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.memory import is_view, written_by_inductor
 from te_dynamo.dialect.quantize import quantize, quantize_with_amax
 from te_dynamo.dialect.quantize_bias_grad import quantize_bias_grad
 from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
 from te_dynamo.errors import LoweringError
-from te_dynamo.lowering.amax import amax_by_rows, written_by_inductor
+from te_dynamo.lowering.amax import amax_by_rows
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Quantizer
 
@@ -123,7 +124,7 @@ def _writes(node: Node) -> bool:
 def _drop_dead_views(graph: Graph) -> None:
     """Making a launch that writes its argument functional leaves views of what it had not written yet. Launches stay, read or not."""
     for node in reversed(graph.nodes):
-        if not node.users and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        if not node.users and is_view(node):
             graph.erase_node(node)
 
 

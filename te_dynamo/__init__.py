@@ -11,6 +11,7 @@ from te_dynamo.fusion_registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
+    register_graph_fusion,
     unregister_fusion,
 )
 from te_dynamo.inspect.capture import capture
@@ -71,6 +72,7 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_graph_fusion",
     "testing",
     "to_tensor_proto",
     "unfreeze",

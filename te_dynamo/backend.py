@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -28,7 +27,7 @@ from te_dynamo.cache_key import cache_key
 from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
-from te_dynamo.inspect.advice import advise, require_coverage
+from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated, warn_if_left_for_cost
 from te_dynamo.inspect.capture import abandon, begin_graph, publish, record, uncached
 from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
@@ -144,8 +143,11 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
         supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     compilation.record("match", gm.graph)
     require_coverage(options, compilation.report)
-    _warn_if_emulated(compilation.report, gm)
-    _warn_if_left_for_cost(gm)
+    warn_if_emulated(gm, compilation.report)
+    bodies = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    warn_if_left_for_cost(
+        [n.meta[LEFT_FOR_COST] for body in bodies for n in body.graph.nodes if n.meta.get(LEFT_FOR_COST)]
+    )
     compiler = _compile_with_inductor if options.codegen == "inductor" else _compile_eager
     if supplied is None:
         compiled = compiler(gm, example_inputs, compilation)
@@ -293,36 +295,3 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
         keep_inference_input_mutations=True,  # as for Inductor; without it torch refuses a model that sets a parameter's data
     )
     return backend(gm, example_inputs)
-
-
-_warned: set[str] = set()
-
-
-def _warn_if_emulated(report: Report, gm: GraphModule) -> None:
-    """One warning a process for each reason why the reference runs in place of the kernels."""
-    if not any(record.matched for record in report.matches):
-        return
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor):
-            available = kernels_available(value.device)
-            if not available.ok and available.reason not in _warned:
-                _warned.add(available.reason)
-                warnings.warn(
-                    f"te_dynamo: {available.reason}: the reference path runs, with the same numbers and no speed",
-                    stacklevel=2,
-                )
-            return
-
-
-def _warn_if_left_for_cost(gm: GraphModule) -> None:
-    """One warning a process where linears are left as they are because the recipe would be slower."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    left = [reason for graph in graphs for node in graph.nodes if (reason := node.meta.get(LEFT_FOR_COST))]
-    if left and LEFT_FOR_COST not in _warned:
-        _warned.add(LEFT_FOR_COST)
-        warnings.warn(
-            f"te_dynamo: {len(left)} linears stay in the model's precision, which is faster for them: {left[0]}. "
-            "te_dynamo.explain lists all",
-            stacklevel=2,
-        )

@@ -1,4 +1,4 @@
-"""The package's exceptions, one class an error, the message's form on the class."""
+"""The package's exceptions: one class for each kind of mistake, so that a caller can tell them apart."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from te_dynamo.inspect.report import MatchRecord
 
-__all__ = ["CoverageError", "InvalidOptionError", "LoweringError", "QuantizationError", "TeError"]
+__all__ = [
+    "CoverageError",
+    "FusionError",
+    "InputError",
+    "InvalidOptionError",
+    "KeptWeightError",
+    "LoweringError",
+    "MissingStageError",
+    "NoDeviceError",
+    "OperationError",
+    "QuantizationError",
+    "TeError",
+    "UnsupportedError",
+]
 
 
 class TeError(Exception):
-    """Base of every error raised by te_dynamo."""
+    """Base of the others. Nothing raises it itself."""
 
 
 class InvalidOptionError(TeError, ValueError):
-    """An option, recipe or mode that does not exist or has a value of the wrong kind."""
+    """An option, a recipe, a mode, or an argument that makes an operation or a module: one that does not exist, or a wrong value."""
 
     @classmethod
     def unknown(
@@ -51,8 +64,38 @@ class CoverageError(TeError):
 
 
 class QuantizationError(TeError, ValueError):
-    """A tensor that a quantizer cannot hold, or a buffer that was never allocated."""
+    """A quantizer whose settings do not fit, buffers that are not those it describes, or a product that no GEMM multiplies."""
+
+
+class InputError(TeError, ValueError):
+    """A tensor of the wrong shape or dtype for an operation or a quantizer, or too many or too few tensors."""
+
+
+class KeptWeightError(TeError):
+    """A weight that cannot be kept quantized, or that is needed in a way that its kept buffers do not serve."""
+
+
+class OperationError(TeError):
+    """A method of an operation's class that does not do what the class promises: a wrong result, a gradient that is missing."""
+
+
+class FusionError(TeError):
+    """A fusion that is registered wrongly, raises, does not end, or breaks the contract of its kind."""
+
+
+class UnsupportedError(TeError):
+    """A use that te_dynamo does not support: a double backward, an export, a write to a quantized tensor."""
 
 
 class LoweringError(TeError, RuntimeError):
     """A te operation that reached lowering and has no kernel: never a silent fallback."""
+
+
+class NoDeviceError(TeError, RuntimeError):
+    """There is no usable CUDA device; the message says why and what to do."""
+
+
+class MissingStageError(TeError, KeyError):
+    """A stage of the pipeline that does not exist, or that `capture` has not seen."""
+
+    __str__ = Exception.__str__  # not the repr of a key

@@ -1,9 +1,9 @@
-"""Users' fusions: one registry for those of graphs and those of operations.
+"""Users' fusions: one registry for fusions of operations and rewrites of graphs.
 
-    fuse(graph) -> int                     rewrites an FX graph of the dialect, inside the compiler (passes/dialect/fuser.py)
-    fuse(ops, *, recipe) -> list           rewrites a list of operations (te_dynamo/operations/fuser.py)
-
-The name of a fusion's first parameter says which it is: `graph` or `ops`. Anything else is a TypeError.
+fuse(ops, *, recipe) -> list     rewrites a list of operations (te_dynamo/operations/fuser.py):
+                                 register_forward_backward_fusion, register_forward_fusion, register_backward_fusion
+rewrite(graph) -> int            rewrites an FX graph of the dialect, inside the compiler (passes/dialect/fuser.py):
+                                 register_graph_fusion
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import pathlib
 import uuid
 from collections.abc import Callable
 from types import FunctionType, NoneType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
+from te_dynamo.errors import FusionError, InvalidOptionError
+
 __all__ = [
     "Fusion",
+    "Phase",
+    "fusion_error",
     "fusion_key",
     "fusion_name",
     "operation_fusions",
@@ -31,15 +35,20 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_graph_fusion",
     "registered",
     "unregister_fusion",
 ]
 
 Fusion = Callable[..., Any]
 
-PHASES = ("joint", "forward", "backward")
+Kind = Literal["graph", "ops"]
 
-_registered: dict[str, dict[str, list[Fusion]]] = {of: {phase: [] for phase in PHASES} for of in ("graph", "ops")}
+Phase = Literal["joint", "forward", "backward"]
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+_registered: dict[Kind, dict[Phase, list[Fusion]]] = {of: {phase: [] for phase in PHASES} for of in get_args(Kind)}
 
 _digest = ""
 
@@ -75,38 +84,50 @@ class _Registration(contextlib.AbstractContextManager["Fusion"]):
 
 
 def register_forward_backward_fusion(fusion: Fusion) -> _Registration:
-    """Registers a joint fusion, also as a decorator. Stays until `unregister_fusion`, or until the end of the `with` it opens.
+    """Registers a joint fusion of operations, `fuse(ops, *, recipe) -> list`, also as a decorator.
 
-    Its first parameter is called `graph` or `ops`, which says what it fuses. Raises TypeError otherwise, and ValueError if it is
-    registered already. Compiled code is cached under its source, with the plain values that it closes over; nothing that is
-    compiled with a fusion that is an object, or closes over one, is found in a cache again.
+    It stays until `unregister_fusion`, or until the end of the `with` that the registration opens. Raises FusionError where it cannot
+    be called so, or is registered already. Compiled code is cached under its source, with the plain values that it closes over;
+    nothing that is compiled with a fusion that is an object, or closes over one, is found in a cache again.
     """
-    return _register("joint", fusion)
+    return _register("ops", "joint", fusion)
 
 
 def register_forward_fusion(fusion: Fusion) -> _Registration:
-    """Registers a forward fusion, of `graph` or of `ops`, as `register_forward_backward_fusion` does a joint one."""
-    return _register("forward", fusion)
+    """Registers a forward fusion of operations, as `register_forward_backward_fusion` does a joint one."""
+    return _register("ops", "forward", fusion)
 
 
 def register_backward_fusion(fusion: Fusion) -> _Registration:
-    """Registers a backward fusion, of `graph` or of `ops`, as `register_forward_backward_fusion` does a joint one."""
-    return _register("backward", fusion)
+    """Registers a backward fusion of operations, as `register_forward_backward_fusion` does a joint one."""
+    return _register("ops", "backward", fusion)
+
+
+def register_graph_fusion(fusion: Fusion, *, phase: Phase) -> _Registration:
+    """Registers a rewrite of graphs, `rewrite(graph) -> int`, which changes an FX graph of the dialect and returns how often it fired.
+
+    phase: "joint" for the graph before it is divided, "forward" or "backward" for its halves (passes/dialect/fuser.py says what
+    each may assume). It stays, and is cached, as a fusion of `register_forward_backward_fusion` is. Raises InvalidOptionError for
+    another phase, and FusionError where it cannot be called with a graph alone, or is registered already.
+    """
+    if phase not in PHASES:
+        raise InvalidOptionError.unknown("phase", phase, PHASES)
+    return _register("graph", phase, fusion)
 
 
 def unregister_fusion(fusion: Fusion) -> None:
-    """Takes a registered fusion out again. Raises ValueError if it is not registered."""
+    """Takes a registered fusion out again. Raises FusionError if it is not registered."""
     fusion = _plain(fusion)
     for fusions in _lists():
         if fusion in fusions:
             fusions.remove(fusion)
             _update_digest()
             return
-    raise ValueError(f"fusion {fusion_name(fusion)} is not registered")
+    raise FusionError(f"fusion {_described(fusion)} is not registered")
 
 
-def registered(of: str, phase: str) -> tuple[Fusion, ...]:
-    """The fusions of "graph" or "ops" in a phase ("joint", "forward", "backward"), in the order of their registration."""
+def registered(of: Kind, phase: Phase) -> tuple[Fusion, ...]:
+    """The fusions of graphs or operations in a phase, in the order of their registration."""
     return tuple(_registered[of][phase])
 
 
@@ -131,30 +152,58 @@ def fusion_name(fusion: Fusion) -> str:
     return getattr(fusion, "__qualname__", repr(fusion))
 
 
-def _register(phase: str, fusion: Fusion) -> _Registration:
+def fusion_error(of: Kind, phase: Phase, fusion: Fusion, problem: str) -> FusionError:
+    """An error that names the fusion with its file and line; of one that may be of the other kind, what registers that."""
+    other: Kind = "ops" if of == "graph" else "graph"
+    hint = ""
+    if _takes(other, fusion):
+        hint = f". If it is {_CALLED[other]}, register it by {_registering(other, phase, fusion)}"
+    return FusionError(f"fusion {_described(fusion)} {problem}{hint}")
+
+
+_CALLED: dict[Kind, str] = {
+    "graph": "a rewrite of a graph, which is called with the graph alone",
+    "ops": "a fusion of operations, which is called with a list of operations and recipe=...",
+}
+
+
+def _register(of: Kind, phase: Phase, fusion: Fusion) -> _Registration:
+    if not callable(fusion):
+        raise FusionError(f"expected {_CALLED[of]}; got {type(fusion).__name__}")
     fusion = _plain(fusion)
-    of = _fuses(fusion)
+    if not _takes(of, fusion):
+        raise fusion_error(of, phase, fusion, f"is registered as {_CALLED[of]}: its parameters do not allow that")
     if any(fusion in fusions for fusions in _lists()):
-        raise ValueError(f"fusion {fusion_name(fusion)} is registered already; unregister_fusion() it first")
+        raise FusionError(f"fusion {_described(fusion)} is registered already; unregister_fusion() it first")
     _registered[of][phase].append(fusion)
     _update_digest()
     return _Registration(fusion)
 
 
-def _fuses(fusion: Fusion) -> str:
-    """What it fuses, "graph" or "ops", by the name of its first parameter."""
-    expected = "a fusion is a function of `graph` (an FX graph) or of `ops` (a list of operations), by its first parameter's name"
-    if not callable(fusion):
-        raise TypeError(f"{expected}; got {type(fusion).__name__}")
+def _takes(of: Kind, fusion: Fusion) -> bool:
+    """Whether it can be called as fusions of that kind are."""
     try:
-        parameters = list(inspect.signature(fusion).parameters)
+        signature = inspect.signature(fusion)
     except ValueError:  # a builtin without a signature
-        parameters = []
-    first = parameters[0] if parameters else None
-    if first not in _registered:
-        found = f"one of `{first}`" if first else "one without parameters"
-        raise TypeError(f"fusion {fusion_name(fusion)}: {expected}; got {found}")
-    return first
+        return True
+    try:
+        signature.bind(None, **({} if of == "graph" else {"recipe": None}))
+    except TypeError:
+        return False
+    return True
+
+
+def _registering(of: Kind, phase: Phase, fusion: Fusion) -> str:
+    if of == "graph":
+        return f'te_dynamo.register_graph_fusion({fusion_name(fusion)}, phase="{phase}")'
+    return f"te_dynamo.register_{'forward_backward' if phase == 'joint' else phase}_fusion({fusion_name(fusion)})"
+
+
+def _described(fusion: Fusion) -> str:
+    """Its name, and the file and line of its code where it has any of its own."""
+    function = inspect.unwrap(fusion.func if isinstance(fusion, functools.partial) else fusion)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return fusion_name(fusion) + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
 
 
 def _plain(fusion: Fusion) -> Fusion:
@@ -171,8 +220,10 @@ def _update_digest() -> None:
     _digest = hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""
 
 
-def _keys(of: str) -> list[str]:
-    return [f"{phase}:{fusion_name(f)}:{_source(f)}" for phase, fusions in _registered[of].items() for f in fusions]
+def _keys(of: Kind) -> list[str]:
+    return [
+        f"{of}:{phase}:{fusion_name(f)}:{_source(f)}" for phase, fusions in _registered[of].items() for f in fusions
+    ]
 
 
 def _source(fusion: Fusion) -> str:

@@ -50,7 +50,7 @@ SCALE_BLOCKS = (32, 128)
 
 
 def quantize_mxfp8_reference(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale_block: int, swizzled: bool = False
+    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale_block: int
 ) -> list[torch.Tensor]:
     """`quantize_mxfp8` in plain PyTorch, on any device."""
     check_scale_block(scale_block)
@@ -60,11 +60,9 @@ def quantize_mxfp8_reference(
     if columnwise:
         data, scale_inv = _quantize_rows(matrix.t(), fp8_dtype, scale_block)
         if scale_block == 32:
-            buffers += [data.t().contiguous(), scale_inv if swizzled else scale_inv.t().contiguous()]
+            buffers += [data.t().contiguous(), scale_inv.t().contiguous()]
         else:
             buffers += [zero_padded(data, data.shape[0], round_up(data.shape[1], 16)), scale_inv]
-    if swizzled:
-        buffers[1::2] = [swizzle_scales(scale_inv) for scale_inv in buffers[1::2]]
     return buffers
 
 
@@ -132,20 +130,18 @@ def quantize_mxfp8(
     rowwise: bool,
     columnwise: bool,
     scale_block: int,
-    swizzled: bool = False,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
-    swizzled: scales as tensor cores read them (`swizzle_scales`), the columnwise ones of blocks of 32 as (K^128, ceil(M/32)^4).
     One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or `tile_128`.
     Raises ValueError for another scale_block.
     """
     check_scale_block(scale_block)
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
-    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block)
     if isinstance(rows, int) and rows * columns == 0:
         return buffers
     arguments = {
@@ -157,7 +153,6 @@ def quantize_mxfp8(
         "M": rows,
         "K": columns,
         "FMAX": torch.finfo(fp8_dtype).max,
-        "SWIZZLED": swizzled,
     }
     arguments |= {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
     launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
@@ -174,9 +169,7 @@ def quantize_mxfp8(
                 num_warps=warps,
             )
         else:
-            block_m, block_k, warps = tile or (
-                tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
-            )
+            block_m, block_k, warps = tile or (tile_32(columns) if by_columns else row_tile(columns, packs(x)))
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
@@ -221,7 +214,6 @@ def _allocate(
     rowwise: bool,
     columnwise: bool,
     scale_block: int,
-    swizzled: bool,
 ) -> list[torch.Tensor]:
     """The buffers that `quantize_mxfp8` fills."""
     shapes: list[tuple[Size, Size]] = []
@@ -230,7 +222,7 @@ def _allocate(
     if columnwise:
         shapes += [(columns, round_up(rows, 16)) if scale_block == 128 else (rows, columns)]
         by_columns = (round_up(columns, 128), round_up(rows, 128) // 32)
-        shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
+        shapes += [by_columns if scale_block == 128 else by_columns[::-1]]
     dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
 
@@ -248,12 +240,11 @@ def tile_128(packed: bool) -> Tile:
     return (128, 4, 4) if packed else (128, 8, 8)
 
 
-def row_tile(columns: Size, packed: bool, swizzled: bool) -> Tile:
-    """Without columnwise data: packed, as wide as fills whole sectors with the codes of a row; swizzled, they lie apart."""
+def row_tile(columns: Size, packed: bool) -> Tile:
+    """Without columnwise data: packed, as wide as fills whole sectors with the codes of a row."""
     if not packed:
         return tile_32(columns) if isinstance(columns, int) and columns % 16 else (64, 128, 4)
-    wide = isinstance(columns, int) and not swizzled
-    block_k = math.gcd(round_up(columns, 128), 1024) if wide else 128
+    block_k = math.gcd(round_up(columns, 128), 1024) if isinstance(columns, int) else 128
     return 8192 // block_k, block_k, 4
 
 

@@ -13,33 +13,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from te_dynamo.dialect import is_te
+from te_dynamo.dialect.memory import has_own_buffer
 from te_dynamo.lowering.in_place import sum_fits_addend
 
 __all__ = ["call_into_last", "can_write_into_addend"]
 
-_OWN_BUFFERS = {torch.ops.aten.empty.memory_format, torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
 
 def can_write_into_addend(node: Node) -> bool:
-    """Whether te.gemm_add, a node of the graph that Inductor lowers, may write its result to its addend's buffer.
-
-    Of a buffer that Inductor has for that value alone: those that launches and extern kernels write.
-    """
-    made = node.args[5]
-    while isinstance(made, Node) and isinstance(made.target, torch._ops.OpOverload) and _is_view(made.target):
-        made = made.args[0]
-    owned = isinstance(made, Node) and (is_te(made.target) or made.target in _OWN_BUFFERS)
-    return owned and sum_fits_addend(node)
+    """Whether te.gemm_add, a node of the graph that Inductor lowers, may write its result to its addend's buffer."""
+    return has_own_buffer(node.args[5]) and sum_fits_addend(node)
 
 
 def call_into_last(operands: Sequence[Any], keywords: dict[str, Any], function: str) -> None:
     """Has Inductor's code call `function(*operands, **keywords, out=operands[-1])`, operands being values of Inductor's."""
     _operation_in_place()(operands, keywords, function)
-
-
-def _is_view(target: torch._ops.OpOverload) -> bool:
-    return target.is_view or target is torch.ops.aten._unsafe_view.default
 
 
 @functools.cache

@@ -14,8 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.define import is_te
+from te_dynamo.dialect.memory import RESHAPES
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls, replace_items
+from te_dynamo.passes.dialect.graph import call_like, calls, replace_items
 from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = ["merge_common_subexpressions"]

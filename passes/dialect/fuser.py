@@ -7,23 +7,23 @@ Three kinds, by what they may assume:
     forward   sees a forward or inference graph; what it saves must suit the unfused backward
     backward  sees a backward or inference graph; must take what the unfused forward saved
 
-Shipped fusions run first, then registered ones in the order of their registration. Each is run until it fires no more, so
-order inside a fusion file does not matter; running the fuser twice changes nothing.
+Shipped fusions run first, then those of `te_dynamo.register_graph_fusion` in the order of their registration. Each is run until it
+fires no more, so order inside a fusion file does not matter; running the fuser twice changes nothing.
 """
 
 from __future__ import annotations
 
 from torch.fx import Graph
 
-from te_dynamo.errors import InvalidOptionError, TeError
-from te_dynamo.fusion_registry import PHASES, Fusion, fusion_name, registered
+from te_dynamo.errors import FusionError, InvalidOptionError
+from te_dynamo.fusion_registry import PHASES, Fusion, Phase, fusion_error, fusion_name, registered
 from te_dynamo.passes.dialect import fusions as shipped
 
 __all__ = ["check_choice", "fuse"]
 
 _MOST_ROUNDS = 1000
 
-_KINDS = {
+_KINDS: dict[str, tuple[Phase, ...]] = {
     "joint": ("joint",),
     "forward": ("forward",),
     "inference": ("forward", "backward"),  # a function that calls backward itself is one graph without gradient
@@ -52,14 +52,13 @@ def fuse(graph: Graph, phase: str, choice: bool | tuple[str, ...] = True) -> lis
     """Runs the fusions of "joint", "forward", "inference" or "backward" on `graph`; returns (name, times) of those that fired.
 
     choice: the option "fusions": all, none, those with these names, or all but those whose names follow a "-".
+    Raises FusionError, naming the fusion, where one raises, does not end or does not return how often it fired.
     """
     fired = []
-    kinds = _KINDS[phase]
-    for fusion in (
-        *(f for kind in kinds for f in shipped.SHIPPED[kind]),
-        *(f for kind in kinds for f in registered("graph", kind)),
-    ):
-        times = _run(fusion, graph) if _chosen(fusion, choice) else 0
+    candidates = [(kind, fusion) for kind in _KINDS[phase] for fusion in shipped.SHIPPED[kind]]
+    candidates += [(kind, fusion) for kind in _KINDS[phase] for fusion in registered("graph", kind)]
+    for kind, fusion in candidates:
+        times = _run(fusion, kind, graph) if _chosen(fusion, choice) else 0
         if times:
             fired.append((fusion_name(fusion), times))
     graph.eliminate_dead_code()
@@ -67,24 +66,22 @@ def fuse(graph: Graph, phase: str, choice: bool | tuple[str, ...] = True) -> lis
     return fired
 
 
-def _run(fusion: Fusion, graph: Graph) -> int:
+def _run(fusion: Fusion, kind: Phase, graph: Graph) -> int:
     total = 0
     for _ in range(_MOST_ROUNDS):
         try:
             times = fusion(graph)
-            if times:
+            if isinstance(times, int) and times:
                 graph.lint()
         except Exception as error:
-            raise _error(fusion, f"failed: {error}") from error
+            raise _error(fusion, kind, f"failed: {type(error).__name__}: {error}") from error
         if not isinstance(times, int):
-            raise _error(fusion, f"must return how often it fired, got {times!r}")
+            raise _error(fusion, kind, f"must return how often it fired, got {times!r}")
         if times == 0:
             return total
         total += times
-    raise _error(fusion, f"fired {_MOST_ROUNDS} times in a row without coming to an end")
+    raise _error(fusion, kind, f"fired {_MOST_ROUNDS} times in a row without coming to an end")
 
 
-def _error(fusion: Fusion, problem: str) -> TeError:
-    return TeError(
-        f'fusion {fusion_name(fusion)} {problem}. options={{"fusions": False}} compiles the model without it'
-    )
+def _error(fusion: Fusion, kind: Phase, problem: str) -> FusionError:
+    return fusion_error("graph", kind, fusion, f'{problem}. options={{"fusions": False}} compiles the model without it')

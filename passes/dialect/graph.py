@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from te_dynamo.dialect.fakes import fake_mode_of
+from te_dynamo.dialect.memory import is_view
 
 __all__ = [
-    "RESHAPES",
     "calls",
     "call_like",
     "fakes_of",
     "getitem_after",
+    "is_plain_sum",
     "item_users",
     "read_item",
     "replace_items",
@@ -26,9 +28,6 @@ __all__ = [
     "retrace_views",
     "sorted_topologically",
 ]
-
-RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
-"""The operations that give a tensor another shape over the same data in the same order."""
 
 
 def calls(graph: Graph, *targets: torch._ops.OpOverload) -> Iterator[Node]:
@@ -76,24 +75,42 @@ def fakes_of(node: Node) -> Iterator[None]:
         yield
 
 
+def is_plain_sum(node: Any) -> bool:
+    """x + y of two contiguous tensors of one shape and dtype, the result's."""
+    if not (isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor) or node.kwargs:
+        return False
+    total: torch.Tensor = node.meta["val"]
+    operands = [arg.meta["val"] if isinstance(arg, Node) else None for arg in node.args]
+    return total.is_contiguous() and all(
+        isinstance(value, torch.Tensor)
+        and value.dtype == total.dtype
+        and value.dim() == total.dim()
+        and statically_known_true(sym_eq(tuple(value.shape), tuple(total.shape)))
+        and value.is_contiguous()
+        for value in operands
+    )
+
+
 def reshaped_like(graph: Graph, node: Node, view: Node) -> Node:
     """`node` in the shape of `view`, one of RESHAPES; it stands before `view`."""
     assert isinstance(view.target, torch._ops.OpOverload)
     return call_like(graph, view.target, (node, *view.args[1:]), view)
 
 
-def retrace_views(node: Node, value: Any, views: Collection[Any]) -> dict[Node, Any] | None:
-    """The fake value of each of `views` that reads `node`, directly or through another, if `node` had `value`.
+def retrace_views(node: Node, value: Any) -> dict[Node, Any] | None:
+    """The fake value of each view of `node`, and of each view of those, if `node` had `value`.
 
-    None where a view cannot be made of a tensor of these strides.
+    None where a view cannot be made of a tensor of these strides, or names strides of its own.
     """
     values: dict[Node, Any] = {node: value}
     waiting = [node]
     with fakes_of(node):
         while waiting:
             for user in waiting.pop().users:
-                if user.target not in views:
+                if not is_view(user):
                     continue
+                if user.target is torch.ops.aten.as_strided.default:
+                    return None
                 args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: values.get(n, n.meta["val"]))
                 try:
                     values[user] = user.target(*args, **kwargs)  # type: ignore[operator]

@@ -18,8 +18,9 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.memory import RESHAPES
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls
+from te_dynamo.passes.dialect.graph import call_like, calls
 
 __all__ = ["read_through_views"]
 

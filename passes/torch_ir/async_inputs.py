@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.passes.torch_ir.match.where import source_name
 
 __all__ = ["WaitsForInputs", "plain_examples"]
@@ -57,7 +57,7 @@ class WaitsForInputs:
         self._compiled, self._names = compiled, names
 
     def __call__(self, *args: Any) -> Any:
-        """Raises TeError if the graph has written to one of them that requires a gradient: the history of what the caller has would
+        """Raises UnsupportedError if the graph has written to one of them that requires a gradient: the history of what the caller has would
         not show it."""
         inputs = list(args)
         for position in self._names:
@@ -66,7 +66,7 @@ class WaitsForInputs:
         result = self._compiled(*inputs)
         for position, version in versions.items():
             if inputs[position]._version != version:
-                raise TeError(
+                raise UnsupportedError(
                     f"te_dynamo: the compiled code writes to its input {self._names[position]}, the result of a collective that has not "
                     "been waited for (an AsyncCollectiveTensor): gradients would be those from before the write. Write to a copy "
                     "(x = x.clone()), or compile the model as a whole, with the collective in it"

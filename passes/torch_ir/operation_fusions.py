@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.inspect.report import Report
 from te_dynamo.operations import FusedOperation, OperationFuser
@@ -47,8 +47,8 @@ class _Span:
 
 
 def fuse_operations(gm: fx.GraphModule, options: Options, report: Report) -> None:
-    """Applies the registered fusions of operations to `gm` and the bodies in it, and reports what they made. Raises TeError, naming
-    the fusion, where one misbehaves."""
+    """Applies the registered fusions of operations to `gm` and the bodies in it, and reports what they made. Raises FusionError,
+    naming the fusion, where one misbehaves."""
     if not operation_fusions_digest():
         return
     for body in [module for module in gm.modules() if isinstance(module, fx.GraphModule)]:
@@ -150,7 +150,7 @@ class _Rewrite:
 def _check_traceable(groups: Sequence[Group]) -> None:
     """Nothing to break the graph at here, where the user's own code is what is fused."""
     for name in (type(group.op).__qualname__ for group in groups if not group.op._use_split_forward):
-        raise TeError(
+        raise UnsupportedError(
             f"{name} has the legacy fuser_forward, which cannot be traced; give it fuser_forward_compute, fuser_forward_save_ctx "
             'and fuser_forward_fake. options={"fusions": False} runs the model without it'
         )

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
 from te_dynamo.dialect.stacked import segments_stack
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.inspect.report import Report, WorkspaceRecord
 from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
 from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_getitem, emit_method, tensor_of
@@ -144,7 +144,7 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
 
     by_step: the option weight_cache="step".
 
-    Raises TeError for a frozen weight whose gradient is asked for, torch's RestartAnalysis where a weight whose values were
+    Raises KeptWeightError for a frozen weight whose gradient is asked for, torch's RestartAnalysis where a weight whose values were
     dropped has another reader: it has its values again, and Dynamo has to trace anew.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -225,19 +225,19 @@ def _is_plain_parameter(value: Any) -> bool:
 
 
 def _checked(reader: _Reader) -> _Reader:
-    """The reader. Raises TeError where a frozen weight would get a gradient, or values that are gone would be read."""
+    """The reader. Raises KeptWeightError where a frozen weight would get a gradient, or values that are gone would be read."""
     config = reader.config
     line = source_line(reader.node)
     where = f" ({line})" if line else ""
     for weight in reader.weights:
         if weight in FROZEN and config.weight_requires_grad and weight.requires_grad:
-            raise TeError(
+            raise KeptWeightError(
                 f"te_dynamo: {frozen_name(weight)!r} is frozen for inference and would get a gradient{where}. Run under "
                 "torch.no_grad(), call requires_grad_(False) on it to train what is beside it, or "
                 "te_dynamo.unfreeze(model) to train it"
             )
         if config.grad_output_quantizer is None and config.input_requires_grad and is_dropped(weight):
-            raise TeError(
+            raise KeptWeightError(
                 f"te_dynamo: the high-precision values of {frozen_name(weight)!r} were dropped, and the backward of its "
                 f'linear{where} reads them under backward="high_precision"; freeze the model with drop_weights=False'
             )
@@ -486,7 +486,7 @@ def _give_back_dropped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
         source, name = FROZEN[weight].source, frozen_name(weight)
         if source is None:
             reader = next(iter(placeholder.users))
-            raise TeError(
+            raise KeptWeightError(
                 f"te_dynamo: the high-precision values of {name!r} were dropped by te_dynamo.freeze, and {reader.target} "
                 f"reads them ({source_line(reader)}); freeze the model with drop_weights=False"
             )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.runtime.availability import kernels_available
 
 __all__ = ["KERNELS", "NAMESPACE", "REFERENCE_ONLY", "expand_in_compiler", "is_te", "te_op"]
@@ -46,13 +46,13 @@ def te_op(
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Decorator: registers `te::<function name>` and returns its overload.
 
-    Tracing it by torch.export raises TeError.
+    Tracing it by torch.export raises UnsupportedError.
 
     reference: plain PyTorch, any device; must not return an input. A result with other strides than the fake's is copied.
     kernel: the Triton launcher (CUDA of compute capability 9.0 or newer); None where the operation has no kernel of its own
         and the reference, made of aten operations, is what Inductor should compile.
     backward, setup_context: the autograd formula. Without one the operation is an inner part of another's backward, and
-        differentiating it raises TeError: that is a double backward.
+        differentiating it raises UnsupportedError: that is a double backward.
     """
 
     def decorate(fake: Callable[..., Any]) -> torch._ops.OpOverload:
@@ -76,12 +76,12 @@ def te_op(
 
 
 def _not_exported(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake; TeError while torch.export traces, whose files cannot hold an operation's config or quantizer."""
+    """The fake; UnsupportedError while torch.export traces, whose files cannot hold an operation's config or quantizer."""
 
     @functools.wraps(fake)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
-            raise TeError(
+            raise UnsupportedError(
                 f"{name} cannot be exported: torch.export.save and AOTInductor do not keep the values that say how it quantizes. Export "
                 "the model with modules of torch.nn in place of te_dynamo's, and compile what is loaded: torch.compile("
                 'torch.export.load(path).module(), backend="te")'
@@ -114,7 +114,7 @@ def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., An
 
 
 def _refuse_double_backward(name: str, ctx: Any, *grads: Any) -> Any:
-    raise TeError(
+    raise UnsupportedError(
         f"{name} has no derivative: it is part of the backward of an FP8 operation, so this is a double backward, which "
         "te_dynamo does not support, as torch.compile does not; run what needs second derivatives without it."
     )

@@ -22,7 +22,7 @@ from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm_grouped import gemm_grouped, gemm_grouped_columns
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Float8GroupedQuantizer, Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
@@ -194,14 +194,14 @@ def grouped_backward_products(
 def grouped_linear_forward_fake(
     x: TensorProto, weight: TensorProto, config: GroupedLinearConfig
 ) -> tuple[TensorProto, list[TensorProto]]:
-    """(out, saved) over protos: of x, then of the weight, what backward reads. Raises QuantizationError for other shapes."""
+    """(out, saved) over protos: of x, then of the weight, what backward reads. Raises InputError for other shapes."""
     if len(x.shape) != 2 or len(weight.shape) != 3:
-        raise QuantizationError(
+        raise InputError(
             f"te.grouped_linear: expected x [M, K] and a weight of three dimensions, got {x.shape} and {weight.shape}"
         )
     n, k = weight.shape[1:] if not config.weight_transposed else weight.shape[:0:-1]
     if x.shape[1] != k:
-        raise QuantizationError(f"te.grouped_linear: x has {x.shape[1]} columns, the weight {weight.shape} takes {k}")
+        raise InputError(f"te.grouped_linear: x has {x.shape[1]} columns, the weight {weight.shape} takes {k}")
     requires_grad = config.input_requires_grad or config.weight_requires_grad
     out = TensorProto((x.shape[0], n), x.dtype, None, requires_grad, x.device)
     saved = []

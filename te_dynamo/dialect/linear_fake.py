@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal, Optional
 
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.quantized.tensor_proto import TensorProto
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if self.mode not in (None, "column", "row"):
-            raise QuantizationError(f"tensor parallelism: expected mode 'column', 'row' or None, got {self.mode!r}")
+            raise InvalidOptionError(f"tensor parallelism: expected mode 'column', 'row' or None, got {self.mode!r}")
         if self.tp_size < 1 or (self.mode is None and self.tp_size > 1):
-            raise QuantizationError(
+            raise InvalidOptionError(
                 f"tensor parallelism: {self.tp_size} ranks do not share a linear of mode {self.mode!r}"
             )
 
     def output_leading(self, leading: int) -> int:
-        """L' of L. Raises QuantizationError where the ranks cannot share the output evenly."""
+        """L' of L. Raises InputError where the ranks cannot share the output evenly."""
         if self.mode is None or not self.sequence_parallel:
             return leading
         if self.mode == "column":
             return leading * self.tp_size
         if leading % self.tp_size:
-            raise QuantizationError(
+            raise InputError(
                 f"sequence parallelism: {self.tp_size} ranks cannot share an output whose leading dimension is {leading}: "
                 "it is no multiple of tp_size"
             )
@@ -93,7 +93,7 @@ def linear_forward_fake(args: LinearFwdProtos) -> tuple[TensorProto, list[Tensor
     """(out, saved): of x, then of the weight, what the GEMM that reads it in backward needs, if that gradient is asked for.
 
     Nothing is saved for gradients in high precision: they read x and the weight, which are no results of the operation.
-    Raises QuantizationError for shapes that no linear has.
+    Raises InputError for shapes that no linear has.
     """
     x, weight, config = args.x, args.weight, args.config
     transposed = config.weight_transposed
@@ -120,17 +120,15 @@ def _check_shapes(
     if len(weight) != 2 or not x or x[-1] != n_k[1] or bias not in (None, n_k[:1]):
         stored = "[K, N]" if transposed else "[N, K]"
         given = "" if bias is None else f" and a bias of {bias}"
-        raise QuantizationError(
-            f"linear: expected x [..., K], a weight {stored} and a bias [N], got {x}, {weight}{given}"
-        )
+        raise InputError(f"linear: expected x [..., K], a weight {stored} and a bias [N], got {x}, {weight}{given}")
 
 
 def linear_backward_fake(args: LinearBwdProtos) -> tuple[Optional[TensorProto], ...]:
-    """(dx, dweight, dbias); None for a gradient nobody asked for. Raises QuantizationError for a dy of another shape than out's."""
+    """(dx, dweight, dbias); None for a gradient nobody asked for. Raises InputError for a dy of another shape than out's."""
     x, weight, config = args.x, args.weight, args.config
     out, _ = linear_forward_fake(LinearFwdProtos(x, weight, args.bias, config, args.parallel))
     if args.dy.shape != out.shape:
-        raise QuantizationError(f"linear: dy has the shape {args.dy.shape}, the output {out.shape}")
+        raise InputError(f"linear: dy has the shape {args.dy.shape}, the output {out.shape}")
     dx = _gradient_of(x) if config.input_requires_grad else None
     dweight = _gradient_of(weight) if config.weight_requires_grad else None
     dbias = _gradient_of(args.bias) if args.bias is not None and args.requires_bias_grad else None

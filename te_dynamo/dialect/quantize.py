@@ -12,7 +12,7 @@ import torch
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import quantized
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4
 from te_dynamo.kernels.quantize import grouped as grouped
@@ -104,9 +104,9 @@ def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]])
         quantizer.value()
         quantizer.check_shape(tuple(x.shape))
         if x.dtype not in INPUT_DTYPES:
-            raise QuantizationError(f"{quantizer.describe()}: expected bf16, fp16 or fp32 values, got {x.dtype}")
+            raise InputError(f"{quantizer.describe()}: expected bf16, fp16 or fp32 values, got {x.dtype}")
         if quantizer.needs_random() and random is None:
-            raise QuantizationError(
+            raise InputError(
                 f"{quantizer.describe()}: te.quantize rounds stochastically by random bits that it is given; "
                 "quantizer.quantize(x, generator) draws them"
             )

@@ -7,6 +7,8 @@ Each is a warning, once a model, and a note of `explain`'s:
     quantized already       linears of torchao, transformers, Transformer Engine and their like, which stay what they are
     a cache without effect  weight_cache="step" keeps nothing of a graph's weights
 
+Once a process it is told that the reference runs in place of the kernels, and that linears are left for their cost.
+
 With `require_coverage` too little in a recipe is a CoverageError.
 """
 
@@ -19,13 +21,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from te_dynamo.errors import CoverageError
 from te_dynamo.inspect.report import MatchRecord, Report, coverage
+from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.options import Options
 
-__all__ = ["advise", "require_coverage"]
+__all__ = ["advise", "require_coverage", "warn_if_emulated", "warn_if_left_for_cost"]
 
 _QUANTIZED_BY = (
     "torchao",
@@ -53,6 +57,7 @@ class _Model:
 
 _models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
 _told_of_functions: set[str] = set()
+_told_once: set[str] = set()
 
 
 def advise(model: nn.Module | None, whole: bool, options: Options, report: Report) -> None:
@@ -67,6 +72,30 @@ def advise(model: nn.Module | None, whole: bool, options: Options, report: Repor
         if text not in known.told:
             known.told.add(text)
             warnings.warn(f"te_dynamo: {text}", stacklevel=2)
+
+
+def warn_if_emulated(gm: fx.GraphModule, report: Report) -> None:
+    """One warning a process for each reason why the reference runs in place of the kernels."""
+    if not any(record.matched for record in report.matches):
+        return
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    if device is not None and not (available := kernels_available(device)).ok:
+        text = f"te_dynamo: {available.reason}: the reference path runs, with the same numbers and no speed"
+        _warn_once(available.reason, text)
+
+
+def warn_if_left_for_cost(reasons: Sequence[str]) -> None:
+    """One warning a process where linears are left as they are because the recipe would be slower, for these reasons."""
+    if reasons:
+        text = f"{len(reasons)} linears stay in the model's precision, which is faster for them: {reasons[0]}"
+        _warn_once("cost", f"te_dynamo: {text}. te_dynamo.explain lists all")
+
+
+def _warn_once(subject: str, text: str) -> None:
+    if subject not in _told_once:
+        _told_once.add(subject)
+        warnings.warn(text, stacklevel=3)
 
 
 def require_coverage(options: Options, report: Report) -> None:

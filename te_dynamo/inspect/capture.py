@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import MissingStageError
 from te_dynamo.inspect.graph_names import name_inputs
 from te_dynamo.inspect.graph_text import graph_text
 from te_dynamo.inspect.report import Report
@@ -26,7 +26,6 @@ from te_dynamo.inspect.report import Report
 __all__ = [
     "STAGES",
     "Captured",
-    "MissingStageError",
     "abandon",
     "active",
     "begin_graph",
@@ -52,12 +51,6 @@ STAGES = (
 _captures: list[Captured] = []
 _lock = threading.RLock()
 _numbers = itertools.count()
-
-
-class MissingStageError(TeError, KeyError):
-    """A stage that was not captured, or that does not exist."""
-
-    __str__ = Exception.__str__  # KeyError's own prints the message quoted and escaped
 
 
 class Captured:

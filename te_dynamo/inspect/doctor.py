@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from te_dynamo import recipe as recipes
+from te_dynamo.errors import NoDeviceError
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
 
@@ -141,7 +142,7 @@ def _find_device(found: Diagnosis) -> tuple[int, int] | None:
     try:
         info: Any = device.read_device(0)
         count = device.device_count()
-    except device.NoDeviceError as error:
+    except NoDeviceError as error:
         found.no_device = str(error).removeprefix("te_dynamo: ")
         return None
     found.device = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
-from te_dynamo.errors import InvalidOptionError, QuantizationError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.nn.base import QuantizedModule
 from te_dynamo.nn.linear import linear_parameters
 from te_dynamo.recipe import Float8CurrentScaling, Recipe
@@ -54,10 +54,10 @@ class GroupedLinear(QuantizedModule):
     def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Tensor:
         """inp [M, in_features] -> [M, out_features]; m_splits: the rows of each group. is_first_microbatch: as in te_dynamo.nn.
 
-        The weights are put into one tensor in each call. Raises QuantizationError for splits that are not inp's rows.
+        The weights are put into one tensor in each call. Raises InputError for splits that are not inp's rows.
         """
         if len(m_splits) != self.num_gemms or sum(m_splits) != inp.shape[0]:
-            raise QuantizationError(
+            raise InputError(
                 f"te_dynamo.nn.GroupedLinear: m_splits {list(m_splits)} are not the {inp.shape[0]} rows in {self.num_gemms} groups"
             )
         weights: list[Tensor] = [getattr(self, f"weight{group}") for group in range(self.num_gemms)]

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.run import Call, Context, Grads, run_backward
 
@@ -31,7 +31,7 @@ def backward(
     """(grad of the input, grads of the parameters, of the extra inputs), the last two an entry for each basic operation.
 
     Leaves autograd's context as it found it: a second backward under retain_graph=True runs the same. The gradients have no
-    derivative: differentiating them raises TeError.
+    derivative: differentiating them raises UnsupportedError.
     """
     call = func_ctx.call
     saved = iter(func_ctx.saved_tensors)
@@ -74,7 +74,7 @@ class _NoDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise TeError(
+        raise UnsupportedError(
             f"the backward of {ctx.names} has no derivative: this is a double backward, which te_dynamo's operations do not "
             "support; compute what needs second derivatives with torch's own modules"
         )

@@ -16,7 +16,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Sequence
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.recipe import Recipe
 
 __all__ = ["SPLIT", "check_definition", "check_settings", "check_width", "halves", "uses_split_forward"]
@@ -147,17 +147,17 @@ def _and(names: Iterable[str]) -> str:
 
 
 def check_width(op: object, shape: Sequence[int], width: int) -> None:
-    """Raises TeError unless the last dimension of an input is `width`: the op and what it got, not an error of the product inside."""
+    """Raises InputError unless the last dimension of an input is `width`: the op and what it got, not an error of the product inside."""
     if not shape or shape[-1] != width:
-        raise TeError(f"{op.describe()}: expected an input [..., {width}], got {list(shape)}")  # type: ignore[attr-defined]
+        raise InputError(f"{op.describe()}: expected an input [..., {width}], got {list(shape)}")  # type: ignore[attr-defined]
 
 
 def check_settings(op: object, *sizes: str) -> None:
-    """Raises ValueError for one of these fields that is no positive whole number, TypeError for a recipe that is no recipe."""
+    """Raises InvalidOptionError for one of these fields that is no positive whole number, TypeError for a recipe that is no recipe."""
     for name in sizes:
         value = getattr(op, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{type(op).__qualname__}.{name}: expected a positive whole number, got {value!r}")
+            raise InvalidOptionError(f"{type(op).__qualname__}.{name}: expected a positive whole number, got {value!r}")
     recipe = getattr(op, "recipe", None)
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(

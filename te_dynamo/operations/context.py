@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import OperationError
 from te_dynamo.operations.value import Value
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto
@@ -37,7 +37,7 @@ class OperationContext:
     requires_grad, training, prev_op_grad_output_quantizer, next_op_input_quantizer: the keyword arguments of forward.
     save_for_backward(*tensors): called once, by save_ctx. saved_tensors: the same tensors, in backward.
 
-    Setting any other attribute raises TeError: what backward needs is a tensor, one of the keyword arguments or a field of the
+    Setting any other attribute raises OperationError: what backward needs is a tensor, one of the keyword arguments or a field of the
     operation, so that real and fake runs cannot disagree on it and a second backward finds what the first found.
     """
 
@@ -66,7 +66,7 @@ class OperationContext:
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise TeError(
+        raise OperationError(
             f"ctx.{name} = ...: nothing but tensors crosses from forward to backward; return a tensor among tensors_to_save, "
             "make a setting a field of the operation, or derive it in backward from ctx.input, ctx.params and ctx.requires_grad"
         )

@@ -18,7 +18,7 @@ import torch
 
 from te_dynamo.dialect.define import REFERENCE_ONLY, expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
-from te_dynamo.errors import TeError
+from te_dynamo.errors import OperationError
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.flat import unaliased
 from te_dynamo.operations.fuser import Group, grouped
@@ -155,7 +155,7 @@ def _expand_backward(
     grads = [grad, *chain.from_iterable(of_params), *chain.from_iterable(of_extras)]
     asked = [g for g, needed in zip(grads, call.flags(), strict=True) if needed]
     if any(g is None for g in asked):
-        raise TeError(f"{type(op).__qualname__}: its backward gives no gradient for a tensor that requires one")
+        raise OperationError(f"{type(op).__qualname__}: its backward gives no gradient for a tensor that requires one")
     return [g for g in asked if g is not None]
 
 

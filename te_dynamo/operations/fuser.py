@@ -18,8 +18,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from te_dynamo.errors import TeError
-from te_dynamo.fusion_registry import Fusion, fusion_name, operation_fusions, registered
+from te_dynamo.errors import FusionError
+from te_dynamo.fusion_registry import Fusion, Phase, fusion_error, operation_fusions, registered
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
@@ -78,7 +78,7 @@ class OperationFuser:
     def fuse(self, first_backward: int = 0) -> FusedOps:
         """The groups when the basic operations from `first_backward` on need gradients (their number: none does).
 
-        Raises TeError, naming the fusion, where one raises, does not end, or gives anything but the same basic operations in order.
+        Raises FusionError, naming the fusion, where one raises, does not end, or gives anything but the same basic operations in order.
         """
         if not self.fusions:
             return _unfused(self.basic_ops, first_backward)
@@ -111,42 +111,42 @@ def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
     return tuple(groups)
 
 
-def _pass(phase: str, ops: Ops, recipe: Optional[Recipe], shipped: bool = True) -> Ops:
+def _pass(phase: Phase, ops: Ops, recipe: Optional[Recipe], shipped: bool = True) -> Ops:
     from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
 
     for fusion in (*registered("ops", phase), *(SHIPPED[phase] if shipped else ())):
         changed = True
         while changed:  # ends: each round puts at least one basic operation into a fused one, which stays
-            fused = _run(fusion, ops, recipe)
+            fused = _run(fusion, phase, ops, recipe)
             _check(fusion, phase, ops, fused)
             changed = not _same(ops, fused)
             ops = fused
     return ops
 
 
-def _run(fusion: Fusion, ops: Ops, recipe: Optional[Recipe]) -> Ops:
+def _run(fusion: Fusion, phase: Phase, ops: Ops, recipe: Optional[Recipe]) -> Ops:
     try:
         fused = fusion(list(ops), recipe=recipe)
     except Exception as error:
-        raise _error(fusion, f"failed: {type(error).__name__}: {error}") from error
+        raise _error(fusion, phase, f"failed: {type(error).__name__}: {error}") from error
     if not isinstance(fused, list) or not all(isinstance(op, FusibleOperation) for op in fused):
-        raise _error(fusion, f"must return a list of operations, got {fused!r}")
+        raise _error(fusion, phase, f"must return a list of operations, got {fused!r}")
     return fused
 
 
-def _check(fusion: Fusion, phase: str, before: Ops, after: Ops) -> None:
+def _check(fusion: Fusion, phase: Phase, before: Ops, after: Ops) -> None:
     """The same basic operations in the same order, by identity; fused operations as they were; the halves that the pass needs."""
     old, new = _flat(before), _flat(after)
     if not _same(old, new):
-        raise _error(fusion, _difference(old, new))
+        raise _error(fusion, phase, _difference(old, new))
     kept = {id(op) for op in after}
     for op in before:
         if isinstance(op, FusedOperation) and id(op) not in kept:
-            raise _error(fusion, f"took {op.describe()} apart, which an earlier fusion made")
+            raise _error(fusion, phase, f"took {op.describe()} apart, which an earlier fusion made")
     for op in after:
         for half in ("forward", "backward"):
             if phase in ("joint", half) and not getattr(op, f"has_{half}"):
-                raise _error(fusion, f"made {type(op).__name__}, which has no {half}, in the {phase} pass")
+                raise _error(fusion, phase, f"made {type(op).__name__}, which has no {half}, in the {phase} pass")
 
 
 def _difference(old: list[BasicOperation], new: list[BasicOperation]) -> str:
@@ -171,8 +171,9 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _error(fusion: Fusion, problem: str) -> TeError:
-    return TeError(
-        f"fusion {fusion_name(fusion)} {problem}. Sequential(..., fusions=False) runs the operations without it, and so does "
+def _error(fusion: Fusion, phase: Phase, problem: str) -> FusionError:
+    without = (
+        "Sequential(..., fusions=False) runs the operations without it, and so does "
         'options={"fusions": False} under torch.compile'
     )
+    return fusion_error("ops", phase, fusion, f"{problem}. {without}")

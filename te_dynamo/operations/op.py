@@ -139,7 +139,7 @@ class BasicOperation(FusibleOperation, abstract=True):
         return self
 
     def check_input(self, input: TensorProto) -> None:
-        """Raises TeError for an input that the operation cannot take. Asked in every call, before anything runs."""
+        """Raises InputError for an input that the operation cannot take. Asked in every call, before anything runs."""
 
     def input_quantizer(self) -> Optional[Quantizer]:
         """How it holds its input: what the operation before may give it directly."""

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.fakes import of_proto
-from te_dynamo.errors import TeError
+from te_dynamo.errors import OperationError
 from te_dynamo.operations import autograd
 from te_dynamo.operations.flat import Flat, flatten, unaliased
 from te_dynamo.operations.fuser import Group
@@ -74,7 +74,7 @@ class Program:
         flat = self._run(proto, param_protos, extra_protos, fake)
         if len(results) != len(flat.results):
             names = ", ".join(type(group.op).__qualname__ for group in self.forward)
-            raise TeError(
+            raise OperationError(
                 f"{names}: forward gave {len(results)} tensors, its fake {len(flat.results)}; a forward that is fused alone saves "
                 "what its basic operations save"
             )

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import OperationError, UnsupportedError
 from te_dynamo.operations.context import LegacyContext, OperationContext, RequiresGrad
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation, FusibleOperation, Params, Saved
@@ -109,7 +109,7 @@ def compute(
     params, extra_inputs: of all basic operations. parts: run an opaque operation as its parts too, not as its own node.
     """
     if not group.op._use_split_forward:  # a legacy basic operation never gets here: Sequential breaks the graph
-        raise TeError(f"{type(group.op).__qualname__} has the legacy fuser_forward, which cannot be traced")
+        raise UnsupportedError(f"{type(group.op).__qualname__} has the legacy fuser_forward, which cannot be traced")
     mine = slice(group.indices.start, group.indices.stop)
     if group.op.opaque and not parts:
         from te_dynamo.operations.define import forward_node  # defined on top of this module
@@ -138,7 +138,7 @@ def _checked(group: Group, call: Call, results: Any) -> Any:
     _check_extra_outputs(group, extra_outputs)
     _of_length(op, "tensors to save, a list for each basic operation", saved, len(group.indices))
     if not isinstance(output, (torch.Tensor, TensorProto)):
-        raise TeError(f"{type(op).__qualname__}: its output is a {type(output).__name__}, not a tensor")
+        raise OperationError(f"{type(op).__qualname__}: its output is a {type(output).__name__}, not a tensor")
     if not call.needs_grad(group):
         saved = [[] for _ in group.indices]
     return output, [tuple(tensors) for tensors in extra_outputs], saved
@@ -153,7 +153,7 @@ def _check_extra_outputs(group: Group, extra_outputs: Any) -> None:
 def _of_length(op: FusibleOperation, what: str, values: Any, length: int) -> Any:
     if not isinstance(values, (tuple, list)) or len(values) != length:
         found = f"{len(values)}" if isinstance(values, (tuple, list)) else f"a {type(values).__name__}"
-        raise TeError(f"{type(op).__qualname__}: expected {length} {what}, got {found}")
+        raise OperationError(f"{type(op).__qualname__}: expected {length} {what}, got {found}")
     return values
 
 
@@ -272,13 +272,13 @@ def _backward(
 def _check_grad_input(group: Group, grad: Any, ctx: Context, needed: bool) -> None:
     name = type(group.op).__qualname__
     if grad is None and needed:
-        raise TeError(f"{name}: its backward gives no gradient for its input, which requires one")
+        raise OperationError(f"{name}: its backward gives no gradient for its input, which requires one")
     proto = getattr(ctx, "input", None)  # none behind a legacy operation
     if grad is not None and proto is not None and needed:
         same = len(grad.shape) == len(proto.shape)
         if not same or any(statically_known_true(a != b) for a, b in zip(grad.shape, proto.shape, strict=True)):
             shapes = f"{list(grad.shape)} for an input {list(proto.shape)}"
-            raise TeError(f"{name}: its backward gives a gradient of the wrong shape, {shapes}")
+            raise OperationError(f"{name}: its backward gives a gradient of the wrong shape, {shapes}")
 
 
 def _checked_grads(group: Group, of: str, grads: Any, needed: Sequence[tuple[bool, ...]]) -> list[Grads]:
@@ -286,7 +286,7 @@ def _checked_grads(group: Group, of: str, grads: Any, needed: Sequence[tuple[boo
     for basic, given, wanted in zip(group.op.basic_ops, grads, needed, strict=True):
         _of_length(group.op, f"grads of the {of} of {type(basic).__name__}", given, len(wanted))
         if any(flag and grad is None for flag, grad in zip(wanted, given, strict=True)):
-            raise TeError(
+            raise OperationError(
                 f"{type(group.op).__qualname__}: its backward gives no gradient for one of the {of} of {type(basic).__name__}, "
                 "which requires one"
             )

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations.autograd import is_autocast_on, keep
 from te_dynamo.operations.checks import SPLIT
@@ -78,7 +78,7 @@ class Sequential(torch.nn.Module):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> Any:
         if len(extra_inputs) != len(self._extra_inputs):
-            raise TeError(
+            raise InputError(
                 f"Sequential: expected {len(self._extra_inputs)} extra inputs ({', '.join(self._extra_inputs) or 'none'}), "
                 f"got {len(extra_inputs)}"
             )
@@ -113,7 +113,7 @@ class Sequential(torch.nn.Module):
 
 def _check_tensor(value: object) -> None:
     if not isinstance(value, torch.Tensor):
-        raise TeError(f"Sequential: expected tensors as its input and extra inputs, got a {type(value).__name__}")
+        raise InputError(f"Sequential: expected tensors as its input and extra inputs, got a {type(value).__name__}")
 
 
 @torch._dynamo.assume_constant_result
@@ -137,7 +137,7 @@ def _run(
     sequence: OperationSequence, requires_grad: list[bool], training: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
-        raise TeError(
+        raise UnsupportedError(
             "Sequential: inside a torch.func transform (grad, vmap, jvp, ...), which its operations do not support; call it outside, "
             "or build that part of torch's own modules"
         )

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from te_dynamo.cache_key import sources_digest
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import QuantizationError, UnsupportedError
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
@@ -70,7 +70,7 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        raise QuantizationError(f"{self!r} has no memory of its own to share: take dequantize() or a buffer")
+        raise UnsupportedError(f"{self!r} has no memory of its own to share: take dequantize() or a buffer")
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers, in the order in which `te.quantize` returns them."""
@@ -79,10 +79,10 @@ class QuantizedTensor(torch.Tensor):
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Name -> buffer, in the same order. Not inside a compiled function: `buffers` is.
 
-        Raises QuantizationError if a view of the tensor was written. Every use asks, so every compilation too.
+        Raises UnsupportedError if a view of the tensor was written. Every use asks, so every compilation too.
         """
         if not self.is_inference() and self._version:
-            raise QuantizationError(
+            raise UnsupportedError(
                 f"a view of {self!r} was written, as in q[0].add_(1): views hold a copy of the values, and the write is lost. "
                 "Compute with dequantize() and quantize the result"
             )
@@ -98,7 +98,7 @@ class QuantizedTensor(torch.Tensor):
         return from_storage(self.to_storage().with_usage(rowwise, columnwise), self.requires_grad)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise QuantizationError(_no_write("item assignment", self))
+        raise UnsupportedError(_no_write("item assignment", self))
 
     @property
     def data(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ class QuantizedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise QuantizationError(_no_write("assignment to data", self))
+        raise UnsupportedError(_no_write("assignment to data", self))
 
     # What the compiler asks of a tensor made of tensors.
 
@@ -229,14 +229,14 @@ def _is_view_of_ordinary(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises QuantizationError if `func` writes to an argument that is quantized."""
+    """Raises UnsupportedError if `func` writes to an argument that is quantized."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         written = kwargs.get(argument.name, args[position] if position < len(args) else None)
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, QuantizedTensor):
-                raise QuantizationError(_no_write(str(func), tensor))
+                raise UnsupportedError(_no_write(str(func), tensor))
 
 
 def _no_write(what: str, tensor: QuantizedTensor) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import QuantizationError, UnsupportedError
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage, check_buffers
 from te_dynamo.quantized.tensor import QuantizedTensor, from_buffers
@@ -25,7 +25,7 @@ class TensorProto:
 
     The proto has its own quantizer: `update_usage` never touches the one it was made with (a quantizer is a frozen value).
 
-    Raises TypeError for a field of another type, QuantizationError for a shape or dtype that the quantizer cannot hold.
+    Raises TypeError for a field of another type, InputError for a shape or dtype that the quantizer cannot hold.
     """
 
     shape: tuple[int, ...]
@@ -68,10 +68,10 @@ class TensorProto:
     def create_tensor(self) -> torch.Tensor:
         """An uninitialised tensor of this description: plain, or a QuantizedTensor.
 
-        Raises QuantizationError inside a compiled function for one that requires grad: no graph makes a leaf of autograd's.
+        Raises UnsupportedError inside a compiled function for one that requires grad: no graph makes a leaf of autograd's.
         """
         if self.requires_grad and torch.compiler.is_dynamo_compiling():
-            raise QuantizationError(
+            raise UnsupportedError(
                 f"TensorProto.create_tensor: a compiled function cannot make a tensor of shape {self.shape} that requires grad; "
                 "describe one that does not (requires_grad=False, or the proto of a detached tensor)"
             )

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Float8GroupedQuantizer, Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
@@ -157,7 +157,7 @@ def _memory_was_written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """What is kept of a dropped weight, in its own shape and dtype. Raises TeError if there is nothing."""
+    """What is kept of a dropped weight, in its own shape and dtype. Raises KeptWeightError if there is nothing."""
     with lock, torch.inference_mode(False), torch.no_grad():
         for entry in _entries.get(weight, {}).values():
             part = entry.part(weight)
@@ -170,7 +170,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
             buffers = {name: part[name] for name in quantizer.buffer_names()}
             metadata = quantizer.create_metadata(shape, weight.dtype)
             return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize().view(weight.shape)
-    raise TeError("te_dynamo: nothing is kept of this weight")
+    raise KeptWeightError("te_dynamo: nothing is kept of this weight")
 
 
 def _each_entry(weights: Iterable[torch.Tensor], keep: bool) -> None:
@@ -330,7 +330,7 @@ class WeightSupply:
                 expected = make_buffers(workspace, args)
             differing = [name for name, new in expected.items() if not _same_bytes(new, next(held))]
             if differing:
-                raise TeError(
+                raise KeptWeightError(
                     f"te_dynamo: {workspace.name} was written in a way that neither its version counter nor its address "
                     "shows (through .data, a numpy view, another process): its quantized copy is out of date. Call "
                     "te_dynamo.invalidate(model) after such a write"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.weights.cache import dequantized, forget_weights, renew_weights
 from te_dynamo.weights.frozen import FROZEN, Frozen, drop, end_load, is_dropped, lend, restore, values_of
 
@@ -30,10 +30,10 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
                   weight that something else in a compiled graph reads (a tied embedding) keeps its values.
 
     A weight that is written afterwards is quantized again at the next call, if its version counter, address or identity shows
-    the write (`invalidate` otherwise). A call that would compute a frozen weight's gradient raises TeError: run under
+    the write (`invalidate` otherwise). A call that would compute a frozen weight's gradient raises KeptWeightError: run under
     torch.no_grad(), set requires_grad to False (to train adapters beside it), or `unfreeze`.
 
-    Raises TeError for parameters that a distributed wrapper moves or shares out (FSDP, DTensor) and for those made under
+    Raises KeptWeightError for parameters that a distributed wrapper moves or shares out (FSDP, DTensor) and for those made under
     torch.inference_mode, which have no version counter.
     """
     model = _unwrapped(model)
@@ -56,7 +56,7 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
 def unfreeze(model: nn.Module) -> nn.Module:
     """Weights are quantized in each call again; returns the model. A dropped one gets the quantized values, in its own dtype.
 
-    Raises TeError for one whose place holder was moved or cast since.
+    Raises KeptWeightError for one whose place holder was moved or cast since.
     """
     model = _unwrapped(model)
     parameters = list(dict.fromkeys(parameter for _, _, parameter, _ in _parameters(model) if parameter in FROZEN))
@@ -102,8 +102,8 @@ def _check_unmanaged(model: nn.Module) -> None:
                 raise _wrapped(name, parameter)
 
 
-def _wrapped(path: str, parameter: nn.Parameter) -> TeError:
-    return TeError(
+def _wrapped(path: str, parameter: nn.Parameter) -> KeptWeightError:
+    return KeptWeightError(
         f"te_dynamo.freeze: {path!r} is a {type(parameter).__name__} of a distributed or wrapped module: its values "
         "change without a trace; freeze the plain model"
     )
@@ -113,7 +113,7 @@ def _check(parameter: nn.Parameter, path: str) -> None:
     if type(parameter) not in (nn.Parameter, FakeTensor):
         raise _wrapped(path, parameter)
     if parameter.is_inference():
-        raise TeError(
+        raise KeptWeightError(
             f"te_dynamo.freeze: {path!r} was made under torch.inference_mode and has no version counter; make the model "
             "outside of it"
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 
 __all__ = [
     "FROZEN",
@@ -128,7 +128,7 @@ def end_own_load(parameter: torch.Tensor, dequantized: Callable[[torch.Tensor], 
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What to quantize. Raises TeError for a dropped parameter whose values are gone, or whose place holder was converted."""
+    """What to quantize. Raises KeptWeightError for a dropped parameter whose values are gone, or whose place holder was converted."""
     frozen = FROZEN.get(parameter)
     if frozen is None or frozen.place_holder is None:
         return parameter.detach()
@@ -137,7 +137,7 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
             _check_given_values(parameter, frozen)
         return parameter.detach()
     if frozen.source is None:
-        raise TeError(
+        raise KeptWeightError(
             f"te_dynamo: the high-precision values of {frozen.name!r} were dropped by "
             "te_dynamo.freeze(model, drop_weights=True), and a graph needs them in another form than the one they were "
             "quantized to; load_state_dict brings values back, drop_weights=False keeps them"
@@ -148,7 +148,7 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
 def _check_given_values(parameter: torch.Tensor, frozen: Frozen) -> None:
     """Something else than a load put other memory in the place holder's place: values, or its conversion."""
     if parameter.isnan().all():
-        raise TeError(
+        raise KeptWeightError(
             f"te_dynamo: the high-precision values of {frozen.name!r} were dropped by "
             "te_dynamo.freeze(model, drop_weights=True), and what holds their place was moved or cast "
             f"(to {parameter.dtype} on {parameter.device}); call te_dynamo.unfreeze(model) before Module.to, or load_state_dict after it"

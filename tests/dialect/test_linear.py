@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_dynamo.dialect.linear import LinearConfig, LinearFwdArgs, linear_forward
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.recipe import Float8CurrentScaling
 
 CONFIG = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)
@@ -72,7 +72,7 @@ def test_double_backward_says_so() -> None:
     x, weight, bias = operands(6)
     y = torch.ops.te.linear(x, weight, bias, CONFIG)[0]
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(TeError, match=r"double backward.*does not support"):
+    with pytest.raises(UnsupportedError, match=r"double backward.*does not support"):
         dx.sum().backward()
 
 

@@ -17,7 +17,7 @@ from te_dynamo.dialect.linear_fake import (
     linear_backward_fake,
     linear_forward_fake,
 )
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.recipe import by_name, names
 
@@ -127,11 +127,11 @@ def test_nobody_asks_for_a_gradient() -> None:
 
 def test_bad_input() -> None:
     x, weight, bias = protos(30)
-    with pytest.raises(QuantizationError, match=r"4 ranks cannot share an output whose leading dimension is 30"):
+    with pytest.raises(InputError, match=r"4 ranks cannot share an output whose leading dimension is 30"):
         linear_forward_fake(
             LinearFwdProtos(x, weight, bias, config("mxfp8"), Parallel("row", 4, sequence_parallel=True))
         )
-    with pytest.raises(QuantizationError, match=r"dy has the shape \(30, 64\), the output \(30, 48\)"):
+    with pytest.raises(InputError, match=r"dy has the shape \(30, 64\), the output \(30, 48\)"):
         linear_backward_fake(LinearBwdProtos(x, x, weight, bias, config("mxfp8")))
     for shapes in (
         ((30, 64), (48, 32), None),
@@ -140,11 +140,9 @@ def test_bad_input() -> None:
         ((), (48, 64), None),
     ):
         given = (shape if shape is None else TensorProto(shape, torch.bfloat16) for shape in shapes)
-        with pytest.raises(
-            QuantizationError, match=r"linear: expected x \[..., K\], a weight \[N, K\] and a bias \[N\], got"
-        ):
+        with pytest.raises(InputError, match=r"linear: expected x \[..., K\], a weight \[N, K\] and a bias \[N\], got"):
             linear_forward_fake(LinearFwdProtos(*given, config("mxfp8")))
-    with pytest.raises(QuantizationError, match=r"expected mode 'column', 'row' or None, got 'diagonal'"):
+    with pytest.raises(InvalidOptionError, match=r"expected mode 'column', 'row' or None, got 'diagonal'"):
         Parallel("diagonal")  # type: ignore[arg-type]
-    with pytest.raises(QuantizationError, match="2 ranks do not share a linear of mode None"):
+    with pytest.raises(InvalidOptionError, match="2 ranks do not share a linear of mode None"):
         Parallel(tp_size=2)

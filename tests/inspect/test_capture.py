@@ -13,7 +13,8 @@ from expecttest import assert_expected_inline
 from helpers.graphs.fake_backend import recording_backend
 from torch import nn
 
-from te_dynamo.inspect.capture import MissingStageError, capture
+from te_dynamo.errors import MissingStageError
+from te_dynamo.inspect.capture import capture
 from te_dynamo.testing import capture_on_fake_cuda, fake_cuda, graph_text
 
 # The package's attribute of that name is the function.

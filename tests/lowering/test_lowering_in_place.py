@@ -52,6 +52,19 @@ def test_a_sum_takes_its_addends_place(made_by: str, read_later: bool) -> None:
     assert takes_its_place(graph) == (not read_later and "input" not in made_by)
 
 
+@pytest.mark.parametrize("read_later", [False, True])
+def test_a_sum_leaves_an_addend_of_which_a_part_is_read_later(read_later: bool) -> None:
+    graph = fx.Graph()
+    a, s, b = inputs(graph, f8(16, 64), f32(1), f8(32, 64))
+    addend = product(graph, a, s, b)
+    part = call(graph, operator.getitem, call(graph, aten.split.Tensor, addend, 8), 1)
+    first = call(graph, aten.relu.default, part)
+    total = product(graph, a, s, b, addend)
+    graph.output((total, first, *([call(graph, aten.neg.default, part)] if read_later else [])))
+    lower(graph)
+    assert takes_its_place(graph) == (not read_later)
+
+
 def takes_its_place(graph: fx.Graph) -> bool:
     """Whether the last GEMM of a lowered graph writes its addend."""
     launched = [line for line in graph_text(graph).splitlines() if "triton.gemm_kernel[" in line]

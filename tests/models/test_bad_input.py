@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import math
 import os
 import subprocess
@@ -27,6 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import te_dynamo
 from te_dynamo._compat import torch_version
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.inspect import advice
 from te_dynamo.recipe import Float8CurrentScaling
 
 EAGER = {"codegen": "eager"}
@@ -374,7 +374,7 @@ def test_magnitudes_at_the_ends_of_fp32(scale: float) -> None:
 
 
 def test_one_warning_for_many_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("te_dynamo.backend"), "_warned", set())
+    monkeypatch.setattr(advice, "_told_once", set())
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for model in (linear(), linear(48), nn.Sequential(linear(), nn.ReLU(), linear())):
@@ -386,7 +386,7 @@ def test_one_warning_for_many_compilations(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_warning_where_nothing_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("te_dynamo.backend"), "_warned", set())
+    monkeypatch.setattr(advice, "_told_once", set())
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         te(linear(), recipe=None)(torch.randn(4, 32))

@@ -116,7 +116,7 @@ def test_second_process_hits_and_changes_miss(tmp_path: Path) -> None:
     changed_option = compile_in_new_process(tmp_path, fusions=False)
     assert (changed_option["aot_hit"], changed_option["aot_miss"]) == (0, 1)
 
-    register = "te_dynamo.register_forward_fusion(lambda graph: 0)"
+    register = "te_dynamo.register_graph_fusion(lambda graph: 0, phase='forward')"
     registered = compile_in_new_process(tmp_path, setup=register)
     assert (registered["aot_hit"], registered["aot_miss"]) == (0, 1)
 
@@ -237,7 +237,7 @@ def test_a_registered_fusion_with_a_state_is_never_answered_from_a_cache(make: C
     x = torch.randn(8)
     for op in (SIN, TANH):
         torch._dynamo.reset()
-        with te_dynamo.register_forward_fusion(make(op)):
+        with te_dynamo.register_graph_fusion(make(op), phase="forward"):
             torch.testing.assert_close(torch.compile(torch.sigmoid, backend="te")(x), op(x))
 
 
@@ -249,7 +249,7 @@ def test_the_key_of_a_fusion_holds_what_it_closes_over() -> None:
         return fuse
 
     def key(value: Any) -> str:
-        with te_dynamo.register_forward_fusion(make(value)):
+        with te_dynamo.register_graph_fusion(make(value), phase="forward"):
             return fusion_key()
 
     for value in (1, "one", torch.float16, SIN, (1, [2.0, None]), Float8CurrentScaling(), make(3)):

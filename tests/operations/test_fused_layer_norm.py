@@ -5,6 +5,7 @@ import torch
 from helpers.models.operation_runs import TOLERANCE, Case, assert_agree, assert_same_bits, is_quantized
 
 import te_dynamo
+from te_dynamo.errors import InvalidOptionError
 from te_dynamo.operations import GELU, QGELU, BasicLinear, Bias, LayerNorm, OperationFuser, RMSNorm, SwiGLU
 from te_dynamo.operations.fused import LayerNormMLP, layer_norm_mlp
 from te_dynamo.operations.fused.quantized import activation_gradient_quantized
@@ -105,7 +106,7 @@ def test_recipes_without_the_kernels_are_left_alone(recipe):
 
 
 def test_an_unknown_recompute_is_an_error():
-    with pytest.raises(ValueError, match="recompute is None or 'activation', got 'all'"):
+    with pytest.raises(InvalidOptionError, match="unknown recompute 'all'; valid: None, 'activation'"):
         LayerNormMLP((RMSNorm(64),), "all")
 
 

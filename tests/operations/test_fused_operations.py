@@ -6,7 +6,7 @@ from helpers.graphs.operation_lists import BY_NAME, LISTS
 from helpers.models.operation_runs import TOLERANCE, Case, all_four, assert_agree
 
 import te_dynamo
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError
 from te_dynamo.operations import (
     GELU,
     QGELU,
@@ -98,7 +98,7 @@ def test_linear_scale_add(recipe):
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_extra_input_of_another_shape_is_an_error(fused):
     case = Case([BasicLinear(64, 96), AddExtraInput()], FP8, (32, 64), extra_shape=(1, 96))
-    with pytest.raises(TeError, match=r"AddExtraInput: the extra input has the shape \[1, 96\]"):
+    with pytest.raises(InputError, match=r"AddExtraInput: the extra input has the shape \[1, 96\]"):
         case.run(fused_forward=fused, fused_backward=False)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_dynamo import nn as te_nn
-from te_dynamo.errors import InvalidOptionError, QuantizationError
+from te_dynamo.errors import InputError, InvalidOptionError
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "Linear": (lambda: te_nn.Linear(32, 48), {"weight", "bias"}),
@@ -156,5 +156,5 @@ def test_what_is_refused() -> None:
         te_nn.Linear(32, 32, recipe=None)
     with pytest.raises(InvalidOptionError, match="mxfp8 has no grouped GEMM"):
         te_nn.GroupedLinear(2, 32, 32, recipe="mxfp8")
-    with pytest.raises(QuantizationError, match=r"m_splits \[3, 4\] are not the 8 rows in 2 groups"):
+    with pytest.raises(InputError, match=r"m_splits \[3, 4\] are not the 8 rows in 2 groups"):
         te_nn.GroupedLinear(2, 32, 32)(tokens(), [3, 4])

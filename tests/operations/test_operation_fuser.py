@@ -21,9 +21,10 @@ from te_dynamo import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
+    register_graph_fusion,
     unregister_fusion,
 )
-from te_dynamo.errors import TeError
+from te_dynamo.errors import FusionError
 from te_dynamo.operations import fuser as fuser_module
 from te_dynamo.operations import sliding_window
 from te_dynamo.operations.basic import (
@@ -209,37 +210,52 @@ def test_fusions_of_one_text_are_told_apart() -> None:
 # ---- registration
 
 
+REGISTER: dict[Any, Callable[..., Any]] = {
+    "joint": register_forward_backward_fusion,
+    "forward": register_forward_fusion,
+    "backward": register_backward_fusion,
+}
+
+
 def graph_fusion(graph: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize(
-    "register", [register_forward_backward_fusion, register_forward_fusion, register_backward_fusion]
-)
-def test_one_registry_for_both_kinds(register: Any) -> None:
-    @register
-    def fuse_nothing(ops: Ops, *, recipe: Any) -> Ops:
-        return ops
+@pytest.mark.parametrize("phase", REGISTER)
+def test_one_registry_for_both_kinds(phase: Any) -> None:
+    @REGISTER[phase]
+    def fuse_nothing(operations: Ops, *, recipe: Any) -> Ops:  # parameters have the names that their author likes
+        return operations
 
-    phase = {"forward_backward": "joint"}.get(name := register.__name__[9:-7], name)
-    with register(graph_fusion):
+    with register_graph_fusion(graph_fusion, phase=phase):
         assert fusion_registry.registered("graph", phase) == (graph_fusion,)
         assert fusion_registry.registered("ops", phase) == (fuse_nothing.fusion,)
     unregister_fusion(fuse_nothing)
     assert fusion_registry.registered("ops", phase) == ()
 
 
-@pytest.mark.parametrize(
-    ("fusion", "found"),
-    [
-        (lambda: 0, "without parameters"),
-        (lambda nodes: 0, "one of `nodes`"),
-        (lambda op_list, recipe: op_list, "one of `op_list`"),
-        (3, "got int"),
-    ],
-)
+@pytest.mark.parametrize("phase", REGISTER)
+def test_a_rewrite_of_a_graph_is_refused(phase: Any) -> None:
+    instead = rf'If it is a rewrite of a graph, .* te_dynamo\.register_graph_fusion\(graph_fusion, phase="{phase}"\)'
+    with pytest.raises(FusionError, match=rf"fusion graph_fusion \(.*{__name__}.py:\d+\) is registered as .*{instead}"):
+        REGISTER[phase](graph_fusion)
+
+
+def test_a_rewrite_of_a_graph_whose_parameters_suit_operations_fails_when_called() -> None:
+    def rewrite(graph: Any, **options: Any) -> int:
+        return len(graph.nodes)
+
+    instead = r'If it is a rewrite of a graph, .* te_dynamo\.register_graph_fusion\(.*rewrite, phase="backward"\)'
+    with (
+        register_backward_fusion(rewrite),
+        pytest.raises(FusionError, match=rf"rewrite \(.*{__name__}.py:\d+\) failed: AttributeError: .*{instead}"),
+    ):
+        OperationFuser([GELU()]).fuse()
+
+
+@pytest.mark.parametrize(("fusion", "found"), [(lambda: 0, "its parameters do not allow that$"), (3, "got int")])
 def test_what_is_neither_kind_is_refused(fusion: Any, found: str) -> None:
-    with pytest.raises(TypeError, match=rf"`graph` .*`ops`.*{found}"):
+    with pytest.raises(FusionError, match=rf"a fusion of operations, which is called with .*{found}"):
         register_forward_fusion(fusion)
 
 
@@ -282,10 +298,6 @@ def returning_none(ops: Ops, *, recipe: Any) -> Any:
     return None
 
 
-def without_keyword(ops: Ops) -> Ops:
-    return ops
-
-
 def backward_in_forward(ops: Ops, *, recipe: Any) -> Ops:
     return sliding_window(ops, (GELU, SiLU), BackwardPair)
 
@@ -300,7 +312,6 @@ WRONG: dict[Callable[..., Any], str] = {
     raising: r"failed: IndexError",
     of_nothing: r"failed: TypeError: ForwardPair: a fused operation of no operations",
     returning_none: r"must return a list of operations, got None",
-    without_keyword: r"failed: TypeError: .*recipe",
     backward_in_forward: r"made BackwardPair, which has no forward, in the forward pass",
 }
 
@@ -310,7 +321,7 @@ def test_a_wrong_fusion_is_named_and_can_be_left_out(fusion: Any) -> None:
     ops = [GELU(), SiLU(), MakeExtraOutput()]
     x = torch.randn(4)
     with register_forward_fusion(fusion):
-        with pytest.raises(TeError, match=rf"fusion {fusion.__name__} {WRONG[fusion]}.*fusions=False"):
+        with pytest.raises(FusionError, match=rf"fusion {fusion.__name__} \(.*\) {WRONG[fusion]}.*fusions=False"):
             Sequential(*ops)(x)
         assert torch.equal(
             Sequential(*ops, fusions=False)(x)[0],
@@ -325,7 +336,7 @@ def test_a_fusion_may_not_take_a_fused_op_apart() -> None:
     with (
         register_forward_backward_fusion(pairing(JointPair, GELU, SiLU)),
         register_forward_fusion(greedy),
-        pytest.raises(TeError, match=r"greedy took JointPair\(.*\) apart, which an earlier fusion made"),
+        pytest.raises(FusionError, match=r"greedy \(.*\) took JointPair\(.*\) apart, which an earlier fusion made"),
     ):
         OperationFuser([GELU(), SiLU(), ReLU()]).fuse()
 
@@ -333,7 +344,9 @@ def test_a_fusion_may_not_take_a_fused_op_apart() -> None:
 def test_a_joint_fusion_needs_both_halves() -> None:
     with (
         register_forward_backward_fusion(pairing(ForwardPair, GELU, SiLU)),
-        pytest.raises(TeError, match=r"fuse_pairs made ForwardPair, which has no backward, in the joint pass"),
+        pytest.raises(
+            FusionError, match=r"fuse_pairs \(.*\) made ForwardPair, which has no backward, in the joint pass"
+        ),
     ):
         OperationFuser([GELU(), SiLU()]).fuse()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_dynamo import BasicOperation, FusedOperation, FusibleOperation, Sequential
-from te_dynamo.errors import TeError
+from te_dynamo.errors import OperationError
 from te_dynamo.operations.basic import GELU, Bias, SiLU
 from te_dynamo.operations.basic.activation import Activation
 
@@ -203,7 +203,7 @@ def test_nothing_but_tensors_crosses_to_backward() -> None:
             ctx.state = "sizes"
 
     x = torch.randn(4, requires_grad=True)
-    with pytest.raises(TeError, match=r"ctx.state = ...: nothing but tensors crosses from forward to backward"):
+    with pytest.raises(OperationError, match=r"ctx.state = ...: nothing but tensors crosses from forward to backward"):
         Sequential(Smuggler())(x)
 
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import te_dynamo
 from te_dynamo import Sequential
 from te_dynamo.dialect import GroupedLinearConfig
-from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations.basic import GroupedLinear, ScaledSwiGLU
 from te_dynamo.operations.fuser import grouped
 from te_dynamo.operations.program import Program
@@ -142,13 +142,15 @@ def test_bad_arguments() -> None:
     x, offs, _ = inputs_of()
     module = module_of(FP8)
     for wrong, got in ((offs.long(), r"torch.int64 \[3\]"), (offs[:2], r"torch.int32 \[2\]")):
-        with pytest.raises(TeError, match=rf"GroupedLinear\(3, 48, 32\): expected .* int32 \[3\].* got {got}"):
+        with pytest.raises(InputError, match=rf"GroupedLinear\(3, 48, 32\): expected .* int32 \[3\].* got {got}"):
             module(x, wrong)
-    with pytest.raises(TeError, match=r"GroupedLinear\(3, 48, 32\): expected x \[M, 48\], got \[2, 2, 48\]"):
+    with pytest.raises(InputError, match=r"GroupedLinear\(3, 48, 32\): expected x \[M, 48\], got \[2, 2, 48\]"):
         module(torch.zeros(2, 2, K), offs)
-    with pytest.raises(TeError, match=r"Sequential: expected 1 extra inputs \(GroupedLinear\), got 0"):
+    with pytest.raises(InputError, match=r"Sequential: expected 1 extra inputs \(GroupedLinear\), got 0"):
         module(x)
-    with pytest.raises(QuantizationError, match=r"GroupedLinear\(3, 40, 32\): FP8 GEMMs need multiples of 16"):
+    with pytest.raises(InvalidOptionError, match=r"GroupedLinear\(3, 40, 32\): FP8 GEMMs need multiples of 16"):
         Sequential(GroupedLinear(G, 40, N), recipe=FP8)
-    with pytest.raises(TeError, match=r"GroupedLinear\(3, 12, 32\): .* 16 bytes; .* multiples of 8 for torch.bfloat16"):
+    with pytest.raises(
+        InputError, match=r"GroupedLinear\(3, 12, 32\): .* 16 bytes; .* multiples of 8 for torch.bfloat16"
+    ):
         Sequential(GroupedLinear(G, 12, N))(x[:, :12], offs)

@@ -14,7 +14,7 @@ import torch
 
 import te_dynamo
 from te_dynamo import BasicOperation, Sequential, register_forward_fusion
-from te_dynamo.errors import InvalidOptionError, TeError
+from te_dynamo.errors import InputError, InvalidOptionError, OperationError, UnsupportedError
 from te_dynamo.operations.basic import (
     GELU,
     AddExtraInput,
@@ -131,7 +131,7 @@ def test_double_backward_is_an_error_that_says_so(backend: str | None) -> None:
     x = torch.randn(4, requires_grad=True)
     (grad,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
     with pytest.raises(
-        TeError, match=r"the backward of GELU, ConstantScale has no derivative: this is a double backward"
+        UnsupportedError, match=r"the backward of GELU, ConstantScale has no derivative: this is a double backward"
     ):
         grad.sum().backward()
 
@@ -213,7 +213,7 @@ def test_copies(copied: Any) -> None:
 
 
 def test_number_of_extra_inputs() -> None:
-    with pytest.raises(TeError, match=r"Sequential: expected 1 extra inputs \(AddExtraInput\), got 0"):
+    with pytest.raises(InputError, match=r"Sequential: expected 1 extra inputs \(AddExtraInput\), got 0"):
         mlp()(torch.randn(2, 32))
     with pytest.raises(TypeError, match=r"expected operations, got Linear"):
         Sequential(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -260,20 +260,24 @@ class NoOutput(Identity):
 
 def test_wrong_numbers_of_results_name_the_operation() -> None:
     x = torch.randn(3, requires_grad=True)
-    with pytest.raises(TeError, match=r"WrongCount: expected 0 grads of the parameters of WrongCount, got 1"):
+    with pytest.raises(OperationError, match=r"WrongCount: expected 0 grads of the parameters of WrongCount, got 1"):
         Sequential(WrongCount())(x).sum().backward()
-    with pytest.raises((TeError, ValueError), match=r"WrongResult|too many values"):
+    with pytest.raises((OperationError, ValueError), match=r"WrongResult|too many values"):
         Sequential(WrongResult())(x)
     for ops in ((GELU(), NoGrad()), (NoGrad(), GELU())):
-        with pytest.raises(TeError, match=r"NoGrad: its backward gives no gradient for its input, which requires one"):
+        with pytest.raises(
+            OperationError, match=r"NoGrad: its backward gives no gradient for its input, which requires one"
+        ):
             Sequential(*ops)(x).sum().backward()
     with pytest.raises(
-        TeError, match=r"NoBiasGrad: .* no gradient for one of the parameters of NoBiasGrad, which requires"
+        OperationError, match=r"NoBiasGrad: .* no gradient for one of the parameters of NoBiasGrad, which requires"
     ):
         Sequential(GELU(), NoBiasGrad(3))(x).sum().backward()
-    with pytest.raises(TeError, match=r"OtherShape: .* gradient of the wrong shape, \[1, 3\] for an input \[3\]"):
+    with pytest.raises(
+        OperationError, match=r"OtherShape: .* gradient of the wrong shape, \[1, 3\] for an input \[3\]"
+    ):
         Sequential(Bias(3), OtherShape())(x).sum().backward()
-    with pytest.raises(TeError, match=r"NoOutput: its output is a NoneType, not a tensor"):
+    with pytest.raises(OperationError, match=r"NoOutput: its output is a NoneType, not a tensor"):
         Sequential(NoOutput())(x)
 
 
@@ -418,7 +422,7 @@ def test_a_wrong_fusion_can_be_left_out_under_the_compiler(training: bool) -> No
 
     expected = model(x)
     with register_forward_fusion(wrong):
-        with pytest.raises(Exception, match=r"fusion wrong returned 2 basic operations for 3.*fusions.: False"):
+        with pytest.raises(Exception, match=r"fusion wrong \(.*\) returned 2 basic operations for 3.*fusions.: False"):
             compiled()
         assert torch.equal(compiled(fusions=False), expected)
 
@@ -444,7 +448,7 @@ def test_a_wrong_fusion_can_be_left_out_under_the_compiler(training: bool) -> No
 def test_an_input_of_another_width_names_the_operation(ops: Any, given: Any, message: str, backend: str | None) -> None:
     module = Sequential(*ops, recipe=te_dynamo.recipe.Float8CurrentScaling())
     run = module if backend is None else torch.compile(module, backend=backend)
-    with pytest.raises((TeError, torch._dynamo.exc.TorchRuntimeError), match=message):
+    with pytest.raises((InputError, torch._dynamo.exc.TorchRuntimeError), match=message):
         run(torch.zeros(given, requires_grad=True))
 
 
@@ -452,10 +456,10 @@ def test_an_input_of_another_kind_names_the_operation() -> None:
     module = Sequential(BasicLinear(32, 64), AddExtraInput(), recipe=te_dynamo.recipe.Float8CurrentScaling())
     x = torch.zeros(4, 32)
     for extra in (None, 1.0):
-        with pytest.raises(TeError, match=f"expected tensors .* got a {type(extra).__name__}"):
+        with pytest.raises(InputError, match=f"expected tensors .* got a {type(extra).__name__}"):
             module(x, extra)
     for dtype in (torch.float64, torch.int32):
-        with pytest.raises(TeError, match=rf"BasicLinear\(32, 64, .* got {dtype}"):
+        with pytest.raises(InputError, match=rf"BasicLinear\(32, 64, .* got {dtype}"):
             module(x.to(dtype), torch.zeros(4, 64))
 
 
@@ -482,7 +486,7 @@ def test_a_recipe_by_name() -> None:
 @pytest.mark.parametrize("make", [lambda n: BasicLinear(n, 32), Bias, RMSNorm, LayerNorm])
 def test_sizes_are_positive_whole_numbers(make: Any) -> None:
     for wrong in (0, -1, 32.0, True):
-        with pytest.raises(ValueError, match=rf"features: expected a positive whole number, got {wrong}"):
+        with pytest.raises(InvalidOptionError, match=rf"features: expected a positive whole number, got {wrong}"):
             make(wrong)
 
 
@@ -496,5 +500,5 @@ def test_on_meta() -> None:
 
 def test_a_torch_func_transform_is_an_error_that_says_so() -> None:
     for transformed in (torch.func.vmap, torch.func.grad):
-        with pytest.raises(TeError, match=r"Sequential: inside a torch.func transform"):
+        with pytest.raises(UnsupportedError, match=r"Sequential: inside a torch.func transform"):
             transformed(Sequential(GELU()))(torch.randn(3, 4))

@@ -22,7 +22,7 @@ from te_dynamo import (
     TensorProto,
 )
 from te_dynamo.dialect.quantize import FORMATS
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.quantized.quantize import quantize_tensor
 
 
@@ -150,19 +150,19 @@ def test_the_description_tells_epsilons_apart() -> None:
 def test_what_is_no_dense_tensor(quantizer: Quantizer) -> None:
     with pytest.raises(TypeError, match="quantize: expected a tensor, got list"):
         quantizer.quantize([1.0])  # type: ignore[arg-type]
-    with pytest.raises(QuantizationError, match=r"expected a dense tensor, got torch.sparse_coo of shape \(16, 16\)"):
+    with pytest.raises(InputError, match=r"expected a dense tensor, got torch.sparse_coo of shape \(16, 16\)"):
         quantizer.quantize(torch.eye(16).to_sparse())
     nested = torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)], layout=torch.jagged)
-    with pytest.raises(QuantizationError, match="expected a dense tensor, got a nested one"):
+    with pytest.raises(InputError, match="expected a dense tensor, got a nested one"):
         quantizer.quantize(nested)
 
 
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)
 def test_a_tensor_that_the_format_cannot_hold(quantizer: Quantizer) -> None:
     for run in (quantizer.quantize, lambda x: torch.ops.te.quantize(x, quantizer)):
-        with pytest.raises(QuantizationError, match=r"rank 0"):
+        with pytest.raises(InputError, match=r"rank 0"):
             run(torch.tensor(1.0))
-        with pytest.raises(QuantizationError, match=r"expected bf16, fp16 or fp32 values, got torch.int32"):
+        with pytest.raises(InputError, match=r"expected bf16, fp16 or fp32 values, got torch.int32"):
             run(torch.ones(4, 4, dtype=torch.int32))
 
 
@@ -222,7 +222,7 @@ def test_torchs_random_state_decides_in_a_graph(backend: str) -> None:
 
 
 def test_bits_must_be_given_to_the_operation() -> None:
-    with pytest.raises(QuantizationError, match=r"stochastic.*random bits that it is given"):
+    with pytest.raises(InputError, match=r"stochastic.*random bits that it is given"):
         torch.ops.te.quantize(torch.randn(4, 16), STOCHASTIC)
 
 

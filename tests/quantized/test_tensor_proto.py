@@ -22,7 +22,7 @@ from te_dynamo import (
     to_tensor_proto,
 )
 from te_dynamo._compat import torch_version
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.testing.fake_cuda import fake_cuda
@@ -228,7 +228,7 @@ def test_a_quantizer_that_is_none() -> None:
         (
             (4, 4),
             torch.int32,
-            QuantizationError,
+            InputError,
             r"e4m3\[row\+column\]: expected a floating dtype of the values, got torch.int32",
         ),
     ],
@@ -259,5 +259,5 @@ def test_a_graph_makes_no_leaf(quantizer: Quantizer | None) -> None:
 
 @pytest.mark.parametrize("quantizer", CONFIGURATIONS, ids=name)
 def test_a_shape_that_no_format_holds(quantizer: Quantizer) -> None:
-    with pytest.raises(QuantizationError, match="rank 0"):
+    with pytest.raises(InputError, match="rank 0"):
         TensorProto((), torch.float32, quantizer)

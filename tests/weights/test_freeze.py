@@ -27,7 +27,7 @@ from helpers.weights.weight_writes import HIDDEN_WRITES, WRITES
 from torch import Tensor, nn
 
 import te_dynamo
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.testing import fake_cuda
 from te_dynamo.testing.fake_cuda import _move
 from te_dynamo.weights import cache as weight_cache
@@ -187,7 +187,7 @@ def test_a_hidden_write_is_missed_found_by_the_check_and_told(write: str) -> Non
         assert_same(checked(x), before)
         HIDDEN_WRITES[write](model, new)
         assert_same(compiled(x), before)
-        with pytest.raises(TeError, match=r"weight was written in a way .* te_dynamo\.invalidate"):
+        with pytest.raises(KeptWeightError, match=r"weight was written in a way .* te_dynamo\.invalidate"):
             checked(x)
         te_dynamo.invalidate(model)
         assert_same(compiled(x), product(x, new))
@@ -378,11 +378,11 @@ def test_explain_says_what_is_kept() -> None:
 def test_what_cannot_be_frozen() -> None:
     with torch.inference_mode():
         model = linear()
-    with pytest.raises(TeError, match=r"'weight' was made under torch.inference_mode"):
+    with pytest.raises(KeptWeightError, match=r"'weight' was made under torch.inference_mode"):
         te_dynamo.freeze(model)
     managed = linear()
     managed._is_fsdp_managed_module = True
-    with pytest.raises(TeError, match=r"'weight' is a Parameter of a distributed or wrapped module"):
+    with pytest.raises(KeptWeightError, match=r"'weight' is a Parameter of a distributed or wrapped module"):
         te_dynamo.freeze(managed)
 
 

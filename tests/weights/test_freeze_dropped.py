@@ -9,7 +9,7 @@ from helpers.weights.kept_weights import SLOW, WIDTH, assert_same, block, linear
 from torch import nn
 
 import te_dynamo
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.weights.frozen import is_dropped
 
 
@@ -68,7 +68,7 @@ def test_a_dropped_weight_that_the_graph_reads_otherwise_keeps_its_values() -> N
         # Another graph, once the values are gone: refused by name.
         with pytest.raises(Exception, match=r"'0.weight' were dropped .*drop_weights=False"):
             te(model, recipe=None)(x)
-        with pytest.raises(TeError, match=r"'0.weight' were dropped .*load_state_dict"):
+        with pytest.raises(KeptWeightError, match=r"'0.weight' were dropped .*load_state_dict"):
             te(model, recipe="float8_block_scaling")(x)
 
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 
 import te_dynamo
-from te_dynamo.errors import TeError
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.weights import cache as weight_cache
 from te_dynamo.weights.frozen import is_dropped
 
@@ -289,7 +289,7 @@ def test_values_that_are_assigned_must_show_writes() -> None:
     dropped(model, x)
     with torch.inference_mode():
         new = torch.randn(48, 32)
-    with pytest.raises(TeError, match=r"'weight' was made under torch.inference_mode"):
+    with pytest.raises(KeptWeightError, match=r"'weight' was made under torch.inference_mode"):
         model.load_state_dict({"weight": new}, assign=True)
 
 
@@ -375,7 +375,7 @@ def test_a_place_holder_that_is_cast_is_an_error_until_there_are_values() -> Non
     model.bfloat16()
     for read in (lambda: compiled(x), model.state_dict, lambda: te_dynamo.unfreeze(model)):
         with pytest.raises(
-            TeError, match=r"'weight' were dropped .* torch.bfloat16 on cpu.*unfreeze.*before Module.to"
+            KeptWeightError, match=r"'weight' were dropped .* torch.bfloat16 on cpu.*unfreeze.*before Module.to"
         ):
             read()
     model.load_state_dict({"weight": new})

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
-from te_dynamo.errors import InvalidOptionError, TeError
+from te_dynamo.errors import InvalidOptionError, KeptWeightError
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.workspaces import _managed_by_fsdp
 from te_dynamo.testing import capture_on_fake_cuda
@@ -214,7 +214,7 @@ def test_writes_that_torch_hides(write: str, quantized) -> None:
     HIDDEN_WRITES[write](model, new)
     assert_same(default(x), product(x, new))
     assert_same(kept(x), before)
-    with pytest.raises(TeError, match=r"weight was written in a way .* te_dynamo\.invalidate"):
+    with pytest.raises(KeptWeightError, match=r"weight was written in a way .* te_dynamo\.invalidate"):
         checked(x)
     te_dynamo.invalidate(model)
     for compiled in (kept, checked):

@@ -20,8 +20,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_dynamo.dialect.gemm import add_runs_specialized, adds_in_launch, gemm, gemm_add
-from te_dynamo.passes.dialect.fusions.sums import is_in_memory, is_plain_sum, must_be_written
-from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls, fakes_of
+from te_dynamo.dialect.memory import RESHAPES, is_in_memory, must_be_written
+from te_dynamo.passes.dialect.graph import call_like, calls, fakes_of, is_plain_sum
 
 __all__ = ["fuse_gemm_add"]
 

@@ -19,9 +19,10 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.gemm_swiglu import gemm_swiglu
+from te_dynamo.dialect.memory import before_reshapes
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.dialect.swiglu import swiglu_quantize
-from te_dynamo.passes.dialect.graph import RESHAPES, call_like, calls, getitem_after, read_item, replace_items
+from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
 __all__ = ["fuse_gemm_swiglu"]
 
@@ -51,8 +52,7 @@ def fuse_gemm_swiglu(graph: Graph) -> int:
 
 def _half(value: Any) -> tuple[Node, int] | None:
     """(the bf16 te.gemm_stacked of two equal segments along N of which a node is one half, which one), if it is that."""
-    while isinstance(value, Node) and value.target in RESHAPES:
-        value = value.args[0]
+    value = before_reshapes(value)
     if not (isinstance(value, Node) and value.target is _slice and len(value.args) == 4):
         return None
     product: Any = value.args[0]

@@ -40,12 +40,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gemm import gemm
+from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import MOST_SEGMENTS, gemm_stacked, quantize_stacked, segments_stack, stacking_pays
 from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
 from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
 from te_dynamo.passes.dialect.graph import (
-    RESHAPES,
     call_like,
     calls,
     fakes_of,
@@ -263,18 +263,10 @@ def _reachable(nodes: list[Node]) -> set[Node]:
     return reached
 
 
-_VIEWS = {
-    *RESHAPES,
-    *(_aten.permute.default, _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim),
-    *(_aten.slice.Tensor, _aten.select.int, _aten.split.Tensor, _aten.split_with_sizes.default, operator.getitem),
-    *(_aten.expand.default, _aten.alias.default, _aten.detach.default),
-}
-
-
 def _readers(node: Node) -> Iterator[Node]:
     """Who reads the node's value, through views; the output node if the graph returns it."""
     for user in node.users:
-        if user.target in _VIEWS:
+        if is_view(user):
             yield from _readers(user)
         else:
             yield user
@@ -402,7 +394,7 @@ def _views_of_slices(linears: list[_Linear]) -> dict[Node, Any] | None:
                 return None
         with fakes_of(linear.product):
             apart = linear.product.meta["val"].new_empty(rows, total)[:, : linear.width]
-        views = retrace_views(linear.product, apart, _VIEWS)
+        views = retrace_views(linear.product, apart)
         if views is None:
             return None
         values |= views

@@ -7,6 +7,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.activation import activation, activation_backward
+from te_dynamo.errors import InvalidOptionError
 from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
@@ -55,7 +56,7 @@ class Activation(BasicOperation, abstract=True):
 
 
 class GELU(Activation):
-    """x * Phi(x). approximate: "none" (by erf) or "tanh"; ValueError for another."""
+    """x * Phi(x). approximate: "none" (by erf) or "tanh"; InvalidOptionError for another."""
 
     approximate: str = "none"
 
@@ -96,7 +97,7 @@ class SiLU(Activation):
 
 
 def gelu_kind(op: BasicOperation, approximate: str) -> str:
-    """The kind of a GELU, alone or gated; ValueError for an approximation that there is not."""
+    """The kind of a GELU, alone or gated; InvalidOptionError for an approximation that there is not."""
     if approximate not in ("none", "tanh"):
-        raise ValueError(f"{type(op).__name__}: approximate is 'none' or 'tanh', got {approximate!r}")
+        raise InvalidOptionError.unknown(f"{type(op).__name__}.approximate", approximate, ("none", "tanh"))
     return "gelu_tanh" if approximate == "tanh" else "gelu"

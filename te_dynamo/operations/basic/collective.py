@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError
 from te_dynamo.operations.basic.shape import SavesNothing
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import Params, Saved
@@ -90,12 +90,12 @@ class AllReduce(Collective):
 class ReduceScatter(Collective):
     """y [L / ranks, ...] = this process's share of the sum of every process's x [L, ...]. Backward: all-gather.
 
-    Raises TeError where the processes cannot share L evenly.
+    Raises InputError where the processes cannot share L evenly.
     """
 
     def _share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if shape[0] % self.ranks():
-            raise TeError(f"ReduceScatter: {self.ranks()} processes cannot share a leading dimension of {shape[0]}")
+            raise InputError(f"ReduceScatter: {self.ranks()} processes cannot share a leading dimension of {shape[0]}")
         return (shape[0] // self.ranks(), *shape[1:])
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:

@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.errors import InvalidOptionError
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.quantized.tensor_proto import TensorProto
@@ -17,7 +18,7 @@ class Dropout(BasicOperation):
     """In training y = x * mask / (1 - p), every element kept with probability 1 - p; otherwise y = x.
 
     Saves the mask (bool). It is drawn from torch's random state, which torch.utils.checkpoint restores when it computes forward
-    again. Raises ValueError for a p outside of [0, 1].
+    again. Raises InvalidOptionError for a p outside of [0, 1].
     """
 
     p: float
@@ -25,7 +26,7 @@ class Dropout(BasicOperation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.p <= 1:
-            raise ValueError(f"Dropout: p is a probability, got {self.p}")
+            raise InvalidOptionError(f"Dropout: p is a probability, got {self.p}")
 
     def _drops(self, training: bool) -> bool:
         return training and self.p > 0

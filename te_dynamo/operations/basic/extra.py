@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.quantized.tensor_proto import TensorProto
@@ -80,6 +80,6 @@ class MakeExtraOutput(BasicOperation):
 
 
 def check_same_shape(input: tuple[int, ...], extra: tuple[int, ...]) -> None:
-    """Raises TeError unless an extra input has the shape of what it is added to."""
+    """Raises InputError unless an extra input has the shape of what it is added to."""
     if tuple(input) != tuple(extra):
-        raise TeError(f"AddExtraInput: the extra input has the shape {list(extra)}, the input {list(input)}")
+        raise InputError(f"AddExtraInput: the extra input has the shape {list(extra)}, the input {list(input)}")

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError
 from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.basic.activation import gelu_kind
 from te_dynamo.operations.context import OperationContext
@@ -64,9 +64,9 @@ class Gated(BasicOperation, abstract=True):
 
 
 def half_of(op: BasicOperation, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[..., N] of [..., 2N]. Raises TeError for an odd last dimension."""
+    """[..., N] of [..., 2N]. Raises InputError for an odd last dimension."""
     if not shape or shape[-1] % 2:
-        raise TeError(f"{type(op).__name__}: expected an input [..., 2N], got {list(shape)}")
+        raise InputError(f"{type(op).__name__}: expected an input [..., 2N], got {list(shape)}")
     return (*shape[:-1], shape[-1] // 2)
 
 
@@ -78,7 +78,7 @@ class GLU(Gated):
 
 
 class GEGLU(Gated):
-    """gelu(a) * b. approximate: "none" (by erf) or "tanh"; ValueError for another."""
+    """gelu(a) * b. approximate: "none" (by erf) or "tanh"; InvalidOptionError for another."""
 
     approximate: str = "none"
 

@@ -17,7 +17,7 @@ from te_dynamo.dialect.grouped_linear import (
     grouped_linear_forward,
     grouped_linear_forward_fake,
 )
-from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations.checks import check_settings
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
@@ -41,7 +41,7 @@ class GroupedLinear(BasicOperation):
     Saves offs and what te.grouped_linear saves: the columnwise x if the weight needs a gradient, the columnwise weight if x does;
     in high precision x and the weight themselves.
 
-    Raises QuantizationError for sizes that the recipe's GEMMs cannot take, TeError for other shapes of x or another offs, and in
+    Raises InvalidOptionError for sizes that the recipe's GEMMs cannot take, InputError for other shapes of x or another offs, and in
     high precision for rows of x or y that are no multiple of 16 bytes, which grouped_mm wants.
     """
 
@@ -57,7 +57,7 @@ class GroupedLinear(BasicOperation):
         check_settings(self, "num_groups", "in_features", "out_features")
         recipe = self._grouped_recipe()
         if recipe is not None and (self.in_features % recipe.alignment or self.out_features % recipe.alignment):
-            raise QuantizationError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")
+            raise InvalidOptionError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")
 
     def _name(self) -> str:
         return f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
@@ -154,18 +154,18 @@ class GroupedLinear(BasicOperation):
         return GroupedLinearBwdArgs(of_x, of_weight, offs, ctx.input.dtype, ctx.params[0].dtype, self.config(needs))
 
     def _check(self, x: Any, offs: Any) -> None:
-        """TeError, saying what is wrong, for tensors or protos that it cannot take."""
+        """InputError, saying what is wrong, for tensors or protos that it cannot take."""
         if len(x.shape) != 2 or x.shape[1] != self.in_features:
-            raise TeError(f"{self._name()}: expected x [M, {self.in_features}], got {list(x.shape)}")
+            raise InputError(f"{self._name()}: expected x [M, {self.in_features}], got {list(x.shape)}")
         if offs.dtype != torch.int32 or tuple(offs.shape) != (self.num_groups,):
-            raise TeError(
+            raise InputError(
                 f"{self._name()}: expected the ends of the groups, int32 [{self.num_groups}], as extra input, got {offs.dtype} "
                 f"{list(offs.shape)}; sizes.cumsum(0, dtype=torch.int32) makes them of the groups' sizes"
             )
         if self._grouped_recipe() is None and any(
             n * x.dtype.itemsize % 16 for n in (self.in_features, self.out_features)
         ):
-            raise TeError(
+            raise InputError(
                 f"{self._name()}: torch's grouped_mm needs rows of a multiple of 16 bytes; make in_features and out_features "
                 f"multiples of {16 // x.dtype.itemsize} for {x.dtype}"
             )

@@ -19,7 +19,7 @@ from te_dynamo.dialect.linear import (
     saved_operands,
 )
 from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
-from te_dynamo.errors import QuantizationError, TeError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
@@ -36,7 +36,7 @@ class BasicLinear(BasicOperation):
     recipe: how the GEMMs hold their operands; None takes that of the Sequential, and without one high precision.
 
     Saves what te.linear saves: the columnwise x if the weight needs a gradient, the columnwise weight if x does; in high precision,
-    and for a recipe with backward="high_precision", x and the weight themselves. Raises QuantizationError for sizes that the
+    and for a recipe with backward="high_precision", x and the weight themselves. Raises InvalidOptionError for sizes that the
     recipe's GEMMs cannot take.
     """
 
@@ -49,7 +49,7 @@ class BasicLinear(BasicOperation):
         check_settings(self, "in_features", "out_features")
         align = 1 if self.recipe is None else self.recipe.alignment
         if self.recipe is not None and (self.in_features % align or self.out_features % align):
-            raise QuantizationError(
+            raise InvalidOptionError(
                 f"BasicLinear({self.in_features}, {self.out_features}): {self.recipe.gemms} need multiples of {align}"
             )
 
@@ -65,7 +65,7 @@ class BasicLinear(BasicOperation):
     def check_input(self, input: TensorProto) -> None:
         check_width(self, input.shape, self.in_features)
         if self.recipe is not None and input.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise TeError(f"{self.describe()}: expected an input in bf16, fp16 or fp32, got {input.dtype}")
+            raise InputError(f"{self.describe()}: expected an input in bf16, fp16 or fp32, got {input.dtype}")
 
     def config(self, requires_grad: RequiresGrad) -> Optional[LinearConfig]:
         """How te.linear's helpers run it; None in high precision."""

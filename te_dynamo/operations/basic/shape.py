@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import InputError
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.quantized.tensor_proto import TensorProto
@@ -54,7 +54,7 @@ class Reshape(SavesNothing):
         total = math.prod(given)
         known = math.prod(size for size in self.shape if size != -1)
         if self.shape.count(-1) > 1 or (total % known if -1 in self.shape else total != known):
-            raise TeError(f"Reshape({self.shape}): an input of shape {list(given)} does not have so many elements")
+            raise InputError(f"Reshape({self.shape}): an input of shape {list(given)} does not have so many elements")
         return tuple(total // known if size == -1 else size for size in self.shape)
 
     def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:

@@ -35,6 +35,7 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.linear import backward_products, forward_product, grad_output_quantizer, saved_operands
+from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import Fusion
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.gated import Gated
@@ -60,7 +61,7 @@ __all__ = ["LayerNormMLP", "layer_norm_mlp"]
 class LayerNormMLP(FusedOperation):
     """y [..., N] = f(norm(x [..., K]) @ w1^T + b1) @ w2^T + b2.
 
-    recompute: None saves the second linear's input, "activation" computes it again in backward; ValueError for another.
+    recompute: None saves the second linear's input, "activation" computes it again in backward; InvalidOptionError for another.
     """
 
     recompute: Optional[str] = None
@@ -68,7 +69,7 @@ class LayerNormMLP(FusedOperation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recompute not in (None, "activation"):
-            raise ValueError(f"LayerNormMLP: recompute is None or 'activation', got {self.recompute!r}")
+            raise InvalidOptionError.unknown("recompute", self.recompute, (None, "activation"))
 
     def _second(self) -> int:
         """Position of the second linear: the activation is before it, the first linear at 1."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError, QuantizationError
 
 if TYPE_CHECKING:
     from te_dynamo.quantized.storage import QuantizedTensorStorage
@@ -115,17 +115,17 @@ class Quantizer(metaclass=OpaqueMeta):
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raises QuantizationError for a shape this format cannot hold."""
+        """Raises InputError for a shape this format cannot hold."""
         self._check_unchanged()
         if len(shape) < 1:
-            raise QuantizationError(
+            raise InputError(
                 f"{type(self).__name__}: the shape {tuple(shape)} has rank 0; a quantized tensor is read as [M, K], of rank 1 or more"
             )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raises QuantizationError unless values of that dtype can be held: floating ones."""
+        """Raises InputError unless values of that dtype can be held: floating ones."""
         if not dtype.is_floating_point:
-            raise QuantizationError(f"{self.describe()}: expected a floating dtype of the values, got {dtype}")
+            raise InputError(f"{self.describe()}: expected a floating dtype of the values, got {dtype}")
 
     def _check_unchanged(self) -> None:
         """`value`, where Dynamo is not tracing: its guards have compared."""
@@ -154,7 +154,7 @@ class Quantizer(metaclass=OpaqueMeta):
         """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows.
 
         generator: of the random bits, where this rounds stochastically; None takes torch's own.
-        Raises QuantizationError for a tensor that the format cannot hold.
+        Raises InputError for a tensor that the format cannot hold.
         """
         from te_dynamo.quantized.quantize import quantize_tensor
         from te_dynamo.quantized.tensor import from_buffers
@@ -162,7 +162,7 @@ class Quantizer(metaclass=OpaqueMeta):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{type(self).__name__}.quantize: expected a tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
-            raise QuantizationError(
+            raise InputError(
                 f"{self.describe()}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout} "
                 f"of shape {tuple(tensor.shape)}"
             )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_dynamo.errors import QuantizationError
+from te_dynamo.errors import InputError
 from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
 from te_dynamo.quantized.quantizers.formats import (
     FP8_DTYPES,
@@ -49,7 +49,7 @@ class Float8GroupedQuantizer(Quantizer):
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3:
-            raise QuantizationError(f"Float8GroupedQuantizer: expected a tensor [G, N, K], got the shape {list(shape)}")
+            raise InputError(f"Float8GroupedQuantizer: expected a tensor [G, N, K], got the shape {list(shape)}")
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)

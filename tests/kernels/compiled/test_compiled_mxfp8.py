@@ -35,7 +35,6 @@ def quantize_case(
     usage: tuple[bool, bool],
     x: str = "*bf16",
     fp8: str = "*fp8e4nv",
-    swizzled: bool = False,
     capability: int = 90,
     aligned_k: bool = True,
     whole: bool = True,
@@ -43,20 +42,20 @@ def quantize_case(
     packed = x == "*bf16" and aligned_k
     turned = scale_block == 128 and usage[1]
     pointers = {"x": x, "data": fp8, "scale_inv": "*u8", "columnwise_data": fp8, "columnwise_scale_inv": "*u8"}
-    constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0, "SWIZZLED": swizzled}
+    constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
     if turned:
         _, group, warps = mxfp8.tile_128(packed)
         constants |= {"GROUP_M": group, "num_warps": warps}
     else:
         columns = 4096 if aligned_k else 4095
-        block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed, swizzled)
+        block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed)
         constants |= {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
     kind = "e4m3x2" if fp8 == "*fp8e4nv" else "e5m2x2"
     rowwise = ("data", "scale_inv") if usage[0] else ()
     columnwise = ("columnwise_data", "columnwise_scale_inv") if usage[1] else ()
     return Case(
-        name=f"quantize {scale_block} {usage} {x} {fp8} {swizzled=} {aligned_k=} {whole=} sm_{capability}",
+        name=f"quantize {scale_block} {usage} {x} {fp8} {aligned_k=} {whole=} sm_{capability}",
         kernel=mxfp8.quantize_mxfp8_128_kernel if turned else mxfp8.quantize_mxfp8_kernel,
         args={**pointers, "M": "i32", "K": "i32"},
         constants=constants,
@@ -104,7 +103,6 @@ def cases() -> Iterator[Case]:
             for usage in sorted(usages if scale_block == 128 else USAGES):
                 yield quantize_case(scale_block, usage, x)
         yield quantize_case(scale_block, (True, True), fp8="*fp8e5")
-        yield quantize_case(scale_block, (True, True), swizzled=True)
         yield quantize_case(scale_block, (True, True), whole=False)
         yield quantize_case(scale_block, (True, True), aligned_k=False)
         yield quantize_case(scale_block, (True, True), capability=100)

@@ -186,17 +186,9 @@ def test_swizzle_is_the_formula(shape):
         assert flat[place] == scales[i, j]
 
 
-@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
-def test_swizzled_scales_are_those_of_the_rowwise_form(scale_block):
-    x = make_input("normal", (303, 300), torch.bfloat16)
-    data, row, columnwise_data, column = quantize_mxfp8_reference(x, E4M3, True, True, scale_block)
-    expected = [data, swizzle_scales(row), columnwise_data, swizzle_scales(column.t() if scale_block == 32 else column)]
-    assert_same_bits(quantize_mxfp8_reference(x, E4M3, True, True, scale_block, swizzled=True), expected)
-
-
 @pytest.mark.parametrize("columns, width", [(300, 128), (1280, 256), (4096, 1024), (14336, 1024)])
 def test_row_tile_covers_a_row_and_128_rows_exactly(columns, width):
-    rows, columns_of_tile, _ = row_tile(columns, packed=True, swizzled=False)
+    rows, columns_of_tile, _ = row_tile(columns, packed=True)
     assert columns_of_tile == width and rows * width == 8192 and 128 % rows == 0
     assert -(-columns // 128) * 128 % width == 0  # codes need no mask
 
@@ -301,17 +293,6 @@ def test_every_bfloat16_as_amax_on_the_gpu(scale_block):
         for fp8_dtype in FP8_DTYPES:
             options = (fp8_dtype, True, True, scale_block)
             assert_same_bits(quantize_mxfp8(x, *options), quantize_mxfp8_reference(x, *options))
-
-
-@gpu
-@needs_cuda
-@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
-@pytest.mark.parametrize("shape", [(128, 128), (640, 1280), (303, 300), (2000, 2000)])
-def test_kernel_writes_swizzled_scales(shape, scale_block):
-    x = make_input("normal", shape, torch.bfloat16, "cuda")
-    for usage in USAGES:
-        options = (E4M3, *usage, scale_block, True)
-        assert_same_bits(quantize_mxfp8(x, *options), quantize_mxfp8_reference(x, *options))
 
 
 @gpu

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,23 +22,21 @@ from torch import fx
 import te_dynamo
 from te_dynamo import (
     fusion_registry,
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
+    register_graph_fusion,
     unregister_fusion,
 )
-from te_dynamo.errors import TeError
+from te_dynamo.errors import FusionError, InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.passes.dialect import fuser
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.recipe import Float8CurrentScaling
 
-REGISTER = [register_forward_backward_fusion, register_forward_fusion, register_backward_fusion]
 PHASES = {
-    register_forward_backward_fusion: ["joint"],
-    register_forward_fusion: ["forward", "backward", "inference"],
-    register_backward_fusion: ["backward", "inference"],  # where a function calls backward itself
+    "joint": ["joint"],
+    "forward": ["forward", "backward", "inference"],
+    "backward": ["backward", "inference"],  # where a function calls backward itself
 }
+register_forward = functools.partial(register_graph_fusion, phase="forward")
 FAST_FORWARD = Float8CurrentScaling(fprop_fast_accum=True)
 gemm = torch.ops.te.gemm.default
 
@@ -73,17 +71,17 @@ def graph_of_nothing() -> fx.Graph:
 # ---- registration
 
 
-@pytest.mark.parametrize("register", REGISTER)
-def test_with_registers_for_its_body(register: Any) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_with_registers_for_its_body(phase: Any) -> None:
     before = fusion_key()
-    with register(never) as fusion:
+    with register_graph_fusion(never, phase=phase) as fusion:
         assert fusion is never and fusion_key() != before
     assert fusion_key() == before
 
 
 def test_with_unregisters_after_an_exception() -> None:
     before = fusion_key()
-    with pytest.raises(ZeroDivisionError), register_forward_fusion(never):
+    with pytest.raises(ZeroDivisionError), register_forward(never):
         _ = 1 / 0
     assert fusion_key() == before
 
@@ -91,7 +89,7 @@ def test_with_unregisters_after_an_exception() -> None:
 def test_decorator_leaves_a_function_that_can_be_unregistered() -> None:
     seen = []
 
-    @register_forward_fusion
+    @register_forward
     def decorated(graph: fx.Graph) -> int:
         seen.append(graph)
         return 0
@@ -100,17 +98,45 @@ def test_decorator_leaves_a_function_that_can_be_unregistered() -> None:
     assert seen == [graph]
     assert decorated(graph) == 0 and decorated.__name__ == "decorated"
     unregister_fusion(decorated)
-    with pytest.raises(ValueError, match=r"decorated is not registered"):
+    with pytest.raises(FusionError, match=r"decorated \(.*\) is not registered"):
         unregister_fusion(decorated)
 
 
 def test_registering_twice_is_an_error() -> None:
-    with register_forward_fusion(never):
-        for register in REGISTER:
-            with pytest.raises(ValueError, match=r"never is registered already"):
-                register(never)
-    with pytest.raises(TypeError, match=r"function of `graph`.*got str"):
-        register_forward_fusion("fuse")  # type: ignore[arg-type]
+    with register_forward(never):
+        for phase in fusion_registry.PHASES:
+            with pytest.raises(FusionError, match=r"never \(.*test_fuser.py:\d+\) is registered already"):
+                register_graph_fusion(never, phase=phase)
+    with pytest.raises(FusionError, match=r"expected a rewrite of a graph.*got str"):
+        register_forward("fuse")  # type: ignore[arg-type]
+
+
+def test_an_unknown_phase_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(InvalidOptionError, match=r"unknown phase 'backwards'; did you mean 'backward'\?"):
+        register_graph_fusion(never, phase="backwards")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match=r"unknown phase 'lower'; valid: 'backward', 'forward', 'joint'"):
+        register_graph_fusion(never, phase="lower")  # type: ignore[arg-type]
+
+
+def test_a_fusion_of_operations_is_refused() -> None:
+    def fuse_pairs(ops: Any, *, recipe: Any) -> Any:
+        return ops
+
+    for phase, siblings in (("joint", "forward_backward"), ("forward", "forward"), ("backward", "backward")):
+        instead = rf"If it is a fusion of operations, .* te_dynamo\.register_{siblings}_fusion\(.*fuse_pairs\)"
+        with pytest.raises(FusionError, match=rf"fuse_pairs \(.*test_fuser.py:\d+\) is registered as .*{instead}"):
+            register_graph_fusion(fuse_pairs, phase=phase)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fusion", [lambda ops, recipe=None: ops, lambda *args, **kwargs: len(args[0])])
+def test_a_fusion_of_operations_whose_parameters_suit_a_graph_fails_when_called(fusion: Any) -> None:
+    instead = r"If it is a fusion of operations, .* te_dynamo\.register_forward_fusion\(<lambda>\)"
+    fusion.__qualname__ = "<lambda>"
+    with (
+        register_forward(fusion),
+        pytest.raises(FusionError, match=rf"fusion <lambda> \(.*test_fuser.py:\d+\) (must return|failed).*{instead}"),
+    ):
+        fuse(graph_of_nothing(), "forward")
 
 
 def test_key_tells_fusions_of_one_source_apart() -> None:
@@ -124,7 +150,7 @@ def test_key_tells_fusions_of_one_source_apart() -> None:
 
     keys = set()
     for threshold in (1, 2, 1):
-        with register_forward_fusion(make(threshold)):
+        with register_forward(make(threshold)):
             keys.add(fusion_key())
     assert len(keys) == 2
 
@@ -143,32 +169,32 @@ def test_shipped_first_then_registered_in_order() -> None:
 
         return fusion
 
-    with register_forward_fusion(noting("first")), register_forward_fusion(noting("second")):
+    with register_forward(noting("first")), register_forward(noting("second")):
         capture_inference(SwigluMLP, (16, 64), "cpu")
     assert order == ["first", "second"]
 
 
-@pytest.mark.parametrize("register", REGISTER)
-def test_phases(register: Any) -> None:
+@pytest.mark.parametrize("registered", PHASES)
+def test_phases(registered: Any) -> None:
     """Joint fusions see both halves; forward fusions every divided graph, since backward may recompute a forward."""
-    with register(slow_accumulation):
+    with register_graph_fusion(slow_accumulation, phase=registered):
         graphs = [
             capture(GeluMLP, (16, 64), "cpu", recipe=FAST_FORWARD) for capture in (capture_training, capture_inference)
         ]
     fired = [phase for g in graphs for phase, name, _ in g.reports[0].fusions if name == "slow_accumulation"]
     # The recipe asks for fast accumulation in forward only, so it is there that the fusion finds something.
-    assert fired == [phase for phase in PHASES[register] if phase != "backward"]
+    assert fired == [phase for phase in PHASES[registered] if phase != "backward"]
 
 
-@pytest.mark.parametrize("register", REGISTER)
-def test_phases_that_a_fusion_sees(register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("registered", PHASES)
+def test_phases_that_a_fusion_sees(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(fuser, "fusion_name", lambda fusion: getattr(fusion, "__name__", ""))
-    with register(lambda graph: seen.append(graph) or 0):
+    with register_graph_fusion(lambda graph: seen.append(graph) or 0, phase=registered):
         for phase in ("joint", "forward", "backward", "inference"):
             seen.clear()
             fuse(graph := graph_of_nothing(), phase)
-            assert seen == ([graph] if phase in PHASES[register] else [])
+            assert seen == ([graph] if phase in PHASES[registered] else [])
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
@@ -184,7 +210,7 @@ def test_fast_sums_are_fused_as_slow_ones(model: type[torch.nn.Module]) -> None:
 
 def test_a_users_fusion_shows_in_explain() -> None:
     model = GeluMLP().bfloat16()
-    with register_forward_fusion(slow_accumulation):
+    with register_forward(slow_accumulation):
         options = {"codegen": "eager", "recipe": FAST_FORWARD}
         explained = te_dynamo.explain(model, torch.randn(16, 64, dtype=torch.bfloat16), options=options)
     rows = {(row["phase"], row["fusion"]): row["count"] for row in explained.to_dict()["fusions"]}
@@ -235,7 +261,7 @@ def corrupting(graph: fx.Graph) -> int:
 
 
 WRONG = {
-    raising: "failed: 'no such node'",
+    raising: "failed: KeyError: 'no such node'",
     endless: "without coming to an end",
     silent: "must return how often it fired, got None",
     corrupting: "before it has been defined",
@@ -243,17 +269,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fusion", WRONG)
-@pytest.mark.parametrize("register", REGISTER)
-def test_a_wrong_fusion_is_named_and_can_be_left_out(register: Any, fusion: Any) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_wrong_fusion_is_named_and_can_be_left_out(phase: Any, fusion: Any) -> None:
     """The error says which fusion it was and what compiles the model without it; that then does."""
     x = torch.randn(16, 64, dtype=torch.bfloat16)
-    registered: AbstractContextManager[Any] = register(fusion)
-    with registered:
+    with register_graph_fusion(fusion, phase=phase):
         with pytest.raises(Exception, match=rf"fusion {fusion.__name__} .*") as caught:
             compiled_run(GeluMLP, {"codegen": "eager"})(x)
         error: Any = caught.value
         error = getattr(error, "inner_exception", error)  # what Dynamo wraps
-        assert isinstance(error, TeError)
+        assert isinstance(error, FusionError)
         assert WRONG[fusion] in str(error)
         assert 'options={"fusions": False}' in str(error)
         assert compiled_run(GeluMLP, {"codegen": "eager", "fusions": False})(x).outputs[0].isfinite().all()

@@ -13,7 +13,7 @@ from helpers.models.snapshot_models import FFN, HIDDEN, compiled_run
 from helpers.oracles.same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from te_dynamo import capture, register_forward_fusion
+from te_dynamo import capture, register_graph_fusion
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
 
@@ -139,7 +139,7 @@ def noting(graph: torch.fx.Graph) -> int:
 def test_a_registered_fusion_has_a_name_too() -> None:
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
-    with register_forward_fusion(noting):
+    with register_graph_fusion(noting, phase="forward"):
         check_choice(("noting",))
         for choice, runs in ((("noting",), 1), (("-noting",), 0), (True, 1), (False, 0)):
             seen.clear()

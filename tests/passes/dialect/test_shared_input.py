@@ -147,6 +147,24 @@ class Flattened(Linears):
         return results[0].view(-1) + results[1].view(-1)
 
 
+class UnboundAndFlattened(Linears):
+    """The same, of a part."""
+
+    widths = (128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        return results[0].unflatten(0, (2, -1)).unbind(0)[0].view(-1) * 2.0 + results[1].mean()
+
+
+class Strided(Linears):
+    """Strides of the model's own, which are those of a contiguous tensor."""
+
+    widths = (128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        return results[0].as_strided((64, 32), (32, 1)) * 2.0 + results[1].mean()
+
+
 class ReadByGelu(Linears):
     """A kernel that reads contiguous tensors."""
 
@@ -179,7 +197,7 @@ class OneFrozen(Linears):
         return self.mix(self.linears[0](x), F.linear(x, self.frozen))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", [Biased, Narrow, Four, Returned, Flattened, ReadByGelu])
+@pytest.mark.parametrize("model", [Biased, Narrow, Four, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
 def test_left_apart(model: type[nn.Module]) -> None:
     assert "stacked" not in capture_inference(model, (32, HIDDEN), "cpu")["inference"]
 
