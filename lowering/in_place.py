@@ -23,7 +23,8 @@ from te_dynamo.kernels.activation.swiglu_in_place import (
     MOST_COLUMNS,
     swiglu_backward_quantize_in_place,
 )
-from te_dynamo.kernels.gemm.add import adds_in_launch, gemm_add_in_place, is_aligned
+from te_dynamo.kernels.gemm.add import gemm_add_in_place, is_aligned
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["launches_in_place", "sum_fits_addend"]
@@ -54,7 +55,7 @@ def sum_fits_addend(node: Node) -> bool:
     return (
         value.is_contiguous()
         and is_aligned(value)
-        and adds_in_launch(a.meta["val"], b.meta["val"], value.dtype, bool(node.args[7]))
+        and choose_for(a.meta["val"], b.meta["val"], bool(node.args[7]), value.dtype, epilogue="add").fused
         and _read_for_the_last_time(addend, node)
     )
 
