@@ -68,11 +68,10 @@ def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] |
         run = _run_halves
     else:
         return None
-    quantizer, keep_output = node.args[3:5]
-    dy = node.args[0]
-    assert isinstance(dy, Node)
+    dy, _, _, quantizer, keep_output = node.args[:5]
+    assert isinstance(dy, Node) and isinstance(quantizer, Float8CurrentScalingQuantizer)
     value = dy.meta["val"]
-    rows_alone = isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.columnwise and not keep_output
+    rows_alone = not quantizer.columnwise and not keep_output
     fits = (
         value.element_size() == 2
         and value.is_contiguous()
