@@ -29,26 +29,20 @@ import triton
 
 from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel, gemm_block_with_tile
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.block_tiles import (
-    BLOCK_TILES,
-    SPECIALIZED_BLOCK,
-    choose_block_tile,
-    specialized_block_is_faster,
-)
+from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_with_tile, kernel_options
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import (
+    BLOCK_TILES,
     SPECIALIZED,
+    SPECIALIZED_BLOCK,
     SPECIALIZED_FAST,
     TILES,
     Tile,
-    choose_tile,
     estimated_us,
-    specialized_is_faster,
-    specialized_tile,
 )
 from te_dynamo.kernels.quantize.float8_block import quantize_block
-from te_dynamo.kernels.runtime.launch import multiprocessor_count
+from te_dynamo.kernels.runtime.device import device_of
 
 SHAPES: list[tuple[str, int, int, int]] = [
     ("SwiGLU 4096/14336 up: fprop, down: dgrad", 8192, 14336, 4096),
@@ -107,7 +101,7 @@ class Problem:
         self.shape = (m, n, k)
         self.x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         self.w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-        self.sms = multiprocessor_count(self.x.device)
+        self.sms = device_of(self.x.device).multiprocessors
         self.quantize()
 
     def quantize(self) -> None:
@@ -118,10 +112,13 @@ class Problem:
         return torch.mm(self.x, self.w.t())
 
     def chosen(self, kind: str) -> Tile:
-        """The tile that the product takes."""
-        if specialized_is_faster(*self.shape, kind == "fast", self.sms):
-            return specialized_tile(kind == "fast")
-        return choose_tile(*self.shape, kind == "fast", self.sms, 2)
+        """The tile that the product takes; that of the usual kernel for a few rows too, for it is those that are compared."""
+        return self.among_tiles(fast_accum=kind == "fast")
+
+    def among_tiles(self, **how: Any) -> Tile:
+        tile = choose(Product(*self.shape, out_bytes=2, m_known=False, **how), device_of(self.x.device)).tile
+        assert isinstance(tile, Tile)
+        return tile
 
     def result(self) -> torch.Tensor:
         return torch.empty(self.shape[0], self.shape[1], device="cuda", dtype=torch.bfloat16)
@@ -166,9 +163,7 @@ class BlockProblem(Problem):
         }
 
     def chosen(self, kind: str) -> Tile:
-        if specialized_block_is_faster(*self.shape, self.sms):
-            return SPECIALIZED_BLOCK
-        return choose_block_tile(*self.shape, self.sms, 2)
+        return self.among_tiles(scaling="1x128")
 
     def tile(self, kind: str, tile: Tile) -> Provider | None:
         a, a_scale, b, b_scale, *two_d = self.operands[kind]

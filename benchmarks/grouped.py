@@ -1,7 +1,7 @@
 """Speed of a mixture's experts on one GPU: the grouped FP8 GEMMs, and a training step of all experts.
 
     python benchmarks/grouped.py               each product, beside bf16's grouped_mm and loops over the experts; the steps
-    python benchmarks/grouped.py --sweep       prints every candidate tile: what `kernels/gemm/grouped_tiles.py` is written from
+    python benchmarks/grouped.py --sweep       prints every candidate tile: what `kernels/gemm/tiles.py` is written from
 
 `rows` multiplies each expert's tokens by its weight, `columns` is the gradient of the weights. Times are medians over a cold L2, short
 ones in CUDA graphs, on normal random data, all providers of a product in turn. Groups have the sizes of tokens that choose their
@@ -26,17 +26,12 @@ import torch.nn.functional as F
 from gemm import Provider, measure, parsed, time_once
 from models import Experts
 
+from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.grouped_tiles import (
-    GROUPED_TILES,
-    choose_columns_tile,
-    choose_rows_tile,
-    columns_specialized_is_faster,
-)
-from te_dynamo.kernels.gemm.tiles import Tile
-from te_dynamo.kernels.runtime.launch import multiprocessor_count
+from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile
+from te_dynamo.kernels.runtime.device import device_of
 
 # label, tokens (times experts a token), experts, N, K of one projection
 SHAPES: list[tuple[str, int, int, int, int]] = [
@@ -92,11 +87,16 @@ class Problem:
         self.ones = torch.ones(groups, device="cuda")
 
     def chosen(self, product: str, fast: bool) -> Tile:
+        """The tile of the usual kernel."""
+        choice = choose(self.question(product, fast), device_of(self.x.device), recorded=True)
+        assert isinstance(choice.tile, Tile)
+        return choice.tile
+
+    def question(self, product: str, fast: bool) -> Product:
         tokens, groups, n, k = self.sizes
-        multiprocessors = multiprocessor_count(self.x.device)
         if product == "rows":
-            return choose_rows_tile(tokens, n, k, groups, fast, multiprocessors, 2)
-        return choose_columns_tile(n, k, tokens, groups, fast, multiprocessors, 2)
+            return Product(tokens, n, k, fast, 2, m_groups=groups, m_known=False)
+        return Product(n, k, tokens, fast, 2, k_groups=groups)
 
     def tile(self, product: str, tile: Tile) -> Provider:
         if product == "rows":
@@ -151,9 +151,7 @@ def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.N
             }
             if product == "columns":
                 for fast in (True, False):
-                    taken = columns_specialized_is_faster(
-                        n, k, tokens, groups, fast, multiprocessor_count(problem.x.device)
-                    )
+                    taken = choose(problem.question(product, fast), device_of(problem.x.device)).specialized
                     name = f"{'fast' if fast else 'slow'} specialized{'*' * taken}"
                     providers[name] = problem.specialized(fast)
             for name, ms in measure(providers, arguments.rounds, arguments.rep).items():

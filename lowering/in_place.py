@@ -21,7 +21,8 @@ from te_dynamo.kernels.activation.swiglu_in_place import (
     MOST_COLUMNS,
     swiglu_backward_quantize_in_place,
 )
-from te_dynamo.kernels.gemm.add import adds_in_launch, gemm_add_in_place, is_aligned
+from te_dynamo.kernels.gemm.add import gemm_add_in_place, is_aligned
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 __all__ = ["launches_in_place", "sum_fits_addend"]
@@ -43,7 +44,7 @@ def sum_fits_addend(node: Node) -> bool:
     return (
         value.is_contiguous()
         and is_aligned(value)
-        and adds_in_launch(a.meta["val"], b.meta["val"], value.dtype, bool(node.args[7]))
+        and choose_for(a.meta["val"], b.meta["val"], bool(node.args[7]), value.dtype, epilogue="add").fused
         and may_be_overwritten(addend, node)
     )
 
@@ -56,11 +57,10 @@ def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] |
         run = _run_halves
     else:
         return None
-    quantizer, keep_output = node.args[3:5]
-    dy = node.args[0]
-    assert isinstance(dy, Node)
+    dy, _, _, quantizer, keep_output = node.args[:5]
+    assert isinstance(dy, Node) and isinstance(quantizer, Float8CurrentScalingQuantizer)
     value = dy.meta["val"]
-    rows_alone = isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.columnwise and not keep_output
+    rows_alone = not quantizer.columnwise and not keep_output
     fits = (
         value.element_size() == 2
         and value.is_contiguous()

@@ -25,7 +25,7 @@ from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_am
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows
 from te_dynamo.lowering.in_place import launches_in_place
-from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = ["Traces", "where"]
 
@@ -153,7 +153,7 @@ def _known_amaxes(node: Node) -> tuple[bool, ...]:
     amax too. Empty for other operations."""
     if node.target is quantize_stacked:
         return tuple(written_by_inductor(x) for x in node.all_input_nodes)
-    if node.target in (quantize, quantize_bias_grad) and isinstance(node.args[1], Float8CurrentScalingQuantizer):
+    if node.target in (quantize, quantize_bias_grad) and node.args[1].one_scale:  # type: ignore[union-attr]
         return (written_by_inductor(node.args[0]),)
     return ()
 

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.gemm.choose import Choice, choose_for
 from te_dynamo.kernels.gemm.current import check_operands, gemm, gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm.decode import decode_tile
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, runs_specialized
-from te_dynamo.kernels.gemm.tiles import choose_tile, stores_by_descriptor
-from te_dynamo.kernels.runtime.launch import is_hopper, is_recording, multiprocessor_count, size_hint
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.runtime.launch import is_recording
 
 __all__ = [
-    "add_runs_specialized",
-    "adds_in_launch",
     "gemm_add",
     "gemm_add_in_place",
     "gemm_add_reference",
@@ -43,15 +40,16 @@ def gemm_add(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """The module docstring's C, a new tensor, of what `kernels.gemm.gemm` takes.
+    """The module docstring's C, a new tensor, of what `gemm` takes.
 
     addend [M, N]: of out_dtype, on the same device. Raises ValueError for anything else.
     """
     _check(a, b, bias, addend, out_dtype)
-    if not adds_in_launch(a, b, out_dtype, fast_accum):
+    choice = _choice(a, b, out_dtype, fast_accum)
+    if not choice.fused:
         return gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum) + addend
     c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    return _launch(a, a_scale_inv, b, b_scale_inv, bias, _readable(addend), c, fast_accum)
+    return _launch(choice, a, a_scale_inv, b, b_scale_inv, bias, _readable(addend), c, fast_accum)
 
 
 def gemm_add_in_place(
@@ -64,9 +62,14 @@ def gemm_add_in_place(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """`gemm_add` that writes C to the addend, contiguous and aligned to 16 bytes, and returns it."""
+    """`gemm_add` that writes C to the addend, contiguous and aligned to 16 bytes, and returns it.
+
+    Of products that are added to in their launch (`Choice.fused`).
+    """
     _check(a, b, bias, addend, out_dtype)
-    return _launch(a, a_scale_inv, b, b_scale_inv, bias, addend, addend, fast_accum)
+    return _launch(
+        _choice(a, b, out_dtype, fast_accum), a, a_scale_inv, b, b_scale_inv, bias, addend, addend, fast_accum
+    )
 
 
 def gemm_add_reference(
@@ -98,25 +101,18 @@ def gemm_add_specialized_out(
     gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, *bias, fast=fast, addend=addend, out=out)
 
 
-def adds_in_launch(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> bool:
-    """Whether the kernel that runs a [M, K] by b [N, K] fastest adds too; otherwise `gemm_add` is a GEMM and a pass."""
-    n = b.shape[0]
-    rows_are_vectors = isinstance(n, int) and stores_by_descriptor(n)
-    return rows_are_vectors and (out_dtype.itemsize == 2 or not runs_specialized(a, b, fast_accum))
-
-
-def add_runs_specialized(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> bool:
-    """Whether that is the kernel for large products, whose tensor cores multiply while it reads the addend."""
-    return out_dtype.itemsize == 2 and runs_specialized(a, b, fast_accum)
-
-
 def is_aligned(addend: torch.Tensor) -> bool:
     """Whether an addend without an address, a fake, begins where a descriptor may: its memory does, and it some vectors later."""
     first = addend.storage_offset() * addend.element_size()
     return isinstance(first, int) and first % _ALIGNMENT == 0
 
 
+def _choice(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Choice:
+    return choose_for(a, b, fast_accum, out_dtype, epilogue="add", recorded=is_recording())
+
+
 def _launch(
+    choice: Choice,
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
@@ -126,15 +122,10 @@ def _launch(
     c: torch.Tensor,
     fast_accum: bool,
 ) -> torch.Tensor:
-    if not is_recording() and add_runs_specialized(a, b, c.dtype, fast_accum):
+    if choice.specialized:
         gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, addend=addend, out=c)
         return c
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    multiprocessors = multiprocessor_count(a.device)
-    tile = decode_tile(a.shape[0], n, k, fast_accum, is_hopper(a.device), multiprocessors)
-    # The addend passes through as much shared memory as the result does. The number of parts of K is the same for any.
-    tile = tile or choose_tile(m, n, k, fast_accum, multiprocessors, 2 * c.element_size())
-    return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, c.dtype, addend=addend, c=c)
+    return gemm_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, c.dtype, addend=addend, c=c)
 
 
 def _check(

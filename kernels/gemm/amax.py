@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.gemm.current import check_operands, gemm, gemm_reference, gemm_with_tile, reduce_programs
-from te_dynamo.kernels.gemm.decode import DecodeTile, decode_tile
+from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.current import check_operands, gemm, gemm_reference, gemm_with_tile
 from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
-from te_dynamo.kernels.runtime._triton import triton
-from te_dynamo.kernels.runtime.launch import is_hopper, multiprocessor_count, size_hint
 
-__all__ = ["gemm_amax", "gemm_amax_reference", "has_amax"]
+__all__ = ["gemm_amax", "gemm_amax_reference"]
 
 
 def gemm_amax(
@@ -29,12 +27,12 @@ def gemm_amax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(C [M, N], fp32 [PARTIALS] whose maximum is the amax) of what `gemm` takes; ValueError where it raises one."""
     check_operands(a, b, bias, out_dtype)
-    tile = _tile(a, b, fast_accum)
-    if tile is None:
+    choice = choose_for(a, b, fast_accum, out_dtype, epilogue="amax")
+    if not choice.fused:
         c = gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
         return c, partial_amaxes(c)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-    return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, partials), partials
+    return gemm_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, partials), partials
 
 
 def gemm_amax_reference(
@@ -52,17 +50,3 @@ def gemm_amax_reference(
     if c.numel():
         partials += c.abs().amax()
     return c, partials
-
-
-def has_amax(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
-    """Whether the amax costs no pass over C: a has few rows, a number known when compiling, and a kernel writes both."""
-    return _tile(a, b, fast_accum) is not None
-
-
-def _tile(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> DecodeTile | None:
-    n, k = size_hint(b.shape[0]), size_hint(a.shape[1])
-    tile = decode_tile(a.shape[0], n, k, fast_accum, is_hopper(a.device), multiprocessor_count(a.device))
-    if tile is None:
-        return None
-    programs = triton.cdiv(n, tile.block_n) if tile.split_k == 1 else reduce_programs(a.shape[0], n)
-    return tile if programs <= PARTIALS else None

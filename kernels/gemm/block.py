@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out, runs_block_specialized
-from te_dynamo.kernels.gemm.block_tiles import BlockGemmTile, choose_block_tile
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.current import add_parts, check_operands, store_result, tile_origin
-from te_dynamo.kernels.gemm.tiles import stores_by_descriptor
+from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.float8_block import BLOCK
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
@@ -51,13 +51,13 @@ def gemm_block(
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
     check_block_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
-    if not is_recording() and runs_block_specialized(a, b, a_two_d):
+    scaling = "128x128" if a_two_d else "1x128"
+    choice = choose_for(a, b, out_dtype=out_dtype, scaling=scaling, recorded=is_recording())
+    if choice.specialized:
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_block_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, b_two_d=b_two_d, out=c)
         return c
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    tile = choose_block_tile(m, n, k, multiprocessor_count(a.device), out_dtype.itemsize, is_hopper(a.device))
-    return gemm_block_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
+    return gemm_block_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 
 
 def gemm_block_reference(
@@ -155,7 +155,7 @@ def scale_shape(rows: int, k: int, two_d: bool, dtype: torch.dtype) -> tuple[int
 
 
 def gemm_block_with_tile(
-    tile: BlockGemmTile,
+    tile: Tile,
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
@@ -182,7 +182,7 @@ def gemm_block_with_tile(
 
 
 def block_kernel_options(
-    tile: BlockGemmTile, n: int | torch.SymInt, has_bias: bool, a_two_d: bool, b_two_d: bool
+    tile: Tile, n: int | torch.SymInt, has_bias: bool, a_two_d: bool, b_two_d: bool
 ) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_block_kernel` for a tile and a width N."""
     return {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.gemm.block_tiles import SPECIALIZED_BLOCK, specialized_block_is_faster
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -26,23 +25,16 @@ from te_dynamo.kernels.gemm.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.tiles import stages_that_fit
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import gl, gluon, hopper, mbarrier, tma
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
-__all__ = ["gemm_block_specialized_out", "runs_block_specialized", "specialized_block_options"]
+__all__ = ["gemm_block_specialized_out", "specialized_block_options"]
 
 _DECODE_ROWS = 128
 _DECODE_BLOCKS = 8
-
-
-def runs_block_specialized(a: torch.Tensor, b: torch.Tensor, a_two_d: bool) -> bool:
-    """Whether this kernel runs a [M, K] by b [N, K]: on this device, and faster than kernels/gemm/block.py's own."""
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    sms = multiprocessor_count(a.device)
-    return not a_two_d and is_hopper(a.device) and specialized_block_is_faster(m, n, k, sms)
 
 
 def gemm_block_specialized_out(
@@ -55,7 +47,7 @@ def gemm_block_specialized_out(
     b_two_d: bool,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm_block.gemm_block`'s C of a [M, K], which is 1D, and b [N, K] to out [M, N]; N a multiple of 8.
+    """Writes `kernels/gemm/block.py`'s C of a [M, K], which is 1D, and b [N, K] to out [M, N]; N a multiple of 8.
 
     Checks nothing.
     """

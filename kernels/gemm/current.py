@@ -10,8 +10,7 @@ Fast accumulation keeps the whole sum in the tensor core's accumulator, which ho
 the operands are FP8; slow accumulation adds what the tensor core makes of every 128 products to an fp32 sum.
 
 The kernel is persistent: each program takes tiles in turn, and loads of its next tile overlap the end of the
-last. Which tile, and how many parts K is cut into, is `gemm_tiles.choose_tile`'s answer. On Hopper, large products with
-slow accumulation are kernels/gemm/specialized.py's, and those of at most 64 rows kernels/gemm/decode.py's.
+last. Which tile, how many parts K is cut into, and whether another kernel runs the product, is kernels/gemm/choose.py's answer.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.decode import DecodeTile, decode_tile, launch_decode
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, runs_specialized
-from te_dynamo.kernels.gemm.tiles import Tile, choose_tile, stores_by_descriptor
+from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.decode import launch_decode
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, DecodeTile, Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
-from te_dynamo.kernels.runtime.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
 
@@ -33,7 +33,6 @@ __all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
-_REDUCE_BLOCK = 1024
 
 
 def gemm(
@@ -52,15 +51,12 @@ def gemm(
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
     check_operands(a, b, bias, out_dtype)
-    if not is_recording() and runs_specialized(a, b, fast_accum):
+    choice = choose_for(a, b, fast_accum, out_dtype, recorded=is_recording())
+    if choice.specialized:
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, out=c)
         return c
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    multiprocessors = multiprocessor_count(a.device)
-    tile = decode_tile(a.shape[0], n, k, fast_accum, is_hopper(a.device), multiprocessors)
-    tile = tile or choose_tile(m, n, k, fast_accum, multiprocessors, out_dtype.itemsize)
-    return gemm_with_tile(tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+    return gemm_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 
 def gemm_reference(
@@ -118,7 +114,7 @@ def gemm_with_tile(
     """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing.
 
     partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of the result, or None.
-    addend:   as of `kernels.gemm_add.gemm_add`, its rows whole 16 bytes; or None. Not beside partials.
+    addend:   as of `kernels/gemm/add.py`, its rows whole 16 bytes; or None. Not beside partials.
     c:        what the result is written to, the addend's memory perhaps; a new tensor otherwise.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
@@ -158,17 +154,12 @@ def add_parts(
     optional = [a_scale_inv if x is None else x for x in (bias, partials)]
     launch(
         gemm_reduce_kernel,
-        (reduce_programs(m, n),),
+        (triton.cdiv(m * n, REDUCE_BLOCK),),
         *(parts, a_scale_inv, b_scale_inv, optional[0], c, addend, optional[1], m * n, n),
         **{"SCALED": scaled, "HAS_BIAS": bias is not None, "SPLIT_K": parts.shape[0]},
         **{"PARTIALS": 0 if partials is None else partials.shape[0], "EARLY": starts_early(m, c.device)},
-        BLOCK=_REDUCE_BLOCK,
+        BLOCK=REDUCE_BLOCK,
     )
-
-
-def reduce_programs(m: int, n: int) -> int:
-    """Programs that add up the parts of C [m, n], and the amaxes that they know."""
-    return triton.cdiv(m * n, _REDUCE_BLOCK)
 
 
 def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[str, Any]:

@@ -7,64 +7,36 @@ do not exist. One tile a program, several programs a multiprocessor: what is in 
 are by pointers: making a tensor descriptor takes a program as long as reading some blocks.
 
 Bit for bit the other kernels with as many parts of K, and with B stacked by rows those of kernels/gemm/stacked.py.
+
+`gemm_decode_swiglu_kernel` is the same of gate and up, two segments of one width, with the amax of silu(gate) * up of C's values, rounded
+as kernels/activation/swiglu.py rounds them. A program takes the same columns of both segments, in two products, so that one thread
+holds an element of gate and that of up. C has the bits of the other kernel, and the amax those of kernels/activation/swiglu.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
+from te_dynamo.kernels.activation.functions import activate
+from te_dynamo.kernels.gemm.tiles import DecodeTile
+from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
-from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS, starts_early, wait_for_predecessor
+from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
+from te_dynamo.kernels.tiles.fp8 import abs_bits, rounded, store_amax
 from te_dynamo.kernels.tiles.stacking import Stacking
 
-__all__ = ["DecodeTile", "decode_tile", "gemm_decode_kernel", "launch_decode"]
-
-_SMALLEST_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
-_MOST_PARTS = 4
-_SHORTEST_PART = 2048  # of K: what shorter ones save, adding them up costs
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeTile:
-    """One way to run it. fast: for fast accumulation; slow takes 128 products between two fp32 additions."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    fast: bool
-    split_k: int
-
-
-def decode_tile(
-    m: int | torch.SymInt, n: int, k: int, fast_accum: bool, hopper: bool, multiprocessors: int
-) -> DecodeTile | None:
-    """How C[m, n] = A[m, k] @ B[n, k]^T runs here; None where the other kernels should.
-
-    They should on other devices than Hopper, for more rows, for a number of rows that is not known, and for small weights.
-    """
-    if not hopper or not isinstance(m, int) or not 0 < m <= FEW_ROWS or n * k < _SMALLEST_WEIGHT:
-        return None
-    block_m, block_n, tiles = max(16, triton.next_power_of_2(m)), 64, triton.cdiv(n, 64)
-    block_k, split = 256 if fast_accum else 128, 1
-    while split < _MOST_PARTS and 2 * split * tiles <= multiprocessors and k > 2 * split * _SHORTEST_PART:
-        split *= 2
-    # The deepest ring of which a multiprocessor holds as many as there are for it: all programs run at once.
-    programs = triton.cdiv(split * tiles, multiprocessors)
-    if block_m > 32 and programs > 2:
-        block_k, stages = 128, 3
-    elif fast_accum:
-        stages = 3 if block_m > 32 and programs > 1 else 4
-    else:
-        stages = 6 if programs > 1 else 8  # alone, nothing else reads while a program adds
-    return DecodeTile(block_m, block_n, block_k, 4, stages, fast_accum, split)
+__all__ = [
+    "decode_options",
+    "gemm_decode_kernel",
+    "gemm_decode_swiglu_kernel",
+    "launch_decode",
+    "launch_swiglu_decode",
+    "swiglu_decode_options",
+]
 
 
 def launch_decode(
@@ -195,3 +167,104 @@ def gemm_decode_kernel(
     tl.store(target + rows.to(tl.int64)[None, :] * N + columns[:, None], result, mask=inside)
     if PARTIALS > 0:
         store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)
+
+
+def launch_swiglu_decode(
+    tile: DecodeTile,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    gate: int,
+    c: torch.Tensor,
+    partials: torch.Tensor,
+) -> None:
+    """Writes C [M, 2 * width] and partials fp32 [PARTIALS], whose maximum is the amax. gate: its segment of b, 0 or 1."""
+    m, k, width = a.shape[0], a.shape[1], b.shape[0] // 2
+    launch(
+        gemm_decode_swiglu_kernel,
+        (triton.cdiv(width, tile.block_n),),
+        *(a, a_scale_inv, b, b_scale_inv, c, partials, m, width, k),
+        **swiglu_decode_options(tile, width, k, gate, starts_early(m, a.device)),
+    )
+
+
+def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int, early: bool) -> dict[str, Any]:
+    """The constant arguments and compile options of `gemm_decode_swiglu_kernel`."""
+    return {
+        "GATE": gate,
+        "FAST": tile.fast,
+        "EVEN": width % tile.block_n == 0 and k % tile.block_k == 0,
+        "EARLY": early,
+        "PARTIALS": PARTIALS,
+        "STAGES": tile.num_stages,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps,
+    }
+
+
+@writes("c", "partials")
+@triton.jit
+def gemm_decode_swiglu_kernel(
+    a,
+    a_scale_inv,
+    b,
+    b_scale_inv,
+    c,
+    partials,
+    M,
+    WIDTH,
+    K,
+    GATE: tl.constexpr,
+    FAST: tl.constexpr,
+    EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """C and this program's amax. EVEN: the width and K fill whole tiles."""
+    rows = tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wait_for_predecessor(EARLY)
+    a_scale = tl.load(a_scale_inv)
+    left = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    right = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = b + columns.to(tl.int64)[:, None] * K
+    second = first + tl.cast(WIDTH, tl.int64) * K
+    for block in tl.range(tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        x_mask = (rows < M)[:, None] if EVEN else (rows < M)[:, None] & (k < K)[None, :]
+        x = tl.load(a + rows[:, None] * K + k[None, :], mask=x_mask, other=0.0)
+        one = _weight(first, columns, k, WIDTH, K, EVEN)
+        two = _weight(second, columns, k, WIDTH, K, EVEN)
+        if FAST:
+            left = tl.dot(one, x.T, left)
+            right = tl.dot(two, x.T, right)
+        else:
+            left += tl.dot(one, x.T)
+            right += tl.dot(two, x.T)
+    inside = (columns < WIDTH)[:, None] & (rows < M)[None, :]
+    target = c + rows.to(tl.int64)[None, :] * (2 * WIDTH) + columns[:, None]
+    left = libdevice.mul_rn(left, a_scale * tl.load(b_scale_inv)).to(c.dtype.element_ty)
+    right = libdevice.mul_rn(right, a_scale * tl.load(b_scale_inv + 1)).to(c.dtype.element_ty)
+    tl.store(target, left, mask=inside)
+    tl.store(target + WIDTH, right, mask=inside)
+    gate = left if GATE == 0 else right
+    up = right if GATE == 0 else left
+    result = rounded(activate(gate.to(tl.float32), "silu") * up.to(tl.float32), c.dtype.element_ty)
+    store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)
+
+
+@triton.jit
+def _weight(rows_of_b, columns, k, WIDTH, K, EVEN: tl.constexpr):
+    """A block of the weight, which is read once: x, read by every program, is to stay in the cache."""
+    if EVEN:
+        return tl.load(rows_of_b + k[None, :], eviction_policy="evict_first")
+    else:
+        mask = (columns < WIDTH)[:, None] & (k < K)[None, :]
+        return tl.load(rows_of_b + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")

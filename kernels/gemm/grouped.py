@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.current import (
     accumulate,
     accumulate_halves,
@@ -29,11 +30,10 @@ from te_dynamo.kernels.gemm.current import (
     split_columns,
     store_result,
 )
-from te_dynamo.kernels.gemm.grouped_specialized import columns_run_specialized, columns_specialized_out
-from te_dynamo.kernels.gemm.grouped_tiles import choose_columns_tile, choose_rows_tile
+from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
-from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 
 __all__ = ["gemm_grouped", "gemm_grouped_columns", "gemm_grouped_columns_reference", "gemm_grouped_reference"]
@@ -131,9 +131,8 @@ def gemm_grouped(
     Raises ValueError for anything else, `offs`' values excepted: offsets that are out of range are clamped.
     """
     check_rows(a, b, b_scale_inv, offs, out_dtype)
-    m, (groups, n, k) = a.shape[0], b.shape
-    tile = choose_rows_tile(size_hint(m), n, k, groups, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize)
-    return gemm_grouped_with_tile(tile, a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
+    choice = choose_for(a, b, fast_accum, out_dtype, m_groups=b.shape[0])
+    return gemm_grouped_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
 
 
 def gemm_grouped_with_tile(
@@ -171,15 +170,12 @@ def gemm_grouped_columns(
     Raises ValueError for anything else, `offs`' values excepted: offsets that are out of range are clamped.
     """
     check_columns(a, b, offs, out_dtype)
-    (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
-    if not is_recording() and columns_run_specialized(a, b, offs, fast_accum):
-        c = torch.empty((groups, n, k), dtype=out_dtype, device=a.device)
+    choice = choose_for(a, b, fast_accum, out_dtype, k_groups=offs.shape[0], recorded=is_recording())
+    if choice.specialized:
+        c = torch.empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         columns_specialized_out(a, a_scale_inv, b, b_scale_inv, offs, fast_accum, out=c)
         return c
-    tile = choose_columns_tile(
-        n, k, size_hint(m), groups, fast_accum, multiprocessor_count(a.device), out_dtype.itemsize
-    )
-    return gemm_grouped_columns_with_tile(tile, a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
+    return gemm_grouped_columns_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
 
 
 def gemm_grouped_columns_with_tile(

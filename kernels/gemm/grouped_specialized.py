@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.grouped_tiles import columns_specialized_is_faster
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_WARPS,
@@ -29,22 +28,14 @@ from te_dynamo.kernels.gemm.ring import (
 from te_dynamo.kernels.gemm.specialized import accumulate, scaled
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
-from te_dynamo.kernels.runtime.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 
-__all__ = ["columns_run_specialized", "columns_specialized_options", "columns_specialized_out"]
+__all__ = ["columns_specialized_options", "columns_specialized_out"]
 
 _MASK_WARPS = gl.constexpr(2)
 _MASK_ROWS = gl.constexpr(32)  # of a tile in registers at once
 _MASK_REGISTERS = gl.constexpr(80)
 _MULTIPLY_REGISTERS = gl.constexpr(216)
-
-
-def columns_run_specialized(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, fast_accum: bool) -> bool:
-    """Whether this kernel runs a [N, M] by b [K, M] over groups of M: on this device, and faster than grouped.py's own."""
-    (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
-    if not is_hopper(a.device) or not all(isinstance(size, int) for size in (n, k)):
-        return False
-    return columns_specialized_is_faster(n, k, size_hint(m), groups, fast_accum, multiprocessor_count(a.device))
 
 
 def columns_specialized_out(
@@ -57,7 +48,7 @@ def columns_specialized_out(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm_grouped.gemm_grouped_columns`'s C to out [G, N, K]; N a multiple of 64, K of 8. Checks nothing."""
+    """Writes `gemm_grouped_columns`'s C to out [G, N, K]; N a multiple of 64, K of 8. Checks nothing."""
     (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
     arguments = (a, a_scale_inv, b, b_scale_inv, offs, out, m, n, k, groups)
     options = columns_specialized_options(out.element_size(), fast)

@@ -6,7 +6,7 @@ multiplies. With fast accumulation nothing is added, and a group multiplies one 
 a sixth less from shared memory, which a GPU at its power limit runs faster by. Operands may be stacked (kernels/gemm/stacked.py).
 
 Inductor writes launches of Triton-language kernels only; lowering/extern/gemm.py makes its code call `gemm_specialized_out`.
-A call costs the CPU more than such a launch does, so `gemm_tiles.specialized_is_faster` takes this kernel for large products only.
+A call costs the CPU more than such a launch does, so kernels/gemm/choose.py takes this kernel for large products only.
 """
 
 from __future__ import annotations
@@ -32,39 +32,19 @@ from te_dynamo.kernels.gemm.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.tiles import (
-    specialized_is_faster,
-    specialized_tile,
-    stacked_is_specialized,
-    stages_that_fit,
-)
+from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
-from te_dynamo.kernels.runtime.launch import is_hopper, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
 __all__ = [
     "accumulate",
     "gemm_specialized_out",
-    "runs_specialized",
     "scale_and_shift",
     "scaled",
     "specialized_options",
-    "stacked_runs_specialized",
     "stacked_specialized_out",
 ]
-
-
-def runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
-    """Whether this kernel runs a [M, K] by b [N, K]: on this device, and faster than kernels/gemm/current.py's own."""
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    return is_hopper(a.device) and specialized_is_faster(m, n, k, fast_accum, multiprocessor_count(a.device))
-
-
-def stacked_runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool, along: str) -> bool:
-    """The same of operands stacked along a dimension."""
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    multiprocessors = multiprocessor_count(a.device)
-    return is_hopper(a.device) and stacked_is_specialized(m, n, k, fast_accum, along, multiprocessors)
 
 
 def gemm_specialized_out(
@@ -79,10 +59,10 @@ def gemm_specialized_out(
     addend: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm.gemm`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
+    """Writes `kernels/gemm/current.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
-    fast: by fast accumulation. stacking: of operands as `kernels.gemm_stacked.gemm_stacked` takes them. Checks nothing.
-    addend: None, or what is added to C as `kernels.gemm_add.gemm_add` does; of two bytes an element, not stacked. It may be out.
+    fast: by fast accumulation. stacking: of operands as kernels/gemm/stacked.py takes them. Checks nothing.
+    addend: None, or what is added to C as kernels/gemm/add.py does; of two bytes an element, not stacked. It may be out.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
@@ -103,7 +83,7 @@ def stacked_specialized_out(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels.gemm_stacked.gemm_stacked`'s C to out [M, N], N a multiple of 8. Checks nothing."""
+    """Writes `kernels/gemm/stacked.py`'s C to out [M, N], N a multiple of 8. Checks nothing."""
     stacking = Stacking(along, tuple(segments))
     gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, fast=fast, stacking=stacking, out=out)
 

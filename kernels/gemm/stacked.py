@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.current import (
     accumulate,
     accumulate_halves,
@@ -28,11 +29,11 @@ from te_dynamo.kernels.gemm.current import (
     store_result,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.decode import decode_tile, launch_decode
-from te_dynamo.kernels.gemm.specialized import stacked_runs_specialized, stacked_specialized_out
-from te_dynamo.kernels.gemm.tiles import Tile, choose_stacked_tile
+from te_dynamo.kernels.gemm.decode import launch_decode
+from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
+from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.stacking import Stacking, check_segments
 
@@ -57,19 +58,12 @@ def gemm_stacked(
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
     stacking = check_stack(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
-    if not is_recording() and stacked_runs_specialized(a, b, fast_accum, along):
+    choice = choose_for(a, b, fast_accum, out_dtype, stacking=stacking, recorded=is_recording())
+    if choice.specialized:
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         stacked_specialized_out(a, a_scale_inv, b, b_scale_inv, fast_accum, along, segments, out=c)
         return c
-    m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
-    multiprocessors = multiprocessor_count(a.device)
-    decode = decode_tile(a.shape[0], n, k, fast_accum, is_hopper(a.device), multiprocessors) if along == "N" else None
-    if decode is not None and decode.split_k == 1:
-        c = torch.empty((a.shape[0], n), dtype=out_dtype, device=a.device)
-        launch_decode(decode, a, a_scale_inv, b, b_scale_inv, None, c, stacking)
-        return c
-    tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors, out_dtype.itemsize)
-    return gemm_stacked_with_tile(tile, a, a_scale_inv, b, b_scale_inv, out_dtype, stacking)
+    return gemm_stacked_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, out_dtype, stacking)
 
 
 def gemm_stacked_reference(
@@ -122,7 +116,7 @@ def check_stack(
 
 
 def gemm_stacked_with_tile(
-    tile: Tile,
+    tile: Tile | DecodeTile,
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
@@ -133,6 +127,9 @@ def gemm_stacked_with_tile(
     """`gemm_stacked` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing."""
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if isinstance(tile, DecodeTile):
+        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, None, c, stacking)
+        return c
     programs = multiprocessor_count(a.device) * tile.ctas_per_sm
     arguments = (a, a_scale_inv, b, b_scale_inv, c, m, n, k)
     launch(gemm_stacked_kernel, (programs,), *arguments, **stacked_options(tile, n, stacking))

@@ -1,4 +1,4 @@
-"""The FP8 GEMM of gate and up in one kernel with the amax of silu(gate) * up: which one runs, and that of large products on Hopper.
+"""The FP8 GEMM of gate and up in one kernel with the amax of silu(gate) * up, for large products on Hopper.
 
     C = gemm_stacked along N of two segments of one width: gate | up, or up | gate
     amax = max |silu(gate) * up| of C's values, the product rounded to C's dtype as kernels/activation/swiglu.py rounds it
@@ -19,7 +19,8 @@ import torch
 
 from te_dynamo.kernels.activation.activation import activate
 from te_dynamo.kernels.activation.swiglu import swiglu_partial_amaxes, swiglu_reference
-from te_dynamo.kernels.gemm.decode_swiglu import launch_swiglu_decode, swiglu_decode_tile
+from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.decode import launch_swiglu_decode
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -32,12 +33,12 @@ from te_dynamo.kernels.gemm.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.specialized import accumulate, scale_and_shift, stacked_runs_specialized
+from te_dynamo.kernels.gemm.specialized import accumulate, scale_and_shift
 from te_dynamo.kernels.gemm.stacked import check_stack, gemm_stacked, gemm_stacked_reference
-from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
+from te_dynamo.kernels.gemm.tiles import DecodeTile, specialized_tile, stages_that_fit
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
-from te_dynamo.kernels.runtime.launch import is_hopper, is_recording, launch, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "gemm_swiglu_options",
     "gemm_swiglu_reference",
     "gemm_swiglu_specialized",
-    "swiglu_runs_specialized",
 ]
 
 
@@ -63,20 +63,18 @@ def gemm_swiglu(
 
     a [M, K], a_scale_inv fp32 [1]; b [N, K], two tensors of N / 2 rows one below the other, b_scale_inv fp32 [2]: as
     `gemm_stacked` takes them, ValueError where it raises one. gate: which half of b is the gate's, 0 or 1, else ValueError.
-    For a few rows kernels/gemm/decode_swiglu.py's kernel; where neither is the fastest, `gemm_stacked` and a pass over C. The
+    For a few rows kernels/gemm/decode.py's kernel; where neither is the fastest, `gemm_stacked` and a pass over C. The
     bits are the same.
     """
     width = _checked_width(b, gate)
-    if not is_recording() and swiglu_runs_specialized(a, b, fast_accum):
+    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, "N", (width, width))
+    choice = choose_for(a, b, fast_accum, torch.bfloat16, epilogue="swiglu", stacking=stacking, recorded=is_recording())
+    if choice.specialized:
         return gemm_swiglu_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate)
-    decode = swiglu_decode_tile(
-        a.shape[0], width, size_hint(a.shape[1]), fast_accum, is_hopper(a.device), multiprocessor_count(a.device)
-    )
-    if decode is not None:
-        check_stack(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, "N", (width, width))
+    if choice.fused and isinstance(choice.tile, DecodeTile):
         c = torch.empty((a.shape[0], 2 * width), dtype=torch.bfloat16, device=a.device)
         partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-        launch_swiglu_decode(decode, a, a_scale_inv, b, b_scale_inv, gate, c, partials)
+        launch_swiglu_decode(choice.tile, a, a_scale_inv, b, b_scale_inv, gate, c, partials)
         return c, partials
     c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
     return c, swiglu_partial_amaxes(*_halves(c, gate))
@@ -97,11 +95,6 @@ def gemm_swiglu_reference(
     if c.numel():
         partials += swiglu_reference(*_halves(c, gate)).abs().amax()
     return c, partials
-
-
-def swiglu_runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool:
-    """Whether `gemm_swiglu_specialized` runs it: on this device, and faster than a GEMM and a pass over its result."""
-    return stacked_runs_specialized(a, b, fast_accum, "N")
 
 
 def _checked_width(b: torch.Tensor, gate: int) -> int:

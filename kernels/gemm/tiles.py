@@ -1,45 +1,57 @@
-"""Which tile the FP8 GEMM runs for a shape: a table of candidates and a cost model, no search at run time.
+"""The tiles of the GEMMs: for each kernel a table of candidates, a cost model, and which of its candidates suits a shape best.
 
     cost = waves * (k blocks * time of a block + time of a tile's ends) + (split K: the pass that adds the parts)
 
 A wave is one tile on every place that the GPU has (multiprocessors * `ctas_per_sm`). `tflops` is a candidate's
-speed on an H200 when it has endlessly many tiles; `python benchmarks/gemm.py --sweep` measures all of them.
+speed on an H200 when it has endlessly many tiles; `python benchmarks/gemm.py --sweep` measures all of them, with `--format block`
+those of block scaling, and `python benchmarks/grouped.py --sweep` those of groups. Nothing is searched at run time.
+
+Which kernel runs is choose.py's to say.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TypeVar
 
-from te_dynamo.kernels.tiles.stacking import SEGMENT_MULTIPLE, Stacking
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 __all__ = [
+    "BLOCK_TILES",
+    "GROUPED_TILES",
+    "REDUCE_BLOCK",
+    "REDUCE_BYTES_PER_US",
     "SPECIALIZED",
+    "SPECIALIZED_BLOCK",
     "SPECIALIZED_FAST",
-    "SPECIALIZED_MINIMUM_US",
     "TILES",
+    "BlockGemmTile",
+    "DecodeTile",
     "Tile",
-    "choose_among",
+    "choose_block_tile",
+    "choose_columns_tile",
+    "choose_decode_tile",
+    "choose_rows_tile",
     "choose_stacked_tile",
+    "choose_swiglu_decode_tile",
     "choose_tile",
+    "columns_specialized_us",
+    "columns_us",
     "estimated_us",
-    "is_worth_a_call",
-    "specialized_is_faster",
     "specialized_tile",
-    "stacked_is_faster",
-    "stacked_is_specialized",
     "stages_that_fit",
     "stores_by_descriptor",
-    "with_splits",
 ]
 
 _REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
 _REDUCE_US = 3.0  # launch of the kernel that adds up the parts of a split K
-_REDUCE_BYTES_PER_US = 2.5e6
+REDUCE_BYTES_PER_US = 2.5e6
+REDUCE_BLOCK = 1024  # elements of C that one program of that kernel adds up
 _SHARED_BYTES = 227 * 1024  # what one multiprocessor of sm_90 and sm_100 lends to its programs
 _BARRIER_BYTES = 1024
+_MOST_DECODE_PARTS = 4
+_SHORTEST_DECODE_PART = 2048  # of K: what shorter ones save, adding them up costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +108,42 @@ class Tile:
         return " ".join(parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeTile:
+    """One way to run kernels/gemm/decode.py. fast: for fast accumulation; slow takes 128 products between two fp32 additions."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fast: bool
+    split_k: int
+
+
 AnyTile = TypeVar("AnyTile", bound=Tile)
 
 
 def with_splits(tile: AnyTile, *splits: int) -> list[AnyTile]:
     """The tile, and the same with K cut into each number of parts."""
     return [tile, *(dataclasses.replace(tile, split_k=split) for split in splits)]
+
+
+class BlockGemmTile(Tile):
+    """A `Tile` of slow accumulation, block_k 128: the sum takes the scaled products of every 128 k."""
+
+    def result_bytes(self, out_bytes: int) -> int:
+        """As `Tile.result_bytes`; the sums of a split K leave straight from registers."""
+        return 0 if self.split_k > 1 else super().result_bytes(out_bytes)
+
+    @property
+    def name(self) -> str:
+        """ "block 128x128x128 w4 s3 halves 2/sm": unique within BLOCK_TILES."""
+        return super().name.replace("slow", "block")
+
+
+def _tile(m: int, n: int, warps: int, stages: int, tflops: float, **options: object) -> BlockGemmTile:
+    return BlockGemmTile(m, n, 128, warps, stages, False, tflops, **options)  # type: ignore[arg-type]
 
 
 TILES: tuple[Tile, ...] = (
@@ -135,7 +177,43 @@ SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
 SPECIALIZED_FAST = Tile(128, 256, 128, 12, 4, fast=True, tflops=1385, group_m=16)
 """The same with fast accumulation; 2% above the fastest of TILES at five shapes of a training step."""
 
-SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+
+# `tflops` with blocks of 1x128 by 128x128. Other scales are slower, by about as much for all tiles; a split K's figures and those
+# of tiles for small products are of products that fill the GPU once, which is what they are chosen for.
+BLOCK_TILES: tuple[BlockGemmTile, ...] = (
+    # Large products. Of two programs on a multiprocessor one scales and adds while the other multiplies.
+    *with_splits(_tile(128, 128, 4, 3, 1000, halves=True, ctas_per_sm=2), 2),
+    # fp32 results, and GPUs that no tile in two halves is for.
+    _tile(128, 128, 4, 2, 765, halves=True, ctas_per_sm=2),
+    _tile(128, 128, 8, 4, 500),
+    # A few rows of A: all the time goes into reading B.
+    *with_splits(_tile(64, 128, 4, 5, 540), 2, 4),
+    *with_splits(_tile(64, 64, 4, 5, 430, ctas_per_sm=2), 2, 4),
+)
+
+
+class _SpecializedBlockTile(Tile):
+    """Its results leave in quarters, not halves, and scales lie in the ring beside the tiles that they scale."""
+
+    def result_bytes(self, out_bytes: int) -> int:
+        return super().result_bytes(out_bytes) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
+
+
+SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
+"""What kernels/gemm/block_specialized.py runs."""
+
+
+GROUPED_TILES: tuple[Tile, ...] = (
+    Tile(128, 256, 128, 8, 3, fast=True, tflops=1290),
+    Tile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
+    Tile(64, 128, 128, 4, 5, fast=True, tflops=800),
+    Tile(128, 128, 128, 4, 3, fast=False, tflops=1100, halves=True, ctas_per_sm=2),
+    Tile(64, 128, 128, 4, 5, fast=False, tflops=680),
+)
+"""`tflops` is the ungrouped kernel's."""
+
+# Of a tile's ends, by the other program on the multiprocessor: where K is short, 3 to 11% of the whole.
+_HIDDEN_US = 0.5
 
 
 def specialized_tile(fast_accum: bool) -> Tile:
@@ -150,11 +228,10 @@ def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> fl
     blocks = -(-k // (tile.block_k * tile.split_k))
     flops = 2 * tile.block_m * tile.block_n * tile.block_k
     block_us = flops * _REFERENCE_SMS * tile.ctas_per_sm / (tile.tflops * 1e6)
-    reduce_us = 0.0 if tile.split_k == 1 else _REDUCE_US + (tile.split_k + 1) * m * n * 4 / _REDUCE_BYTES_PER_US
+    reduce_us = 0.0 if tile.split_k == 1 else _REDUCE_US + (tile.split_k + 1) * m * n * 4 / REDUCE_BYTES_PER_US
     return waves * (blocks * block_us + _TILE_ENDS_US) + reduce_us
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_tile(
     m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
 ) -> Tile:
@@ -180,17 +257,30 @@ def choose_among(candidates: list[AnyTile], m: int, n: int, k: int, multiprocess
     return best([tile for tile in candidates if tile.split_k == widest.split_k and tile.fits(out_bytes)])
 
 
-@functools.lru_cache(maxsize=4096)
-def specialized_is_faster(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS) -> bool:
-    """Whether to run C[m, n] = A[m, k] @ B[n, k]^T by kernels/gemm/specialized.py, whatever C's dtype."""
-    usual = choose_tile(m, n, k, fast_accum, multiprocessors)
-    return is_worth_a_call(specialized_tile(fast_accum), usual, m, n, k, multiprocessors)
+def choose_decode_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int) -> DecodeTile:
+    """How kernels/gemm/decode.py runs C[m, n] = A[m, k] @ B[n, k]^T, for an m of 64 or less."""
+    block_m, block_n = max(16, 1 << (m - 1).bit_length()), 64
+    tiles, split = -(-n // block_n), 1
+    while split < _MOST_DECODE_PARTS and 2 * split * tiles <= multiprocessors and k > 2 * split * _SHORTEST_DECODE_PART:
+        split *= 2
+    block_k = 256 if fast_accum else 128
+    # The deepest ring of which a multiprocessor holds as many as there are for it: all programs run at once.
+    programs = -(-split * tiles // multiprocessors)
+    if block_m > 32 and programs > 2:
+        block_k, stages = 128, 3
+    elif fast_accum:
+        stages = 3 if block_m > 32 and programs > 1 else 4
+    else:
+        stages = 6 if programs > 1 else 8  # alone, nothing else reads while a program adds
+    return DecodeTile(block_m, block_n, block_k, 4, stages, fast_accum, split)
 
 
-def is_worth_a_call(specialized: Tile, usual: Tile, m: int, n: int, k: int, multiprocessors: int) -> bool:
-    """Whether a specialized kernel can run it, beats the usual one's tile, and takes longer than the CPU to call it."""
-    us = estimated_us(specialized, m, n, k, multiprocessors)
-    return stores_by_descriptor(n) and SPECIALIZED_MINIMUM_US <= us < estimated_us(usual, m, n, k, multiprocessors)
+def choose_swiglu_decode_tile(whole: DecodeTile) -> DecodeTile:
+    """How kernels/gemm/decode.py runs gate and up that `whole` is for, in one part; its block_n columns are taken of each.
+
+    A step reads as many bytes of the weight as one of twice the depth does there.
+    """
+    return dataclasses.replace(whole, block_k=128, num_stages=3 if whole.block_m > 32 else 4)
 
 
 def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
@@ -198,7 +288,6 @@ def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
     return specialized.num_stages if specialized.fits(out_bytes) else specialized.num_stages - 1
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_stacked_tile(
     m: int,
     n: int,
@@ -219,50 +308,68 @@ def choose_stacked_tile(
     return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
 
 
-def stacked_is_specialized(
-    m: int, n: int, k: int, fast_accum: bool, along: str, multiprocessors: int = _REFERENCE_SMS
-) -> bool:
-    """Whether to run a stacked GEMM by kernels/gemm/specialized.py: as any other, and along K, where the other kernel's
-    copies wait at every border, any large one with fast accumulation."""
-    # The parts that a group of warps stores lie in one segment.
-    assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
-    assert SPECIALIZED_FAST.block_n // 2 == SPECIALIZED_FAST.block_k == SEGMENT_MULTIPLE == SPECIALIZED_FAST.block_m
-    if not (fast_accum and along == "K"):
-        return specialized_is_faster(m, n, k, fast_accum, multiprocessors)
-    large = estimated_us(SPECIALIZED_FAST, m, n, k, multiprocessors) >= SPECIALIZED_MINIMUM_US
-    return large and stores_by_descriptor(n)
+def choose_block_tile(
+    m: int, n: int, k: int, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4, halves: bool = True
+) -> BlockGemmTile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
 
-
-@functools.lru_cache(maxsize=4096)
-def stacked_is_faster(
-    m: int,
-    n: int,
-    k: int,
-    fast_accum: bool,
-    stacking: Stacking,
-    hopper: bool = True,
-    multiprocessors: int = _REFERENCE_SMS,
-) -> bool:
-    """Whether one GEMM of size m, n, k takes less time than one for each segment, and in forward (along N) has their bits.
-
-    One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
-    products have to be written and read again for their sum.
+    halves False leaves out the tiles in two halves, which suit Hopper's registers and no later GPU.
     """
-    if hopper and stacked_is_specialized(m, n, k, fast_accum, stacking.along, multiprocessors):
-        tile = specialized_tile(fast_accum)
-    else:
-        tile = choose_stacked_tile(m, n, k, fast_accum, stacking, multiprocessors)
-    apart = (len(stacking.segments) - 1) * m * n * 4 / _REDUCE_BYTES_PER_US if stacking.along == "K" else 0.0
-    for segment in stacking.segments:
-        sizes = {"M": m, "N": n, "K": k} | {stacking.along: segment}
-        size = (sizes["M"], sizes["N"], sizes["K"])
-        own = choose_tile(*size, fast_accum, multiprocessors)
-        if own.split_k > 1 and stacking.along == "N":
-            return False
-        if hopper and specialized_is_faster(*size, fast_accum, multiprocessors):
-            own = specialized_tile(fast_accum)
-        apart += estimated_us(own, *size, multiprocessors)
-    return estimated_us(tile, m, n, k, multiprocessors) <= apart
+    candidates = [tile for tile in BLOCK_TILES if halves or not tile.halves]
+    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+
+
+def choose_rows_tile(
+    m: int, n: int, k: int, groups: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
+) -> Tile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[g, n, k]^T, C's elements of `out_bytes` each.
+
+    How many rows each group has, only the device knows: the model takes them for equal.
+    """
+
+    def time(tile: Tile) -> float:
+        padded = groups * _round_up(-(-m // groups), tile.block_m)  # every group has a last tile of its own
+        return _grouped_us(tile, padded, n, k, multiprocessors)
+
+    return min(_candidates(n, fast_accum, out_bytes), key=time)
+
+
+def choose_columns_tile(
+    n: int, k: int, m: int, groups: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
+) -> Tile:
+    """The same for C[g, n, k] = A[n, m] @ B[k, m]^T, the sum over the m of each group."""
+    return min(
+        _candidates(k, fast_accum, out_bytes), key=lambda tile: columns_us(tile, n, k, m, groups, multiprocessors)
+    )
+
+
+def columns_us(tile: Tile, n: int, k: int, m: int, groups: int, multiprocessors: int) -> float:
+    """The estimated time of that product by one of GROUPED_TILES."""
+    # Of a group's first and last block half a block each is another group's.
+    length = -(-m // groups) + tile.block_k
+    return _grouped_us(tile, groups * _round_up(n, tile.block_m), k, length, multiprocessors)
+
+
+def columns_specialized_us(n: int, k: int, m: int, groups: int, fast_accum: bool, multiprocessors: int) -> float:
+    """The estimated time of that product by kernels/gemm/grouped_specialized.py."""
+    tile = specialized_tile(fast_accum)
+    return estimated_us(tile, groups * _round_up(n, tile.block_m), k, -(-m // groups), multiprocessors)
+
+
+def _grouped_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
+    """`estimated_us` of a kernel whose loads of a tile wait for the tile before, unless another program has work meanwhile."""
+    us = estimated_us(tile, m, n, k, multiprocessors)
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    return us - (_HIDDEN_US * -(-tiles // (multiprocessors * tile.ctas_per_sm)) if tile.ctas_per_sm > 1 else 0.0)
+
+
+def _candidates(width: int, fast_accum: bool, out_bytes: int) -> list[Tile]:
+    fitting = [tile for tile in GROUPED_TILES if tile.fast == fast_accum and tile.fits(out_bytes)]
+    return fitting if stores_by_descriptor(width) else [tile for tile in fitting if tile.narrow]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def stores_by_descriptor(n: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import is_hopper
+from te_dynamo.kernels.runtime.device import device_of
 
 __all__ = ["FEW_ROWS", "starts_early", "wait_for_predecessor"]
 
@@ -22,8 +22,9 @@ FEW_ROWS = 64
 
 
 def starts_early(rows: int | torch.SymInt, device: torch.device) -> bool:
-    """Whether kernels that read or write [rows, ...] are launched early: few rows, a number known when compiling, on Hopper."""
-    return isinstance(rows, int) and rows <= FEW_ROWS and device.type == "cuda" and is_hopper(device)
+    """Whether kernels that read or write [rows, ...] are launched early: few rows, a number known when compiling."""
+    few = isinstance(rows, int) and rows <= FEW_ROWS
+    return few and device.type == "cuda" and device_of(device).has_dependent_launch
 
 
 @triton.jit

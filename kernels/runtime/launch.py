@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from te_dynamo.kernels.runtime._triton import triton
+from te_dynamo.kernels.runtime.device import device_of
 
-__all__ = ["compiling_only", "is_hopper", "is_recording", "launch", "multiprocessor_count", "size_hint"]
-
-_H200_MULTIPROCESSORS = 132
+__all__ = ["compiling_only", "is_recording", "launch", "multiprocessor_count", "size_hint"]
 
 
 def launch(
@@ -86,17 +84,6 @@ def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
     return size
 
 
-@functools.cache
 def multiprocessor_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; an H200's where no GPU can be asked, so that graphs build anywhere."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return _H200_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether a CUDA device has Hopper's tensor cores (wgmma, which its successors lack); True where no GPU can be asked."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability(device)[0] == 9
+    """Multiprocessors of a CUDA device; an H200's where no GPU can be asked."""
+    return device_of(device).multiprocessors

@@ -22,16 +22,12 @@ from te_dynamo.dialect.gemm_block import gemm_block
 from te_dynamo.dialect.gemm_grouped import gemm_grouped_columns
 from te_dynamo.dialect.gemm_swiglu import gemm_swiglu
 from te_dynamo.dialect.stacked import gemm_stacked
-from te_dynamo.kernels.gemm.add import add_runs_specialized, gemm_add_specialized_out, is_aligned
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out, runs_block_specialized
-from te_dynamo.kernels.gemm.grouped_specialized import columns_run_specialized, columns_specialized_out
-from te_dynamo.kernels.gemm.specialized import (
-    gemm_specialized_out,
-    runs_specialized,
-    stacked_runs_specialized,
-    stacked_specialized_out,
-)
-from te_dynamo.kernels.gemm.swiglu import gemm_swiglu_specialized, swiglu_runs_specialized
+from te_dynamo.kernels.gemm.add import gemm_add_specialized_out, is_aligned
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
+from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_specialized_out
+from te_dynamo.kernels.gemm.swiglu import gemm_swiglu_specialized
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
@@ -45,7 +41,7 @@ class _Extern:
 
     name:     of the function in Inductor's code.
     call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, addend?, **keywords, out=...).
-    runs:     of (a, b, [offs or addend,] *flags): whether it is the fastest there.
+    choose:   of (a, b, [offs or addend,] *flags): what runs it, this function or a launch.
     keywords: of (*flags): what it is told of them.
     tensors:  how many arguments come first. Of six the last is an addend, which `out` may be.
     grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
@@ -55,7 +51,7 @@ class _Extern:
 
     name: str
     call: Callable[..., None]
-    runs: Callable[..., bool]
+    choose: Callable[..., Choice]
     keywords: Callable[..., dict[str, Any]]
     tensors: int = 5
     grouped: bool = False
@@ -72,31 +68,37 @@ class _Extern:
 
 
 _EXTERNS = {
-    gemm: _Extern("te_gemm", gemm_specialized_out, runs_specialized, lambda fast_accum: {"fast": fast_accum}),
+    gemm: _Extern("te_gemm", gemm_specialized_out, choose_for, lambda fast_accum: {"fast": fast_accum}),
     gemm_add: _Extern(
         "te_gemm_add",
         gemm_add_specialized_out,
-        lambda a, b, addend, fast_accum: is_aligned(addend) and add_runs_specialized(a, b, addend.dtype, fast_accum),
+        lambda a, b, addend, fast_accum: choose_for(
+            a, b, fast_accum, addend.dtype, epilogue="add", recorded=not is_aligned(addend)
+        ),
         lambda fast_accum: {"fast": fast_accum},
         tensors=6,
     ),
     gemm_block: _Extern(
         "te_gemm_block",
         gemm_block_specialized_out,
-        lambda a, b, a_two_d, b_two_d: runs_block_specialized(a, b, a_two_d),
+        lambda a, b, a_two_d, b_two_d: choose_for(a, b, scaling="128x128" if a_two_d else "1x128"),
         lambda a_two_d, b_two_d: {"b_two_d": b_two_d},
     ),
     gemm_stacked: _Extern(
         "te_gemm_stacked",
         stacked_specialized_out,
-        lambda a, b, fast_accum, along, segments: stacked_runs_specialized(a, b, fast_accum, along),
+        lambda a, b, fast_accum, along, segments: choose_for(
+            a, b, fast_accum, stacking=Stacking(along, tuple(segments))
+        ),
         lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
         tensors=4,
     ),
     gemm_swiglu: _Extern(
         "te_gemm_swiglu",
         gemm_swiglu_specialized,
-        lambda a, b, fast_accum, gate: swiglu_runs_specialized(a, b, fast_accum),
+        lambda a, b, fast_accum, gate: choose_for(
+            a, b, fast_accum, epilogue="swiglu", stacking=Stacking("N", 2 * (b.shape[0] // 2,))
+        ),
         lambda fast_accum, gate: {"fast": fast_accum, "gate": gate},
         tensors=4,
         planned=False,
@@ -104,7 +106,7 @@ _EXTERNS = {
     gemm_grouped_columns: _Extern(
         "te_gemm_grouped_columns",
         columns_specialized_out,
-        columns_run_specialized,
+        lambda a, b, offs, fast_accum: choose_for(a, b, fast_accum, k_groups=offs.shape[0]),
         lambda fast_accum: {"fast": fast_accum},
         grouped=True,
     ),
@@ -123,7 +125,7 @@ def is_extern(node: torch.fx.Node) -> bool:
     extern = _EXTERNS[node.target]
     operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []), *([5] if extern.adds else []))]
     values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
-    return extern.runs(*values, *extern.flags(node.args))
+    return extern.choose(*values, *extern.flags(node.args)).specialized
 
 
 @functools.cache

@@ -31,7 +31,6 @@ from te_dynamo.dialect.fakes import quantized, quantized_stack
 from te_dynamo.dialect.stacked import segments_stack
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.inspect.report import Report, WorkspaceRecord
-from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
 from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_getitem, emit_method, tensor_of
 from te_dynamo.passes.torch_ir.match.where import parameter_name, source_line
 from te_dynamo.passes.torch_ir.regions import Region, regions, written_inputs
@@ -300,7 +299,7 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
     for reader in sorted(linears, key=lambda reader: reader.node):
         x, _, bias, _ = reader.node.args
         config = reader.config
-        if bias is None and has_fused_kernels(config.weight_quantizer) and not config.weight_transposed:
+        if bias is None and config.weight_quantizer.stacks and not config.weight_transposed:
             by_input.setdefault((x, config, reader.operand.dtype, reader.frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)

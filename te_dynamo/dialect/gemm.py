@@ -8,21 +8,12 @@ from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import column_sums, plain
 from te_dynamo.kernels.gemm import add as add_kernels
 from te_dynamo.kernels.gemm import current as kernels
-from te_dynamo.kernels.gemm.add import add_runs_specialized, adds_in_launch
 from te_dynamo.kernels.gemm.amax import gemm_amax as launch_gemm_amax
-from te_dynamo.kernels.gemm.amax import gemm_amax_reference, has_amax
+from te_dynamo.kernels.gemm.amax import gemm_amax_reference
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.quantize.current import PARTIALS
 
-__all__ = [
-    "add_bias",
-    "add_runs_specialized",
-    "adds_in_launch",
-    "bias_grad",
-    "gemm",
-    "gemm_add",
-    "gemm_amax",
-    "has_amax",
-]
+__all__ = ["add_bias", "bias_grad", "choose_for", "gemm", "gemm_add", "gemm_amax"]
 
 
 @te_op(reference=kernels.gemm_reference, kernel=kernels.gemm)

@@ -8,7 +8,7 @@ from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import plain
 from te_dynamo.kernels.gemm import block as kernels
 from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8
-from te_dynamo.kernels.gemm.mxfp8_sm100 import applies_block_scales
+from te_dynamo.kernels.runtime.device import device_of
 
 __all__ = ["gemm_block"]
 
@@ -24,7 +24,7 @@ def _kernel(
     b_two_d: bool,
 ) -> torch.Tensor:
     """E8M0 codes, of which four are equal, are MXFP8 as they are to tensor cores that know it."""
-    if a_scale_inv.dtype == torch.uint8 and applies_block_scales(a.device):
+    if a_scale_inv.dtype == torch.uint8 and device_of(a.device).has_block_scales:
         return gemm_mxfp8(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, False, False)
     return kernels.gemm_block(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 

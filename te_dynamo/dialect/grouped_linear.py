@@ -22,11 +22,11 @@ from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm_grouped import gemm_grouped, gemm_grouped_columns
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.errors import InputError
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Float8GroupedQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Quantizer, check_grouped_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
-from te_dynamo.recipe import Float8CurrentScaling
+from te_dynamo.recipe import Recipe
 
 __all__ = [
     "GroupedLinearBwdArgs",
@@ -53,25 +53,12 @@ class GroupedLinearConfig(LinearConfig):
     transposed_shape: ClassVar[str] = "[G, K, N]"
 
     def __post_init__(self) -> None:
-        x, weight, dy = self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer
-        if not (
-            isinstance(x, Float8CurrentScalingQuantizer)
-            and isinstance(weight, Float8GroupedQuantizer)
-            and isinstance(dy, Float8CurrentScalingQuantizer)
-        ):
-            raise QuantizationError(
-                "grouped linear: expected x and dy in current scaling and the weight in Float8GroupedQuantizer, got "
-                + ", ".join(q.describe() if q else "None" for q in (x, weight, dy))
-            )
-        pairs = (("fprop", x, weight), ("dgrad", dy, weight), ("wgrad", dy, x))
-        for gemm, a, b in pairs:
-            if a.fp8_format == b.fp8_format == "e5m2":
-                raise QuantizationError(f"{gemm}: e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one in e4m3")
+        check_grouped_linear(self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
 
     @classmethod
     def for_weight(
         cls,
-        recipe: Float8CurrentScaling,
+        recipe: Recipe,
         *,
         weight_transposed: bool,
         input_requires_grad: bool,
@@ -81,12 +68,9 @@ class GroupedLinearConfig(LinearConfig):
         fprop, dgrad, wgrad = recipe.fast_accum()
         return cls(
             input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad),
-            weight_quantizer=Float8GroupedQuantizer(
+            weight_quantizer=recipe.weight_quantizer().for_groups(
                 rowwise=input_requires_grad or not weight_transposed,
                 columnwise=input_requires_grad or weight_transposed,
-                fp8_format="e4m3",
-                power_of_two_scale=recipe.power_of_two_scales,
-                amax_epsilon=recipe.amax_epsilon,
             ),
             grad_output_quantizer=recipe.grad_output_quantizer(),
             input_requires_grad=input_requires_grad,

@@ -61,7 +61,7 @@ def multiply(
     """
     if addend is None:
         return _product(a, b, out_dtype, fast_accum, bias)
-    if isinstance(a.quantizer, Float8CurrentScalingQuantizer) and addend.dtype == out_dtype:
+    if a.quantizer.fused_sums and addend.dtype == out_dtype:
         check_product(a.quantizer, a.columnwise, b.quantizer, b.columnwise)
         return gemm_add(*a.tensors, *b.tensors, bias, addend, out_dtype, fast_accum)
     return _product(a, b, out_dtype, fast_accum, bias).add_(addend)

@@ -84,17 +84,17 @@ def takes_quantizer(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def run(*args: Any) -> Any:
-        return implementation(*chain.from_iterable(_current_scaling(a) for a in args))
+        return implementation(*chain.from_iterable(_kernel_arguments(a) for a in args))
 
     return run
 
 
-def _current_scaling(argument: Any) -> tuple[Any, ...]:
+def _kernel_arguments(argument: Any) -> tuple[Any, ...]:
     if not isinstance(argument, Quantizer):
         return (argument,)
-    if not isinstance(argument, Float8CurrentScalingQuantizer):
+    if not argument.fused_producers:
         raise QuantizationError(f"{argument.describe()}: the fused kernels write FP8 with one scale a tensor")
-    return FORMATS[Float8CurrentScalingQuantizer].arguments(argument, None)
+    return format_of(argument).arguments(argument, None)
 
 
 def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]]) -> Callable[..., list[torch.Tensor]]:

@@ -8,10 +8,11 @@ from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import plain, quantized_stack
 from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.gemm import stacked as gemm_kernels
-from te_dynamo.kernels.gemm.decode import decode_tile
-from te_dynamo.kernels.gemm.tiles import stacked_is_faster
+from te_dynamo.kernels.gemm.choose import Product
+from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
 from te_dynamo.kernels.quantize import stacked as kernels
-from te_dynamo.kernels.runtime.launch import is_hopper, multiprocessor_count, size_hint
+from te_dynamo.kernels.runtime.device import device_of
+from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.quantized.quantizers import Quantizer
 
@@ -68,13 +69,7 @@ def stacking_pays(
 
     m, n, k: of the whole; a symbolic one counts as its hint.
     """
-    hopper, multiprocessors = is_hopper(device), multiprocessor_count(device)
-    if along == "N":
-        few_rows = [decode_tile(m, size, k, fast_accum, hopper, multiprocessors) for size in (n, *segments)]
-        if all(few_rows):
-            return all(tile.split_k == 1 for tile in few_rows if tile is not None)
-        if any(few_rows):
-            return False  # a segment's own bits are another kernel's, perhaps with K in parts
     sizes = [size_hint(size) for size in (m, n, k)]
     stacking = Stacking(along, tuple(segments))
-    return stacked_is_faster(*sizes, fast_accum, stacking, hopper, multiprocessors)
+    product = Product(*sizes, fast_accum, stacking=stacking, m_known=isinstance(m, int))
+    return product_pays(product, device_of(device))

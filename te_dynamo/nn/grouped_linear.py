@@ -12,7 +12,7 @@ from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.nn.base import QuantizedModule
 from te_dynamo.nn.linear import linear_parameters
-from te_dynamo.recipe import Float8CurrentScaling, Recipe
+from te_dynamo.recipe import Recipe
 
 __all__ = ["GroupedLinear"]
 
@@ -40,7 +40,7 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter(f"weight{group}", weight)
 
     def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
-        if not isinstance(self.recipe, Float8CurrentScaling) or self.recipe.backward != "quantized":
+        if not self.recipe.input_quantizer().grouped_gemms or self.recipe.backward != "quantized":
             raise InvalidOptionError(
                 f"te_dynamo.nn.GroupedLinear: {self.recipe.describe()} has no grouped GEMM; float8_current_scaling has"
             )

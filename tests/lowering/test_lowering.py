@@ -33,6 +33,7 @@ from torch import fx
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.memory import written_by_inductor
 from te_dynamo.errors import LoweringError
+from te_dynamo.kernels.runtime.device import Device
 from te_dynamo.lowering.amax import amax_by_rows
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU
@@ -87,9 +88,8 @@ class LoweredGELU(GELU):
 @pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0"])
 def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blackwell's: the same operations, both forms of scales."""
-    for module in ("mxfp8", "mxfp8_sm100"):
-        monkeypatch.setattr(f"te_dynamo.kernels.gemm.{module}.applies_block_scales", lambda device: True)
-    monkeypatch.setattr("te_dynamo.dialect.gemm_block.applies_block_scales", lambda device: True)
+    for module in ("kernels.gemm.mxfp8", "dialect.gemm_block"):
+        monkeypatch.setattr(f"te_dynamo.{module}.device_of", lambda device: Device((10, 0), 148))
     target, arguments, _ = CASES[case]
     graph = graph_of(target.default, *arguments())
     lower(graph)

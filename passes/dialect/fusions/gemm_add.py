@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_dynamo.dialect.gemm import add_runs_specialized, adds_in_launch, gemm, gemm_add
+from te_dynamo.dialect.gemm import choose_for, gemm, gemm_add
 from te_dynamo.dialect.memory import RESHAPES, is_in_memory, must_be_written
 from te_dynamo.passes.dialect.graph import call_like, calls, fakes_of, is_plain_sum
 
@@ -67,10 +67,8 @@ def _other(node: Node, operand: Node) -> Node:
 def _pays(node: Node, product: Node) -> bool:
     """Whether a launch that adds takes no longer than the GEMM and what Inductor makes of the addition."""
     a, b, out_dtype, fast_accum = (product.args[i] for i in (0, 2, 5, 6))
-    values: Any = (a.meta["val"], b.meta["val"], out_dtype, fast_accum)  # type: ignore[union-attr]
-    if add_runs_specialized(*values):
-        return True
-    return adds_in_launch(*values) and (must_be_written(node) or _is_added_again(node))
+    choice = choose_for(a.meta["val"], b.meta["val"], fast_accum, out_dtype, epilogue="add")  # type: ignore[union-attr, arg-type]
+    return choice.specialized or (choice.fused and (must_be_written(node) or _is_added_again(node)))
 
 
 def _is_added_again(node: Node) -> bool:

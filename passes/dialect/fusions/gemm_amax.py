@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.gemm import gemm, gemm_amax, has_amax
+from te_dynamo.dialect.gemm import choose_for, gemm, gemm_amax
 from te_dynamo.dialect.quantize import quantize_with_amax
 from te_dynamo.passes.dialect.fusions.producer import quantize_of
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
@@ -29,7 +29,7 @@ def fuse_gemm_amax(graph: Graph) -> int:
     for node in calls(graph, gemm):
         quantized = quantize_of(node)
         a, b, fast_accum = (node.args[i] for i in (0, 2, 6))
-        if quantized is None or not has_amax(_value(a), _value(b), bool(fast_accum)):
+        if quantized is None or not choose_for(_value(a), _value(b), bool(fast_accum), epilogue="amax").fused:
             continue
         fused = call_like(graph, gemm_amax, node.args, node)
         read_item(fused, 0, [node])

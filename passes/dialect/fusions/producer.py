@@ -3,7 +3,7 @@
 A producer writes y; te.quantize reads it. The fused operation returns [y if anyone else reads it, the producer's other
 results, the quantizer's buffers]. It stands where the producer stood, so everything that read either still comes after.
 
-The fused kernels write FP8 with one scale a tensor; any other quantizer's te.quantize stays by itself.
+The te.quantize of a quantizer without `fused_producers` stays by itself.
 """
 
 from __future__ import annotations
@@ -12,21 +12,15 @@ from torch.fx import Graph, Node
 
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import item_users, read_item
-from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
-__all__ = ["has_fused_kernels", "other_readers", "quantize_of", "take_over"]
-
-
-def has_fused_kernels(quantizer: object) -> bool:
-    """Whether the kernels of norms and activations can write that quantizer's buffers."""
-    return isinstance(quantizer, Float8CurrentScalingQuantizer)
+__all__ = ["other_readers", "quantize_of", "take_over"]
 
 
 def quantize_of(y: Node) -> Node | None:
     """The one te.quantize that reads `y`, if a fused kernel knows its format; None without one, or with several that differ
     (they cannot share one pass)."""
     readers = [user for user in y.users if user.target is quantize]
-    if len(readers) != 1 or not has_fused_kernels(readers[0].args[1]):
+    if len(readers) != 1 or not readers[0].args[1].fused_producers:  # type: ignore[union-attr]
         return None
     return readers[0]
 

@@ -44,7 +44,6 @@ from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import MOST_SEGMENTS, gemm_stacked, quantize_stacked, segments_stack, stacking_pays
 from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
-from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
 from te_dynamo.passes.dialect.graph import (
     call_like,
     calls,
@@ -218,11 +217,11 @@ def _with_backward(weight: Node | _Part, product: Node, dgrad: Node) -> _Linear 
 
 
 def _quantize_behind(buffer: Any, name: str) -> Node | None:
-    """The te.quantize by current scaling whose buffer of that name this is."""
+    """The te.quantize, of a format that stacks, whose buffer of that name this is."""
     if not (isinstance(buffer, Node) and buffer.target is operator.getitem):
         return None
     node, index = buffer.args
-    if not (isinstance(node, Node) and node.target is quantize and has_fused_kernels(node.args[1])):
+    if not (isinstance(node, Node) and node.target is quantize and node.args[1].stacks):  # type: ignore[union-attr]
         return None
     return node if _names(node)[index] == name else None  # type: ignore[index]
 

@@ -78,10 +78,9 @@ def linear_cost_reason(
     times = _times(recipe)
     if times is None:
         return ""
-    fast = recipe.fast_accum() if isinstance(recipe, Float8CurrentScaling) else (False,) * 3
     work = [
         _FAST_SUMS if is_fast else 1.0
-        for gemm, is_fast in zip(("fprop", "dgrad", "wgrad"), fast, strict=True)
+        for gemm, is_fast in zip(("fprop", "dgrad", "wgrad"), recipe.fast_accum(), strict=True)
         if gemm in gemms
     ]
     activations = m * k / x_readers + (m * n if len(work) > 1 else 0)

@@ -34,7 +34,6 @@ from te_dynamo.passes.torch_ir.match.values import (
     sole_user,
     tensor_of,
 )
-from te_dynamo.recipe import Float8CurrentScaling
 
 __all__ = ["match_expert_loop"]
 
@@ -64,7 +63,6 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
         return []
     if recipe_reason(recipe) or shape_reason(tensor_of(x).shape, (len(weights), *sizes[0][:0:-1]), recipe):
         return []
-    assert isinstance(recipe, Float8CurrentScaling)
     graph = node.graph
     with graph.inserting_before(node):
         stacked = emit(graph, torch.stack, (list(weights),), node)

@@ -38,7 +38,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     left_as_plain,
     tensor_of,
 )
-from te_dynamo.recipe import Float8CurrentScaling, Recipe
+from te_dynamo.recipe import Recipe
 
 __all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reason"]
 
@@ -67,7 +67,6 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
         return [record]
-    assert isinstance(recipe, Float8CurrentScaling)
     record.groups = fixed(tensor_of(weight).shape[0]) or 0
     with node.graph.inserting_before(node):
         new = _batched(node, x, weight, recipe) if offs is None else emit_grouped_linear(node, x, weight, offs, recipe)
@@ -76,9 +75,7 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     return [record]
 
 
-def emit_grouped_linear(
-    node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Float8CurrentScaling
-) -> fx.Node:
+def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Recipe) -> fx.Node:
     """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, for the user's `node`."""
     weight, transposed = _as_stored(weight, node)
     grad = tensor_of(node).requires_grad
@@ -109,7 +106,7 @@ def _is_transposition(weight: fx.Node) -> bool:
     return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
 
 
-def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Float8CurrentScaling) -> fx.Node:
+def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> fx.Node:
     """x [G, m, K] times [G, K, N]: G groups of m rows."""
     graph, value = node.graph, tensor_of(x)
     groups, k, n = map(fixed, tensor_of(weight).shape)
@@ -180,7 +177,7 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
 
 def recipe_reason(recipe: Recipe) -> str:
     """Why a recipe has no grouped linear, "" for one that has."""
-    if not isinstance(recipe, Float8CurrentScaling):
+    if not recipe.input_quantizer().grouped_gemms:
         return f"a grouped GEMM of a mixture's experts; {recipe.name} has none, float8_current_scaling has"
     if recipe.backward != "quantized":
         return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"

@@ -18,7 +18,6 @@ from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
 from te_dynamo.passes.torch_ir.match.autocast import may_be_autocast
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
 from te_dynamo.passes.torch_ir.match.products import Product, Sizes, product_of, transpositions, without_casts
@@ -102,7 +101,7 @@ def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool
 
 def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     out, x, weight = tensor_of(node), product.x, product.weight
-    batch_first = _before_swap(x) if has_fused_kernels(recipe.input_quantizer()) else None
+    batch_first = _before_swap(x) if recipe.input_quantizer().one_scale else None
     config = LinearConfig.from_recipe(
         recipe,
         input_requires_grad=out.requires_grad and tensor_of(x).requires_grad,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.passes.dialect.fusions.producer import has_fused_kernels
 from te_dynamo.passes.torch_ir.match.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
@@ -34,7 +33,7 @@ def why_not_read_by_linear(node: fx.Node) -> str:
         for user in current.users:
             if _is_te_linear(user) and user.args[0] is current:
                 quantizer = _config(user).input_quantizer
-                if has_fused_kernels(quantizer):
+                if quantizer.fused_producers:
                     return ""
                 other = f"no fused kernel writes {quantizer.describe()}; left to Inductor"
             if user not in seen and _keeps_elements(user, current):
@@ -55,7 +54,8 @@ def comes_from_linear(node: fx.Node) -> bool:
         source = node.args[0]
         if calls(node, {operator.getitem}):
             if _is_te_linear(source):
-                return bool(node.args[1] == 0) and has_fused_kernels(_config(source).grad_output_quantizer)
+                dy = _config(source).grad_output_quantizer
+                return bool(node.args[1] == 0) and dy is not None and dy.fused_producers
             if not calls(source, _PARTS, _PART_METHODS) and tensor_of(source) is None:
                 return False
         elif not calls(node, _PARTS, _PART_METHODS) and not (

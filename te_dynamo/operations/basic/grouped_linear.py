@@ -22,7 +22,7 @@ from te_dynamo.operations.checks import check_settings
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
 from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
-from te_dynamo.recipe import Float8CurrentScaling, Recipe
+from te_dynamo.recipe import Recipe
 
 __all__ = ["GroupedLinear"]
 
@@ -72,10 +72,12 @@ class GroupedLinear(BasicOperation):
             return self
         return dataclasses.replace(self, recipe=recipe)  # type: ignore[type-var]
 
-    def _grouped_recipe(self) -> Optional[Float8CurrentScaling]:
+    def _grouped_recipe(self) -> Optional[Recipe]:
         """The recipe, if there are grouped GEMMs for it."""
         recipe = self.recipe
-        return recipe if isinstance(recipe, Float8CurrentScaling) and recipe.backward == "quantized" else None
+        if recipe is None or not recipe.input_quantizer().grouped_gemms or recipe.backward != "quantized":
+            return None
+        return recipe
 
     def config(self, requires_grad: RequiresGrad) -> Optional[GroupedLinearConfig]:
         """How te.grouped_linear's helpers run it; None in high precision."""

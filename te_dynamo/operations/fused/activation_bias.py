@@ -23,7 +23,7 @@ from te_dynamo.dialect.linear import backward_products, grad_output_quantizer
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
-from te_dynamo.operations.fused.quantized import DIALECT, activation_gradient_quantized, has_fused_kernels
+from te_dynamo.operations.fused.quantized import DIALECT, activation_gradient_quantized
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
@@ -64,4 +64,5 @@ def fuse_activation_bias(ops: Sequence[FusibleOperation], *, recipe: Optional[Re
 
 
 def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
-    return BackwardActivationBias(window) if has_fused_kernels(window[0].grad_output_quantizer()) else None
+    dy = window[0].grad_output_quantizer()
+    return BackwardActivationBias(window) if dy is not None and dy.fused_producers else None

@@ -24,7 +24,6 @@ from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
-from te_dynamo.operations.fused.quantized import has_fused_kernels
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.quantized.quantize import quantize_tensor
@@ -57,4 +56,5 @@ def fuse_backward_linear_scale(ops: Sequence[FusibleOperation], *, recipe: Optio
 
 
 def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
-    return BackwardLinearScale(window) if has_fused_kernels(window[0].grad_output_quantizer()) else None
+    dy = window[0].grad_output_quantizer()
+    return BackwardLinearScale(window) if dy is not None and dy.one_scale else None

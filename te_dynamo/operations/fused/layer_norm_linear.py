@@ -24,7 +24,7 @@ from te_dynamo.dialect.linear import forward_product, saved_operands
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
-from te_dynamo.operations.fused.quantized import NORMS, has_fused_kernels, norm_quantized
+from te_dynamo.operations.fused.quantized import NORMS, norm_quantized
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.quantized.quantize import quantize_tensor
@@ -85,5 +85,5 @@ def fuse_layer_norm_linear(ops: Sequence[FusibleOperation], *, recipe: Optional[
 
 def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
     linear = window[1]
-    quantized = linear.grad_output_quantizer() is not None and has_fused_kernels(linear.input_quantizer())
+    quantized = linear.grad_output_quantizer() is not None and linear.input_quantizer().fused_producers
     return LayerNormLinear(window) if quantized else None

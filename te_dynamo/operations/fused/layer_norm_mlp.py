@@ -46,7 +46,6 @@ from te_dynamo.operations.fused.quantized import (
     NORMS,
     activation_gradient_quantized,
     activation_quantized,
-    has_fused_kernels,
     norm_quantized,
 )
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
@@ -203,10 +202,10 @@ def layer_norm_mlp(recompute: Optional[str] = None) -> Fusion:
 
 
 def _fused(recompute: Optional[str], window: tuple[Any, ...]) -> Optional[FusedOperation]:
-    linears = [op for op in window if isinstance(op, BasicLinear)]
+    linears: list[Any] = [op for op in window if isinstance(op, BasicLinear)]
     if any(linear.grad_output_quantizer() is None for linear in linears):
         return None
-    has_kernels = all(has_fused_kernels(linear.input_quantizer()) for linear in linears)
+    has_kernels = all(linear.input_quantizer().fused_producers for linear in linears)
     return LayerNormMLP(window, recompute) if has_kernels or recompute else None
 
 

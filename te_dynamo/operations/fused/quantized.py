@@ -1,6 +1,6 @@
 """Norms, activations and their gradients that end in quantized buffers: one kernel where there is one, two operations elsewhere.
 
-The kernels write FP8 with one scale a tensor. Both ways give the same bits.
+Both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from te_dynamo.operations.basic.gated import Gated, SwiGLU
 from te_dynamo.operations.basic.norm import LayerNorm, RMSNorm
 from te_dynamo.operations.op import BasicOperation, Params
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
     "DIALECT",
     "NORMS",
     "activation_gradient_quantized",
     "activation_quantized",
-    "has_fused_kernels",
     "norm_quantized",
 ]
 
@@ -35,11 +34,6 @@ DIALECT = (GELU, ReLU, SiLU)
 """The activations that te.activation has kernels for."""
 
 
-def has_fused_kernels(quantizer: Optional[Quantizer]) -> bool:
-    """Whether the kernels of norms and activations write that quantizer's buffers."""
-    return isinstance(quantizer, Float8CurrentScalingQuantizer)
-
-
 def norm_quantized(
     norm: BasicOperation, x: torch.Tensor, params: Params, quantizer: Quantizer
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -47,14 +41,14 @@ def norm_quantized(
     x = x.contiguous()
     if isinstance(norm, RMSNorm):
         settings = (params[0], norm.eps, norm.cast_before_weight, norm.zero_centered)
-        if has_fused_kernels(quantizer):
+        if quantizer.fused_producers:
             rstd, *buffers = rms_norm_quantize(x, *settings, quantizer, False)
             return [rstd], buffers
         y, rstd = rms_norm(x, *settings)
         return [rstd], quantize_tensor(y, quantizer)
     assert isinstance(norm, LayerNorm)
     weight, bias = params
-    if has_fused_kernels(quantizer):
+    if quantizer.fused_producers:
         mean, rstd, *buffers = layer_norm_quantize(x, weight, bias, norm.eps, quantizer, False)
         return [mean, rstd], buffers
     y, mean, rstd = layer_norm(x, weight, bias, norm.eps)
@@ -63,9 +57,9 @@ def norm_quantized(
 
 def activation_quantized(activation: BasicOperation, h: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
     """Buffers of f(h)."""
-    if has_fused_kernels(quantizer) and type(activation) in DIALECT:
+    if quantizer.fused_producers and type(activation) in DIALECT:
         return list(activation_quantize(h, activation.kind(), quantizer, False))  # type: ignore[attr-defined]
-    if has_fused_kernels(quantizer) and type(activation) is SwiGLU:
+    if quantizer.fused_producers and type(activation) is SwiGLU:
         return list(swiglu_quantize(*h.chunk(2, -1), quantizer, False))
     assert isinstance(activation, (Activation, Gated))
     return quantize_tensor(activation.forward(h).contiguous(), quantizer)
@@ -75,11 +69,11 @@ def activation_gradient_quantized(
     activation: BasicOperation, dy: torch.Tensor, h: torch.Tensor, quantizer: Quantizer, needs_sums: bool
 ) -> tuple[Optional[torch.Tensor], list[torch.Tensor]]:
     """(column sums of dh in fp32 if asked for, buffers of dh), dh = dy * f'(h)."""
-    if has_fused_kernels(quantizer) and type(activation) in DIALECT:
+    if quantizer.fused_producers and type(activation) in DIALECT:
         kind = activation.kind()  # type: ignore[attr-defined]
         results = activation_backward_quantize(dy.contiguous(), h, kind, quantizer, False, needs_sums)
         return (results[0] if needs_sums else None), list(results[int(needs_sums) :])
-    if has_fused_kernels(quantizer) and type(activation) is SwiGLU:
+    if quantizer.fused_producers and type(activation) is SwiGLU:
         results = swiglu_backward_quantize_halves(dy.contiguous(), *h.chunk(2, -1), quantizer, needs_sums, True)
         return (bias_grad(results[0]) if needs_sums else None), list(results[int(needs_sums) :])
     assert isinstance(activation, (Activation, Gated))

@@ -6,7 +6,7 @@ from te_dynamo.quantized.quantizers.float8_current_scaling import Float8CurrentS
 from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantized.quantizers.mxfp8 import MXFP8Quantizer
 from te_dynamo.quantized.quantizers.nvfp4 import NVFP4Quantizer
-from te_dynamo.quantized.quantizers.product import check_linear, check_product
+from te_dynamo.quantized.quantizers.product import check_grouped_linear, check_linear, check_product
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -15,6 +15,7 @@ __all__ = [
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",
+    "check_grouped_linear",
     "check_linear",
     "check_product",
 ]

@@ -44,6 +44,24 @@ class Quantizer(metaclass=OpaqueMeta):
     reads_as_matrix: ClassVar[bool] = True
     """Whether a tensor of any rank is read as [M, K], so that its views of the same K have the same buffers."""
 
+    # What kernels can do for a format beside te.quantize and its GEMM. Whoever fuses or matches asks here.
+
+    one_scale: ClassVar[bool] = False
+    """Whether a tensor has one scale, of the amax of all its values: their order does not matter, the amax may be known before
+    (te.quantize_with_amax), and a factor of the values may join the scale."""
+
+    fused_producers: ClassVar[bool] = False
+    """Whether norms, activations and their gradients write the buffers themselves (te.rms_norm_quantize and its like)."""
+
+    fused_sums: ClassVar[bool] = False
+    """Whether its GEMM adds another tensor to its result (te.gemm_add)."""
+
+    stacks: ClassVar[bool] = False
+    """Whether tensors of several linears may be one operand with a scale each (te.quantize_stacked, te.gemm_stacked)."""
+
+    grouped_gemms: ClassVar[bool] = False
+    """Whether there are GEMMs of groups of rows (te.gemm_grouped), by weights that `for_groups` says how to hold."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -101,6 +119,10 @@ class Quantizer(metaclass=OpaqueMeta):
     def transposes_columns(self) -> bool:
         """Whether columnwise data is the rows of x^T, not in the order of x."""
         return True
+
+    def for_groups(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        """How the weights [G, N, K] of grouped GEMMs are held, each as this quantizer holds one. QuantizationError without such GEMMs."""
+        raise QuantizationError(f"{self.describe()}: there is no grouped GEMM for it")
 
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantized.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
@@ -34,6 +35,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
     power_of_two_scale: bool = False
     amax_epsilon: float = 0.0
 
+    one_scale: ClassVar[bool] = True
+    fused_producers: ClassVar[bool] = True
+    fused_sums: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
+    grouped_gemms: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self.fp8_format)
@@ -48,6 +55,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return Float8CurrentScalingQuantizer(
             rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
         )
+
+    def for_groups(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
+        return Float8GroupedQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.float8_block import Float8BlockQuantizer
+from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantized.quantizers.mxfp8 import MXFP8Quantizer
 from te_dynamo.quantized.quantizers.nvfp4 import NVFP4Quantizer
 
-__all__ = ["check_linear", "check_product"]
+__all__ = ["check_grouped_linear", "check_linear", "check_product"]
 
 
 def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
@@ -26,11 +27,27 @@ def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
             raise QuantizationError(f"{gemm}: {error}") from None
 
 
+def check_grouped_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
+    """Raises QuantizationError unless grouped GEMMs multiply the operands of a grouped linear, weight [G, N, K]."""
+    if not x.grouped_gemms or not isinstance(weight, Float8GroupedQuantizer) or dy is None or not dy.grouped_gemms:
+        raise QuantizationError(
+            "grouped linear: expected x and dy in current scaling and the weight in Float8GroupedQuantizer, got "
+            + ", ".join(q.describe() if q else "None" for q in (x, weight, dy))
+        )
+    for gemm, a, b in (("fprop", x, weight), ("dgrad", dy, weight), ("wgrad", dy, x)):
+        if _both_e5m2(a, b):
+            raise QuantizationError(f"{gemm}: e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one in e4m3")
+
+
+def _both_e5m2(a: Quantizer, b: Quantizer) -> bool:
+    return getattr(a, "fp8_format", "") == getattr(b, "fp8_format", "") == "e5m2"
+
+
 def check_product(a: Quantizer, a_columnwise: bool, b: Quantizer, b_columnwise: bool) -> None:
     """Raises QuantizationError unless a GEMM multiplies a tensor of `a` by one of `b`, each read columnwise or rowwise."""
     if type(a) is not type(b):
         raise QuantizationError(f"no GEMM multiplies {type(a).__name__} by {type(b).__name__}")
-    if getattr(a, "fp8_format", "") == getattr(b, "fp8_format", "") == "e5m2":
+    if _both_e5m2(a, b):
         raise QuantizationError("e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one operand in e4m3")
     if isinstance(a, Float8BlockQuantizer) and isinstance(b, Float8BlockQuantizer):
         if a.block_dims == b.block_dims == 2:

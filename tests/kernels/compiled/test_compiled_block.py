@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel
-from te_dynamo.kernels.gemm.block_tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.quantize.float8_block import block_tile, quantize_block, quantize_block_kernel
 from te_dynamo.kernels.runtime.compiled_code import PtxReport
 from te_dynamo.kernels.tiles.fp8 import cast_launches

@@ -10,8 +10,7 @@ import torch
 from helpers.kernels.compiled_cases import SHARED_BYTES, TRITON_TYPES, Case, compile_case, written
 
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_kernel, gemm_grouped_kernel, grouped_options
-from te_dynamo.kernels.gemm.grouped_tiles import GROUPED_TILES
-from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile
 from te_dynamo.kernels.quantize.grouped import PARTIALS, grouped_amax_kernel, grouped_cast_kernel
 
 MIXES = {

@@ -17,9 +17,9 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8
-from te_dynamo.kernels.gemm.mxfp8_sm100 import CONSTANTS, OPTIONS, gemm_mxfp8_kernel
+from te_dynamo.kernels.gemm.mxfp8 import CONSTANTS, OPTIONS, gemm_mxfp8, gemm_mxfp8_kernel
 from te_dynamo.kernels.quantize import mxfp8
+from te_dynamo.kernels.runtime.device import H200
 from te_dynamo.kernels.tiles.fp8 import cast_launches
 
 USAGES = ((True, True), (True, False), (False, True))
@@ -198,7 +198,7 @@ def test_hopper_multiplies_bf16(monkeypatch):
     """The emulation: two dequantizations and a product of aten, none of it `dot_scaled`."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
-    monkeypatch.setattr("te_dynamo.kernels.gemm.mxfp8.applies_block_scales", lambda device: False)
+    monkeypatch.setattr("te_dynamo.kernels.gemm.mxfp8.device_of", lambda device: H200)
     with FakeTensorMode():
         x, w = (torch.empty(256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         graph = make_fx(dispatch_functionalize(lambda x, w: linear(x, w, None)), tracing_mode="real")(x, w)

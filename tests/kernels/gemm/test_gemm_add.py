@@ -17,16 +17,16 @@ from helpers.kernels.interpreter_process import run_in_interpreter
 from te_dynamo.kernels.gemm import current as gemm_kernels
 from te_dynamo.kernels.gemm import decode as decode_kernels
 from te_dynamo.kernels.gemm.add import (
-    adds_in_launch,
     gemm_add,
     gemm_add_in_place,
     gemm_add_reference,
     gemm_add_specialized_out,
 )
+from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile, kernel_options
-from te_dynamo.kernels.gemm.decode import DecodeTile, decode_options, decode_tile
+from te_dynamo.kernels.gemm.decode import decode_options
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
-from te_dynamo.kernels.gemm.tiles import TILES, Tile, choose_tile
+from te_dynamo.kernels.gemm.tiles import TILES, DecodeTile, Tile, choose_decode_tile, choose_tile
 
 
 def addend_of(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -51,6 +51,10 @@ def test_an_addend_of_another_shape_or_dtype_is_an_error(addend: torch.Tensor) -
     for function in (gemm_add, gemm_add_in_place, gemm_add_reference):
         with pytest.raises(ValueError, match=r"te gemm_add: expected addend \(96, 64\) of torch.bfloat16, got"):
             function(a, sa, b, sb, None, addend, torch.bfloat16, True)
+
+
+def adds_in_launch(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, fast: bool) -> bool:
+    return choose_for(a, b, fast, dtype, epilogue="add").fused
 
 
 def test_large_sums_in_fp32_are_a_pass_of_their_own() -> None:
@@ -132,8 +136,7 @@ def test_machine_code_of_the_tiles(dtype: torch.dtype) -> None:
 def test_machine_code_of_a_few_rows(fast: bool) -> None:
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-    tile = decode_tile(16, 14336, 4096, fast, True, 132)
-    assert tile is not None
+    tile = choose_decode_tile(16, 14336, 4096, fast, 132)
     options = decode_options(tile, 14336, 4096, True, None, 0, True)
     constants = {name: value for name, value in options.items() if name != "num_warps"}
     report = compile_for(

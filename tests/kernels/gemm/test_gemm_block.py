@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_reference, gemm_block_with_tile, scale_shape
-from te_dynamo.kernels.gemm.block_tiles import BLOCK_TILES, choose_block_tile
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, choose_block_tile
 from te_dynamo.kernels.quantize.float8_block import quantize_block_reference
 
 # -- the reference, on the CPU ---------------------------------------------------------------------

@@ -16,11 +16,12 @@ from te_dynamo.kernels.gemm.block_specialized import (
     decode_kernel,
     gemm_block_specialized_kernel,
     gemm_block_specialized_out,
-    runs_block_specialized,
     specialized_block_options,
 )
-from te_dynamo.kernels.gemm.block_tiles import BLOCK_TILES, specialized_block_is_faster
+from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.runtime.device import H200
 from te_dynamo.lowering.lower import lower
 from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda
@@ -29,14 +30,17 @@ KINDS = ["1x128.128x128", "1x128.1x128", "e8m0.e8m0"]
 
 
 def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
-    assert specialized_block_is_faster(8192, 4096, 4096)
-    assert not specialized_block_is_faster(8192, 14330, 4096), "rows of C that are not whole 16 bytes"
-    assert not specialized_block_is_faster(16, 14336, 4096), "decoding"
-    assert not specialized_block_is_faster(4096, 1024, 1024), "shorter than the CPU needs for a call"
+    def taken(m: int, n: int, k: int) -> bool:
+        return choose(Product(m, n, k, scaling="1x128"), H200).specialized
+
+    assert taken(8192, 4096, 4096)
+    assert not taken(8192, 14330, 4096), "rows of C that are not whole 16 bytes"
+    assert not taken(16, 14336, 4096), "decoding"
+    assert not taken(4096, 1024, 1024), "shorter than the CPU needs for a call"
     with fake_cuda():
         a = torch.empty(8192, 4096, dtype=E4M3, device="cuda")
-        assert runs_block_specialized(a, a, a_two_d=False)
-        assert not runs_block_specialized(a, a, a_two_d=True)
+        assert choose_for(a, a, scaling="1x128").specialized
+        assert not choose_for(a, a, scaling="128x128").specialized
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_nan_and_infinity_stay_in_their_rows_and_the_codes_0_and_255_are_scales(
 @pytest.mark.parametrize("kind", KINDS)
 def test_gemm_block_takes_it(kind: str) -> None:
     a, sa, b, sb, _, *two_d = operands_of(kind, 8192, 8192, 1024)
-    assert runs_block_specialized(a, b, two_d[0])
+    assert choose_for(a, b, scaling="128x128" if two_d[0] else "1x128").specialized
     got = gemm_block(a, sa, b, sb, None, torch.bfloat16, *two_d)
     assert torch.equal(got, specialized(a, sa, b, sb, None, two_d, torch.bfloat16))
 

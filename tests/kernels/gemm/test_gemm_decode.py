@@ -14,19 +14,21 @@ from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import decode as kernels
 from te_dynamo.kernels.gemm.amax import gemm_amax
+from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm.decode import DecodeTile, decode_options, decode_tile
+from te_dynamo.kernels.gemm.decode import decode_options
 from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
-from te_dynamo.kernels.gemm.tiles import Tile, choose_stacked_tile
+from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile, choose_stacked_tile
+from te_dynamo.kernels.runtime.device import H200, Device
 from te_dynamo.kernels.tiles.stacking import Stacking
 
 SHAPES = [(1, 14336, 4096), (16, 4096, 14336), (33, 14336, 4096), (64, 28672, 4096), (7, 4112, 4144)]
 
 
 def chosen(m: int, n: int, k: int, fast: bool) -> DecodeTile:
-    tile = decode_tile(m, n, k, fast, True, 132)
-    assert tile is not None
-    return tile
+    choice = choose(Product(m, n, k, fast), H200)
+    assert isinstance(choice.tile, DecodeTile)
+    return choice.tile
 
 
 def operands(m: int, n: int, k: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -42,9 +44,10 @@ def test_the_choice(fast: bool) -> None:
     assert chosen(1, 4096, 4096, fast).split_k == 1, "another launch takes as long as what parts save"
     assert chosen(1, 1024, 14336, fast).split_k == 4
     assert [chosen(m, 14336, 4096, fast).block_m for m in (1, 16, 17, 64)] == [16, 16, 32, 64]
-    for others in ((65, 14336, 4096, fast, True), (0, 14336, 4096, fast, True), (1, 1024, 1024, fast, True)):
-        assert decode_tile(*others, 132) is None
-    assert decode_tile(1, 14336, 4096, fast, False, 132) is None, "not Hopper"
+    for others in ((65, 14336, 4096), (0, 14336, 4096), (1, 1024, 1024)):
+        assert choose(Product(*others, fast), H200).kernel == "usual"
+    assert choose(Product(1, 14336, 4096, fast, m_known=False), H200).kernel == "usual"
+    assert choose(Product(1, 14336, 4096, fast), Device((10, 0), 132)).kernel == "usual", "not Hopper"
 
 
 def test_rings() -> None:

@@ -1,4 +1,4 @@
-"""kernels/gemm/decode_swiglu.py: the choice, the machine code, the numbers in Triton's interpreter, the bits on a GPU.
+"""kernels/gemm/decode.py: the choice, the machine code, the numbers in Triton's interpreter, the bits on a GPU.
 
 Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -12,19 +12,26 @@ import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.activation.swiglu import swiglu_partial_amaxes, swiglu_reference
-from te_dynamo.kernels.gemm import decode_swiglu as kernels
-from te_dynamo.kernels.gemm.decode import DecodeTile
-from te_dynamo.kernels.gemm.decode_swiglu import swiglu_decode_options, swiglu_decode_tile
+from te_dynamo.kernels.gemm import decode as kernels
+from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
+from te_dynamo.kernels.gemm.decode import swiglu_decode_options
 from te_dynamo.kernels.gemm.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.swiglu import gemm_swiglu, gemm_swiglu_reference
+from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.device import H200, Device
 
 SHAPES = [(1, 14336, 4096), (16, 2048, 4096), (33, 14336, 4096), (64, 14336, 4096), (7, 2176, 2064)]
 
 
+def choice(m: int, width: int, k: int, fast: bool, device: Device = H200) -> Choice:
+    stacking = Stacking("N", (width, width))
+    return choose(Product(m, 2 * width, k, fast, 2, "swiglu", stacking=stacking), device, recorded=True)
+
+
 def chosen(m: int, width: int, k: int, fast: bool) -> DecodeTile:
-    tile = swiglu_decode_tile(m, width, k, fast, True, 132)
-    assert tile is not None
+    tile = choice(m, width, k, fast).tile
+    assert isinstance(tile, DecodeTile)
     return tile
 
 
@@ -37,10 +44,11 @@ def operands(m: int, width: int, k: int, device: str = "cpu") -> tuple[torch.Ten
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_choice(fast: bool) -> None:
     assert chosen(64, 14336, 4096, fast).block_m == 64
-    for others in ((65, 14336, 4096, fast, True), (1, 512, 1024, fast, True), (1, 14336, 4096, fast, False)):
-        assert swiglu_decode_tile(*others, 132) is None
-    assert swiglu_decode_tile(1, 64 * 512 + 128, 4096, fast, True, 132) is None, "more programs than places for an amax"
-    assert swiglu_decode_tile(1, 1024, 14336, fast, True, 132) is None, "the whole product takes K in parts"
+    for others in ((65, 14336, 4096), (1, 512, 1024)):
+        assert not choice(*others, fast).fused
+    assert not choice(1, 14336, 4096, fast, Device((10, 0), 132)).fused, "not Hopper"
+    assert not choice(1, 64 * 512 + 128, 4096, fast).fused, "more programs than places for an amax"
+    assert not choice(1, 1024, 14336, fast).fused, "the whole product takes K in parts"
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -23,7 +23,7 @@ from te_dynamo.kernels.gemm.grouped import (
     gemm_grouped_reference,
     gemm_grouped_with_tile,
 )
-from te_dynamo.kernels.gemm.grouped_tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
+from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.grouped import quantize_grouped, quantize_grouped_reference
 

@@ -10,6 +10,7 @@ from helpers.kernels.grouped_operands import column_operands, offsets
 from helpers.models.snapshot_models import kernels_everywhere
 from torch import fx
 
+from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns, gemm_grouped_columns_reference
 from te_dynamo.kernels.gemm.grouped_specialized import (
@@ -17,19 +18,23 @@ from te_dynamo.kernels.gemm.grouped_specialized import (
     columns_specialized_out,
     gemm_grouped_columns_specialized_kernel,
 )
-from te_dynamo.kernels.gemm.grouped_tiles import columns_specialized_is_faster
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.runtime.device import H200
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
 
 
+def taken(n: int, k: int, m: int, groups: int, fast: bool) -> bool:
+    return choose(Product(n, k, m, fast, k_groups=groups), H200).specialized
+
+
 def test_it_is_taken_for_large_experts() -> None:
     for fast in (False, True):
-        assert columns_specialized_is_faster(14336, 4096, 16384, 8, fast)
-        assert not columns_specialized_is_faster(14336 + 32, 4096, 16384, 8, fast), "a part of C in two groups"
-        assert not columns_specialized_is_faster(14336, 4090, 16384, 8, fast), "rows of C that are not whole 16 bytes"
-        assert not columns_specialized_is_faster(256, 128, 256, 4, fast), "shorter than the CPU needs for a call"
+        assert taken(14336, 4096, 16384, 8, fast)
+        assert not taken(14336 + 32, 4096, 16384, 8, fast), "a part of C in two groups"
+        assert not taken(14336, 4090, 16384, 8, fast), "rows of C that are not whole 16 bytes"
+        assert not taken(256, 128, 256, 4, fast), "shorter than the CPU needs for a call"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,7 @@ def test_a_large_product_is_right_and_repeats_itself(fast: bool) -> None:
     sizes = [1900, 2300, 0, 2047, 1, 1944]
     a, sa, b, sb = column_operands(8192, 4096, 2048, device="cuda")
     offs = offsets(sizes, device="cuda")
-    assert columns_specialized_is_faster(4096, 2048, 8192, 6, fast)
+    assert taken(4096, 2048, 8192, 6, fast)
     first = gemm_grouped_columns(a, sa, b, sb, offs, torch.bfloat16, fast)
     assert torch.equal(first, specialized(a, sa, b, sb, offs, fast, torch.bfloat16))
     want = gemm_reference(a[:, 1900:4188].contiguous(), sa, b[:, 1900:4188].contiguous(), sb, None, torch.float32, fast)

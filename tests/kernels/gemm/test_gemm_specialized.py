@@ -10,10 +10,12 @@ from helpers.models.snapshot_models import kernels_everywhere
 from helpers.models.training import train
 from torch import fx, nn
 
+from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm, gemm_with_tile
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
-from te_dynamo.kernels.gemm.tiles import TILES, specialized_is_faster
+from te_dynamo.kernels.gemm.tiles import TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.runtime.device import H200
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda, graph_text
 
@@ -21,13 +23,17 @@ BF16_SPILLS = 0
 FP32_SPILLS = 16  # a few words around the bias of a fp32 result, on Triton 3.8
 
 
+def taken(m: int, n: int, k: int, fast: bool) -> bool:
+    return choose(Product(m, n, k, fast), H200).specialized
+
+
 @pytest.mark.parametrize("fast", [False, True])
 def test_it_is_taken_for_large_products(fast: bool) -> None:
-    assert specialized_is_faster(8192, 4096, 4096, fast)
-    assert specialized_is_faster(8192, 14336, 4096, fast)
-    assert not specialized_is_faster(8192, 14330, 4096, fast), "rows of C that are not whole 16 bytes"
-    assert not specialized_is_faster(16, 14336, 4096, fast), "decoding"
-    assert not specialized_is_faster(4096, 1024, 1024, fast), "shorter than the CPU needs for a call"
+    assert taken(8192, 4096, 4096, fast)
+    assert taken(8192, 14336, 4096, fast)
+    assert not taken(8192, 14330, 4096, fast), "rows of C that are not whole 16 bytes"
+    assert not taken(16, 14336, 4096, fast), "decoding"
+    assert not taken(4096, 1024, 1024, fast), "shorter than the CPU needs for a call"
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -117,7 +123,7 @@ def test_a_large_product_is_right_and_repeats_itself() -> None:
 @pytest.mark.parametrize("fast", [False, True])
 def test_gemm_takes_it(fast: bool) -> None:
     a, sa, b, sb, _ = operands(8192, 8192, 1024, device="cuda")
-    assert specialized_is_faster(8192, 8192, 1024, fast)
+    assert taken(8192, 8192, 1024, fast)
     expected = specialized(a, sa, b, sb, None, torch.bfloat16, fast)
     assert torch.equal(gemm(a, sa, b, sb, None, torch.bfloat16, fast), expected)
 

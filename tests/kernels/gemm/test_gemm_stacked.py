@@ -11,6 +11,7 @@ from helpers.kernels.gemm_operands import E4M3, E5M2, FMAX, relative_error
 from helpers.kernels.kernel_cases import assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
 from te_dynamo.kernels.activation import swiglu
+from te_dynamo.kernels.gemm.choose import Product, choose, stacking_pays
 from te_dynamo.kernels.gemm.current import gemm_reference, gemm_with_tile
 from te_dynamo.kernels.gemm.specialized import (
     gemm_specialized_kernel,
@@ -28,8 +29,6 @@ from te_dynamo.kernels.gemm.tiles import (
     TILES,
     choose_stacked_tile,
     choose_tile,
-    stacked_is_faster,
-    stacked_is_specialized,
 )
 from te_dynamo.kernels.quantize import current as plain
 from te_dynamo.kernels.quantize.stacked import (
@@ -38,6 +37,7 @@ from te_dynamo.kernels.quantize.stacked import (
     quantize_stacked_reference,
 )
 from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.runtime.device import H200
 from te_dynamo.kernels.tiles.stacking import Stacking
 
 PAIR, TRIPLE = (256, 384), (256, 128, 128)
@@ -151,17 +151,26 @@ def test_the_tile_divides_the_segments() -> None:
         assert choose_stacked_tile(16, 64, 640, fast, Stacking("K", (512, 128))).block_k == 128
 
 
+def pays(m: int, n: int, k: int, fast: bool, stacking: Stacking) -> bool:
+    return stacking_pays(Product(m, n, k, fast, stacking=stacking, m_known=False), H200)
+
+
+def is_specialized(m: int, n: int, k: int, fast: bool, along: str) -> bool:
+    half = {"M": m, "N": n, "K": k}[along] // 2
+    return choose(Product(m, n, k, fast, stacking=Stacking(along, (half, half))), H200).specialized
+
+
 def test_one_gemm_is_taken_where_it_is_faster() -> None:
     ffn = (14336, 14336)
     for fast in (True, False):
-        assert stacked_is_faster(8192, 28672, 4096, fast, Stacking("N", ffn))
-        assert stacked_is_faster(8192, 4096, 28672, fast, Stacking("K", ffn))
-        assert stacked_is_faster(28672, 4096, 8192, fast, Stacking("M", ffn))
+        assert pays(8192, 28672, 4096, fast, Stacking("N", ffn))
+        assert pays(8192, 4096, 28672, fast, Stacking("K", ffn))
+        assert pays(28672, 4096, 8192, fast, Stacking("M", ffn))
         assert choose_tile(16, 1024, 4096, fast).split_k > 1
-        assert not stacked_is_faster(16, 6144, 4096, fast, Stacking("N", (4096, 1024, 1024))), "its parts cut K"
+        assert not pays(16, 6144, 4096, fast, Stacking("N", (4096, 1024, 1024))), "its parts cut K"
     for along, size in {"N": (8192, 28672, 4096), "K": (8192, 4096, 28672), "M": (28672, 4096, 8192)}.items():
-        assert stacked_is_specialized(*size, True, along) and stacked_is_specialized(*size, False, along)
-        assert not stacked_is_specialized(64, 128, 256, True, along)
+        assert is_specialized(*size, True, along) and is_specialized(*size, False, along)
+        assert not is_specialized(256, 256, 256, True, along)
 
 
 # -- machine code ------------------------------------------------------------------------------------
@@ -312,7 +321,7 @@ def test_a_segment_of_zeros_adds_nothing() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_large_product_is_right_and_repeats_itself(fast: bool) -> None:
     segments = (3584, 512, 512)
-    assert stacked_is_specialized(8192, 4096, 4608, fast, "K")
+    assert is_specialized(8192, 4096, 4608, fast, "K")
     operands = stacked_operands(8192, 4096, 4608, "K", segments, "cuda", spread=0.1)
     first = gemm_stacked(*operands, torch.bfloat16, fast, "K", segments)
     a, sa, b, sb = operands

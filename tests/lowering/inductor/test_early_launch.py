@@ -11,7 +11,6 @@ import te_dynamo
 from te_dynamo.kernels.activation import swiglu, swiglu_kernels
 from te_dynamo.kernels.gemm import current as gemm
 from te_dynamo.kernels.gemm import decode as gemm_decode
-from te_dynamo.kernels.gemm import decode_swiglu as gemm_decode_swiglu
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
@@ -37,7 +36,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         },
     ),
     "gemm_decode_swiglu": (
-        gemm_decode_swiglu.gemm_decode_swiglu_kernel,
+        gemm_decode.gemm_decode_swiglu_kernel,
         dict(a=F8, a_scale_inv=F32, b=F8, b_scale_inv=F32, c=BF16, partials=F32, M="i32", WIDTH="i32", K="i32"),
         {**TILE, "GATE": 0, "FAST": True, "PARTIALS": 512},
     ),
@@ -123,6 +122,6 @@ def test_a_chain_of_early_kernels_misses_nothing(tokens: int) -> None:
 def _one_by_one(call: Any, x: torch.Tensor) -> torch.Tensor:
     """call(x), each kernel launched after the end of the one before."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gemm, gemm_decode, gemm_decode_swiglu, quantize, swiglu):
+        for module in (gemm, gemm_decode, quantize, swiglu):
             patch.setattr(module, "starts_early", lambda *_: False)
         return call(x)

@@ -1,0 +1,239 @@
+"""Which kernel and tile run an FP8 product: the one place where that is decided.
+
+    choose(Product(8192, 4096, 4096, fast_accum=False), H200)    ->    Choice("specialized", SPECIALIZED)
+
+Eager calls, lowering, fusions and stacking ask it. Of one format there are up to three kernels:
+
+    usual         every product, on every device               current.py, stacked.py, block.py, grouped.py
+    decode        at most 64 rows, a number that is known      decode.py
+    specialized   large products; in Gluon                     specialized.py, swiglu.py, block_specialized.py, grouped_specialized.py
+
+The last two are Hopper's. By the cost model of tiles.py the specialized kernel has to beat the usual one, and to take longer than
+the CPU takes to call it. What MXFP8 and NVFP4 of blocks of 32 and 16 run is their own modules' to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import torch
+
+from te_dynamo.kernels.gemm.tiles import (
+    REDUCE_BLOCK,
+    REDUCE_BYTES_PER_US,
+    SPECIALIZED,
+    SPECIALIZED_BLOCK,
+    SPECIALIZED_FAST,
+    DecodeTile,
+    Tile,
+    choose_block_tile,
+    choose_columns_tile,
+    choose_decode_tile,
+    choose_rows_tile,
+    choose_stacked_tile,
+    choose_swiglu_decode_tile,
+    choose_tile,
+    columns_specialized_us,
+    columns_us,
+    estimated_us,
+    specialized_tile,
+    stores_by_descriptor,
+)
+from te_dynamo.kernels.quantize.current import PARTIALS
+from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS
+from te_dynamo.kernels.runtime.device import Device, device_of
+from te_dynamo.kernels.runtime.launch import size_hint
+from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
+
+__all__ = ["Choice", "Product", "Stacking", "choose", "choose_for", "stacking_pays"]
+
+_SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+_SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """C [m, n] = A [m, k] @ B [n, k]^T and what happens to C.
+
+    fast_accum: False with scales of blocks, whose products are added in fp32.
+    out_bytes:  of an element of C.
+    epilogue:   what the kernel does besides, if it can: add another tensor to C, find the amax of C, or that of silu(gate) * up
+                where C, in bf16, is the two halves gate and up, stacked along N.
+    scaling:    what has one scale: a tensor, or A's blocks.
+    stacking:   of operands that are several tensors, with a scale each.
+    m_groups:   groups of rows with a B [n, k] each, of sizes that only the device knows; 0 if there are none.
+    k_groups:   groups of k, each with a C of its own.
+    m_known, n_known: whether m and n are numbers that hold in every call. Otherwise they are hints.
+    """
+
+    m: int
+    n: int
+    k: int
+    fast_accum: bool = False
+    out_bytes: int = 4
+    epilogue: Literal["none", "add", "amax", "swiglu"] = "none"
+    scaling: Literal["tensor", "1x128", "128x128"] = "tensor"
+    stacking: Stacking = NOT_STACKED
+    m_groups: int = 0
+    k_groups: int = 0
+    m_known: bool = True
+    n_known: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """kernel, tile: what runs. fused: whether it does the epilogue too; if not, that is a pass after the plain product."""
+
+    kernel: Literal["usual", "decode", "specialized"]
+    tile: Tile | DecodeTile
+    fused: bool = True
+
+    @property
+    def specialized(self) -> bool:
+        """Whether the specialized kernel runs all of it."""
+        return self.kernel == "specialized" and self.fused
+
+
+def choose_for(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    fast_accum: bool = False,
+    out_dtype: torch.dtype = torch.float32,
+    *,
+    recorded: bool = False,
+    **others: Any,
+) -> Choice:
+    """`choose` for a [M, K] and b [N, K] (or [G, N, K]) on their device; others: fields of `Product`.
+
+    A symbolic size counts as its hint, and is not guarded on.
+    """
+    m, n = a.shape[0], b.shape[-2]
+    product = Product(
+        m=size_hint(m),
+        n=size_hint(n),
+        k=size_hint(a.shape[1]),
+        fast_accum=fast_accum,
+        out_bytes=out_dtype.itemsize,
+        m_known=isinstance(m, int),
+        n_known=isinstance(n, int),
+        **others,
+    )
+    return choose(product, device_of(a.device), recorded)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(product: Product, device: Device, recorded: bool = False) -> Choice:
+    """Which kernel and tile run a product on a device.
+
+    recorded: launches are recorded for Inductor's code, which launches kernels of the Triton language only. Where the specialized
+    kernel is the fastest, lowering leaves the operation for Inductor's code to call it.
+    """
+    specialized, decode = _specialized_tile(product, device), _decode_tile(product, device)
+    if not _fuses(product, specialized, decode, recorded):
+        plain = dataclasses.replace(product, epilogue="none")
+        return dataclasses.replace(choose(plain, device, recorded), fused=False)
+    if specialized is not None and not recorded and product.epilogue != "amax":
+        return Choice("specialized", specialized)
+    if decode is not None:
+        return Choice("decode", decode)
+    return Choice("usual", _usual_tile(product, device))
+
+
+def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None, recorded: bool) -> bool:
+    """Whether the kernel that is the fastest does the epilogue too."""
+    if product.epilogue == "add":
+        vectors = product.n_known and stores_by_descriptor(product.n)
+        return vectors and (specialized is None or product.out_bytes == 2)
+    if product.epilogue == "amax":
+        return decode is not None
+    if product.epilogue == "swiglu":
+        return decode is not None or (specialized is not None and not recorded)
+    return True
+
+
+def _usual_tile(p: Product, device: Device) -> Tile:
+    multiprocessors = device.multiprocessors
+    if p.m_groups:
+        return choose_rows_tile(p.m, p.n, p.k, p.m_groups, p.fast_accum, multiprocessors, p.out_bytes)
+    if p.k_groups:
+        return choose_columns_tile(p.m, p.n, p.k, p.k_groups, p.fast_accum, multiprocessors, p.out_bytes)
+    if p.scaling != "tensor":
+        return choose_block_tile(p.m, p.n, p.k, multiprocessors, p.out_bytes, halves=device.has_wgmma)
+    if p.stacking.along:
+        return choose_stacked_tile(p.m, p.n, p.k, p.fast_accum, p.stacking, multiprocessors, p.out_bytes)
+    # The addend passes through as much shared memory as the result does. The number of parts of K is the same for any.
+    out_bytes = 2 * p.out_bytes if p.epilogue == "add" else p.out_bytes
+    return choose_tile(p.m, p.n, p.k, p.fast_accum, multiprocessors, out_bytes)
+
+
+def _specialized_tile(p: Product, device: Device) -> Tile | None:
+    """The specialized kernel's, where that one runs the product the fastest, whatever C's dtype."""
+    if not device.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
+        return None
+    size, multiprocessors = (p.m, p.n, p.k), device.multiprocessors
+    tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
+    if p.k_groups:
+        part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
+        if not (p.m_known and p.n_known) or p.m % part:
+            return None
+        how = (p.k_groups, p.fast_accum, multiprocessors)
+        usual_us = columns_us(choose_columns_tile(*size, *how), *size, p.k_groups, multiprocessors)
+        us = columns_specialized_us(*size, *how)
+    else:
+        us = estimated_us(tile, *size, multiprocessors)
+        if p.scaling != "tensor":
+            usual: Tile = choose_block_tile(*size, multiprocessors)
+        else:
+            usual = choose_tile(*size, p.fast_accum, multiprocessors)
+        usual_us = estimated_us(usual, *size, multiprocessors)
+    if p.stacking.along:
+        # The parts that a group of warps stores lie in one segment.
+        assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
+        assert SPECIALIZED_FAST.block_n // 2 == SPECIALIZED_FAST.block_k == SEGMENT_MULTIPLE == SPECIALIZED_FAST.block_m
+        if p.stacking.along == "K" and p.fast_accum:
+            usual_us = float("inf")  # its copies wait at every border
+    return tile if _SPECIALIZED_MINIMUM_US <= us < usual_us else None
+
+
+def _decode_tile(p: Product, device: Device) -> DecodeTile | None:
+    """How the kernel for a few rows runs it; None where others should, or where it cannot do the epilogue."""
+    few_rows = p.m_known and 0 < p.m <= FEW_ROWS and p.n * p.k >= _SMALLEST_DECODE_WEIGHT
+    if not device.has_wgmma or not few_rows or p.scaling != "tensor" or p.m_groups or p.k_groups:
+        return None
+    tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, device.multiprocessors)
+    if p.stacking.along and (p.stacking.along != "N" or tile.split_k > 1):
+        return None
+    programs = -(-p.n // tile.block_n) if tile.split_k == 1 else -(-p.m * p.n // REDUCE_BLOCK)
+    if p.epilogue == "swiglu":
+        programs, tile = -(-p.n // 2 // tile.block_n), choose_swiglu_decode_tile(tile)
+    if p.epilogue in ("amax", "swiglu") and programs > PARTIALS:
+        return None  # there is no place for the amax of each
+    return tile
+
+
+def stacking_pays(product: Product, device: Device) -> bool:
+    """Whether a stacked product takes no longer than one for each segment, and in forward (along N) has their bits.
+
+    One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
+    products have to be written and read again for their sum.
+    """
+    along, segments, multiprocessors = product.stacking.along, product.stacking.segments, device.multiprocessors
+    whole = dataclasses.replace(product, stacking=NOT_STACKED)
+    parts = [dataclasses.replace(whole, **{along.lower(): segment}) for segment in segments]
+    if along == "N":
+        few_rows = [_decode_tile(p, device) for p in (whole, *parts)]
+        if all(few_rows):
+            return all(tile.split_k == 1 for tile in few_rows if tile is not None)
+        if any(few_rows):
+            return False  # a segment's own bits are another kernel's, perhaps with K in parts
+    tile = _specialized_tile(product, device) or _usual_tile(product, device)
+    apart = (len(segments) - 1) * product.m * product.n * 4 / REDUCE_BYTES_PER_US if along == "K" else 0.0
+    for part in parts:
+        own = _usual_tile(part, device)
+        if own.split_k > 1 and along == "N":
+            return False
+        own = _specialized_tile(part, device) or own
+        apart += estimated_us(own, part.m, part.n, part.k, multiprocessors)
+    return estimated_us(tile, product.m, product.n, product.k, multiprocessors) <= apart
