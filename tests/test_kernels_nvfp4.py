@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, INPUT_KINDS, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
 from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4, gemm_nvfp4_reference
-from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
 from te_dynamo.kernels.quantize.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
@@ -22,6 +21,7 @@ from te_dynamo.kernels.quantize.nvfp4 import (
     quantize_nvfp4,
     quantize_nvfp4_reference,
 )
+from te_dynamo.kernels.quantize.nvfp4_kernels import HIGH_ROTATIONS, LOW_ROTATIONS
 from te_dynamo.quantized.quantize import random_key
 
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272))
