@@ -67,8 +67,8 @@ BLOCK = 16
 TENSOR_MAX = 2688.0
 """Largest scale (448) times largest element (6): what amax becomes."""
 
-TILE: Tile = (64, 64, 4)
-"""(rows, columns, warps) of a program: whole sectors of codes by rows and by columns, and 32 values a thread."""
+TILE: Tile = (64, 64, 8)
+"""(rows, columns, warps) of a program: codes fill whole sectors by rows and by columns, and no register is spilled."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -90,12 +90,14 @@ def hadamard_amax_kernel(
 
 @triton.jit
 def nearest_codes(magnitude):
-    """The codes, int32 and without their signs, of fp32 magnitudes: how many of the middles between e2m1's values lie below.
+    """The codes, int32 and without their signs, of fp32 magnitudes, ties to the even code.
 
-    A tie goes to the even code. NaN gives 0.
+    fp32 counts halves below 2^23 and ones above: added to 2^23 - 2, magnitudes up to 4 are rounded as e2m1 rounds. From 4 to 6 that sum
+    is even, and half of what is above 4 adds 0 or 1 to it. The bits of the result count the codes.
     """
-    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75) + (magnitude > 1.25) + (magnitude >= 1.75)
-    return code + (magnitude > 2.5) + (magnitude >= 3.5) + (magnitude > 5.0)
+    above = tl.clamp(magnitude * 0.5 - 2.0, 0.0, 1.0)
+    total = (tl.minimum(magnitude, 4.0) + 8388606.0) + above
+    return total.to(tl.int32, bitcast=True) - 0x4AFFFFFC  # the bits of 2^23 - 2
 
 
 @triton.jit
