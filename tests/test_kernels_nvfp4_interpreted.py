@@ -1,6 +1,6 @@
 """NVFP4's quantizing kernels in Triton's interpreter: equal to the reference without a GPU.
 
-Run as a program, this file is the interpreted half: TRITON_INTERPRET must be set before Triton is imported.
+Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -15,32 +15,43 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import DTYPES, assert_same_bits
-from test_kernels_nvfp4 import BOTH, COLUMN, KINDS, OPTIONS, ROW, kernel, make, reference
+from nvfp4_cases import BOTH, COLUMN, KINDS, OPTIONS, ROW, kernel, make, reference, special_inputs
 
 from te_dynamo.kernels.quantize import current, nvfp4
 from te_dynamo.kernels.tiles import fp8
 
 SHAPES = (
-    (35, 50),  # no whole block by columns, nor by rows
-    (130, 16),  # more than 128 rows by little: padding of scales
+    (130, 16),  # scales' padding of more than a tile
     (128, 192),  # whole tiles
+    (1, 32),
+    (33, 1),
 )
 
 
-def ties() -> torch.Tensor:
-    """fp32 [256, 64] whose blocks have scales that make v of x: the middles between codes, their neighbours, and others from 0 to 6."""
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    near = torch.cat([middles, *(middles.nextafter(torch.tensor(towards)) for towards in (0.0, 9.0))])
-    values = torch.cat([near, torch.linspace(0, 6, 256 * 64 - len(near))]).reshape(256, 64)
-    values[torch.arange(256), torch.arange(256) % 64] = 6.0
-    values[:, ::16] = 6.0
-    values[::16] = 6.0
-    return values * torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0)
-
-
-@pytest.mark.parametrize("kinds", ["values", "special", "dtypes", "options"])
-def test_kernels_equal_the_reference_in_the_interpreter(kinds: str) -> None:
-    command = [sys.executable, __file__, kinds]
+@pytest.mark.parametrize("part", ["special", pytest.param("every", marks=pytest.mark.slow)])
+def test_kernels_equal_the_reference_in_the_interpreter(part: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__, part]
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def main(part: str) -> None:
+    import interpreted
+
+    interpreted.install()
+    np.seterr(all="ignore")
+    fp8.multiprocessor_count = lambda device: 1  # type: ignore[assignment]
+    nvfp4.PARTIALS = current.PARTIALS = 4  # type: ignore[assignment]
+    inputs = dict(special_inputs())
+    inputs["normal"] = make("normal", (35, 50), torch.bfloat16)
+    if part == "every":
+        inputs |= {f"{kind} {dtype}": make(kind, (35, 50), dtype) for kind, dtype in itertools.product(KINDS, DTYPES)}
+        inputs |= {f"normal {shape}": make("normal", shape, torch.bfloat16) for shape in SHAPES}
+    for (name, x), options in itertools.product(inputs.items(), OPTIONS):
+        for usages in (ROW, COLUMN, BOTH) if name == "normal" else (BOTH,):
+            assert_same_bits(kernel(x, usages, options), reference(x, usages, options), (name, usages, options))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
