@@ -52,8 +52,9 @@ def special_inputs() -> dict[str, torch.Tensor]:
     return {
         "ties": ties * torch.where(torch.arange(48) % 2 == 0, 1.0, -1.0),
         "small blocks": normal * 2.0 ** -torch.arange(48)[:, None],  # whose scales are subnormal, then zero
-        "tiny": normal * 2.0**-140,
+        "tiny": normal * 2.0 ** -(125.0 + torch.arange(48) % 16)[:, None],  # the tensor's scale is the largest fp32
         "infinities": infinities,
+        "signed zeros": make("signed_zeros", (32, 48), torch.float32),
         "nothing wide": torch.empty(5, 0),
         "nothing high": torch.empty(0, 48),
     }

@@ -347,7 +347,7 @@ def test_bad_input_is_named() -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGER_SHAPES], ids=str)
 def test_kernel_equals_reference(shape, options) -> None:
-    """Kernels are compiled for each shape: all kinds of input in one test, or as many processes would compile the same at once."""
+    """All kinds of input in one test: several processes would compile the same kernels at once."""
     for kind, dtype in itertools.product(KINDS, DTYPES):
         x = make(kind, shape, dtype, "cuda")
         for usages in (ROW, COLUMN, BOTH):

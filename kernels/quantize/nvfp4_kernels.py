@@ -39,7 +39,7 @@ LOW_ROTATIONS, HIGH_ROTATIONS = (0, 4, 13, 23), (0, 7)
 """By how much the two words of a block's hash are rotated to the left: the xor of one of each holds nine random bits in either half.
 Of 64 independent bits, these are sixteen numbers of which any three are independent."""
 
-# The same as numbers, which a kernel can read: a bit for each negative sign, a byte for each rotation.
+# The same as numbers, of which a kernel can take parts by shifts: a bit for each negative sign, a byte for each rotation.
 _NEGATIVE: tl.constexpr = tl.constexpr(sum((sign < 0) << i for i, sign in enumerate(HADAMARD_SIGNS)))
 _LOW: tl.constexpr = tl.constexpr(sum(by << 8 * i for i, by in enumerate(LOW_ROTATIONS)))
 _HIGH: tl.constexpr = tl.constexpr(sum(by << 8 * i for i, by in enumerate(HIGH_ROTATIONS)))
@@ -172,7 +172,7 @@ def quantize_rows(
     blocks = tl.reshape(value, (BLOCK_R, B, 16))
     if HADAMARD:
         blocks = hadamard(blocks)
-    blocks = tl.where(amax == amax, blocks, 0.0)
+    blocks = tl.where(amax == amax, blocks, 0.0)  # a NaN makes all codes 0
     block_amax = tl.max(tl.abs(blocks), axis=2)
     if TWO_D:
         shared = tl.max(tl.reshape(block_amax, (BLOCK_R // 16, 16, B)), axis=1)
