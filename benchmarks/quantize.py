@@ -210,7 +210,7 @@ def block_row_tiles() -> Iterator[BlockTile]:
 
 def nvfp4_tiles() -> Iterator[Tile]:
     """Tiles of NVFP4's second launch."""
-    yield from ((128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 64, 4), (64, 64, 2), (64, 128, 8))
+    yield from ((64, 64, 4), (64, 64, 8), (32, 64, 4), (64, 32, 4), (64, 128, 8), (128, 64, 8))
 
 
 def mxfp8_tiles() -> Iterator[Tile]:

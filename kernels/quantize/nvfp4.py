@@ -39,18 +39,17 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.quantize import shared_tile
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, quantize_amax_kernel
-from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, partial_amaxes
 from te_dynamo.kernels.quantize.nvfp4_kernels import (
+    HADAMARD_SIGNS,
+    HIGH_ROTATIONS,
+    LOW_ROTATIONS,
     dequantize_nvfp4_kernel,
     hadamard_amax_kernel,
     quantize_nvfp4_kernel,
-    words_amax_kernel,
 )
 from te_dynamo.kernels.runtime._triton import triton
-from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
-from te_dynamo.kernels.tiles.block_words import packs
+from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
 
 __all__ = [
@@ -68,25 +67,8 @@ BLOCK = 16
 TENSOR_MAX = 2688.0
 """Largest scale (448) times largest element (6): what amax becomes."""
 
-HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
-
-TILE: Tile = (128, 128, 4)
-"""(rows, columns, warps) of a program: what the scales are padded to, and as many threads as hold it in pieces of 16 rows and
-one load's columns. 4-byte elements, half as many a load, take twice the warps."""
-
-WORDS_TILE: Tile = (*shared_tile.SHAPE, 4)
-"""Of a program that quantizes words, or transforms them for their amax: 64 values a thread."""
-
-WORDS_AMAX = (4096, 8)
-"""(words, warps) of a program of the amax launch of words."""
-
-STRIP = 4
-"""Tiles below each other that a program quantizes where columns are wanted and rows are whole strips."""
-
-PROGRAMS_PER_MULTIPROCESSOR = {(True, True): 4, (True, False): 6, (False, True): 4}
-"""By (rowwise, columnwise), of a launch that quantizes words: as many as are resident of 128 registers a thread, the fastest on an
-H200 at 8192x14336. Of other input two are, and four run."""
+TILE: Tile = (64, 64, 8)
+"""(rows, columns, warps) of a program: codes fill whole sectors by rows and by columns, and no register is spilled."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -275,74 +257,32 @@ def quantize_nvfp4(
 ) -> list[torch.Tensor]:
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
 
-    x with 4-byte elements takes a launch for each usage. Kernels are compiled for each last dimension; the first may be symbolic.
-    tile: rows and columns divisors or multiples of 128, for 2-byte elements, which are then not quantized in strips.
+    x with 4-byte elements takes a launch for each usage. M may be symbolic. tile: rows and columns are divisors of 128, 16 or more.
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
     row, column = empty_buffers(rows, columns, x.device), empty_buffers(columns, rows, x.device)
-    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
-    columnwise_partials = torch.empty_like(partials) if columnwise and hadamard else partials
-    packed = packs(x)
-    block_m, block_k, warps = tile or (WORDS_TILE if packed else TILE)
-    sizes = isinstance(rows, int) and isinstance(columns, int)
-    whole = sizes and rows % max(block_m, 128) == 0 and columns % max(block_k, 128) == 0
-    in_strips = (
-        packed and tile is None and whole and columnwise and rows * columns > 0 and rows % (STRIP * block_m) == 0
-    )
-    if in_strips:
-        programs = rows * columns // (STRIP * block_m * block_k)
-    else:
-        resident = PROGRAMS_PER_MULTIPROCESSOR[rowwise, columnwise] if packed else 4
-        programs = program_count(rows, columns, block_m, block_k, x.device)
-        programs = min(programs, resident * multiprocessor_count(x.device))
-    # Known when compiling: addresses of a tile's rows are then offsets in the instructions, not registers.
-    width = int(columns)
-    constants = {"K": width, "PACKED": packed, "WHOLE": whole}
-    wider = max(x.element_size() // 2, 1)
+    block_m, block_k, warps = tile or TILE
+    tiles = {"M": rows, "K": columns, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
     if columnwise and hadamard:
-        amax_m, amax_k, amax_warps = WORDS_TILE if packed else TILE
+        partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
+        columnwise_partials = torch.empty_like(partials)
         launch(
             hadamard_amax_kernel,
             (PARTIALS,),
             x=x,
             partials=partials,
             columnwise_partials=columnwise_partials,
-            M=rows,
             ROWWISE=rowwise,
-            BLOCK_M=amax_m,
-            BLOCK_K=amax_k,
-            num_warps=amax_warps * wider,
-            **constants,
-        )
-    elif packed:
-        launch(
-            words_amax_kernel,
-            (PARTIALS,),
-            x=x,
-            partials=partials,
-            WORDS=rows * columns // 2,
-            BLOCK=WORDS_AMAX[0],
-            num_warps=WORDS_AMAX[1],
+            **tiles,
         )
     else:
-        amax_m, amax_k, amax_warps = amax_tile(columns)
-        launch(
-            quantize_amax_kernel,
-            (PARTIALS,),
-            x=x,
-            partials=partials,
-            M=rows,
-            K=columns,
-            BLOCK_M=amax_m,
-            BLOCK_K=amax_k,
-            num_warps=amax_warps,
-        )
+        partials = columnwise_partials = partial_amaxes(x)
     for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
         launch(
             quantize_nvfp4_kernel,
-            (programs,),
+            (program_count(rows, columns, block_m, block_k, x.device),),
             x=x,
             partials=partials,
             columnwise_partials=columnwise_partials,
@@ -353,19 +293,13 @@ def quantize_nvfp4(
             columnwise_data=column[0] if columnwise else x,
             columnwise_scale_inv=column[1] if columnwise else x,
             columnwise_amax=column[2] if columnwise else x,
-            M=rows,
-            column_words=round_up(rows, BLOCK) // 8,
             ROWWISE=by_rows,
             COLUMNWISE=by_columns,
             TWO_D=two_d,
             HADAMARD=hadamard,
             STOCHASTIC=stochastic_rounding,
             PARTIALS=PARTIALS,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps * wider,
-            STRIPS=in_strips,
-            **constants,
+            **tiles,
         )
     return (row if rowwise else []) + (column if columnwise else [])
 

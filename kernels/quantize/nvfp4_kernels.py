@@ -1,135 +1,199 @@
-"""The Triton kernels of kernels/quantize/nvfp4.py, which says what they compute and launches them."""
+"""The Triton kernels of kernels/quantize/nvfp4.py, which says what they compute and launches them.
 
-# Tuples of tensors grow in unrolled loops, of which mypy sees one turn.
-# mypy: disable-error-code="assignment"
+All arithmetic is fp32. Columns are the rows of the transposed tile, so that both usages are one function.
+"""
 
 from __future__ import annotations
 
-from te_dynamo.kernels.quantize.e2m1 import (
-    TENSOR_MAX,
-    amaxes,
-    block_scale,
-    hadamard,
-    interleave,
-    load_one_or_two,
-    magnitude,
-    pack_columns,
-    pack_row,
-    store_scales,
-    store_words,
-    tensor_scale,
-)
-from te_dynamo.kernels.quantize.nvfp4_words import (
-    amax_of_halves,
-    larger_transformed,
-    load_column_blocks,
-    quantize_strip,
-    quantize_words,
-)
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.block_words import larger_halves, magnitudes
 from te_dynamo.kernels.tiles.fp8 import (
+    FLOAT32_MAX,
     abs_bits,
+    load_amax,
     load_tile,
     mul_rn,
     store_partial_amax,
     store_tile,
+    tile_from_the_end,
     tile_mask,
     tile_offsets,
     tile_origin,
     tile_total,
 )
 
-__all__ = ["dequantize_nvfp4_kernel", "hadamard_amax_kernel", "nvfp4_epilogue_kernel", "quantize_nvfp4_kernel"]
+__all__ = [
+    "HADAMARD_SIGNS",
+    "HIGH_ROTATIONS",
+    "LOW_ROTATIONS",
+    "dequantize_nvfp4_kernel",
+    "hadamard_amax_kernel",
+    "nvfp4_epilogue_kernel",
+    "quantize_nvfp4_kernel",
+]
 
-# --- quantize -----------------------------------------------------------------------------------------------
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
+
+LOW_ROTATIONS, HIGH_ROTATIONS = (0, 4, 13, 23), (0, 7)
+"""By how much the two words of a block's hash are rotated to the left: the xor of one of each holds nine random bits in either half.
+Of 64 independent bits, these are sixteen numbers of which any three are independent."""
+
+# The same as numbers, of which a kernel can take parts by shifts: a bit for each negative sign, a byte for each rotation.
+_NEGATIVE: tl.constexpr = tl.constexpr(sum((sign < 0) << i for i, sign in enumerate(HADAMARD_SIGNS)))
+_LOW: tl.constexpr = tl.constexpr(sum(by << 8 * i for i, by in enumerate(LOW_ROTATIONS)))
+_HIGH: tl.constexpr = tl.constexpr(sum(by << 8 * i for i, by in enumerate(HIGH_ROTATIONS)))
+
+TENSOR_MAX: tl.constexpr = tl.constexpr(2688.0)
+SIXTH: tl.constexpr = tl.constexpr(1 / 6)
+
+# --- transform ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_blocks(x, row, column, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of x [M, K], zero outside, as sixteen [BLOCK_M/16, BLOCK_K]: [g, k] of the i-th is row + 16 g + i, column + k."""
-    rows, columns = 16 * tl.arange(0, BLOCK_M // 16)[:, None], tl.arange(0, BLOCK_K)[None, :]
-    corner = x + (row.to(tl.int64) * K + column)
-    tile = ()
-    for i in tl.static_range(16):
-        mask = (row + rows + i < M) & (column + columns < K)
-        tile += (tl.load(corner + ((rows + i) * K + columns), mask=mask, other=0.0).to(tl.float32),)
-    return tile
-
-
-@writes("partials")
-@triton.jit
-def words_amax_kernel(x, partials, WORDS, BLOCK: tl.constexpr):
-    """Partial amaxes of the bf16 x, read as WORDS words of two from end to end."""
-    most = tl.zeros((BLOCK,), tl.int32)
-    words, index = x.to(tl.pointer_type(tl.int32)), tl.arange(0, BLOCK)
-    for block in tl.range(tl.program_id(0), tl.cdiv(WORDS, BLOCK), tl.num_programs(0), num_stages=1):
-        left = WORDS - block * BLOCK
-        corner = words + tl.cast(block, tl.int64) * BLOCK
-        if left >= BLOCK:  # noqa: SIM108
-            value = tl.load(corner + index)
-        else:
-            value = tl.load(corner + index, mask=index < left, other=0)
-        most = larger_halves(most, magnitudes(value))
-    store_partial_amax(partials, abs_bits(amax_of_halves(most)))
+def hadamard(blocks):
+    """blocks [R, B, 16] times diag(HADAMARD_SIGNS) H16 / 4: `hadamard_reference`, addition by addition."""
+    R: tl.constexpr = blocks.shape[0]
+    B: tl.constexpr = blocks.shape[1]
+    negative = (tl.full((), _NEGATIVE, tl.int32) >> tl.arange(0, 16)) & 1
+    blocks = tl.where(negative[None, None, :] == 1, blocks * -1.0, blocks)  # -x would be 0 - x, which is +0 of +0
+    for _ in tl.static_range(4):
+        even, odd = tl.split(tl.reshape(blocks, (R, B, 8, 2)))
+        halves = tl.join(even + odd, even - odd)
+        blocks = tl.reshape(tl.permute(halves, (0, 1, 3, 2)), (R, B, 16))
+    return blocks * 0.25
 
 
 @writes("columnwise_partials", partials="ROWWISE")
 @triton.jit
 def hadamard_amax_kernel(
-    x,
-    partials,
-    columnwise_partials,
-    M,
-    K: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    x, partials, columnwise_partials, M, K, ROWWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program.
-
-    Words are read a tile ahead. They are the first to leave the caches, although the second launch reads them again: faster on an H200.
-    """
+    """Partial amaxes of x's transformed columns and, if ROWWISE, of x itself, one of each a program."""
     G: tl.constexpr = BLOCK_M // 16
+    bits, columnwise_bits = tl.zeros((BLOCK_K, G), tl.int32), tl.zeros((BLOCK_K, G), tl.int32)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    if PACKED:
-        most, words = tl.zeros((G, BLOCK_K // 2), tl.float32), tl.zeros((G, BLOCK_K // 2), tl.int32)
-        row, column = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
-        # Zero if there is no such tile.
-        w = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE=False, KEPT=False)
-        for tile in tl.range(tl.program_id(0) + tl.num_programs(0), tiles, tl.num_programs(0), num_stages=1):
-            row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-            following = load_column_blocks(x, (row, column, M, K), BLOCK_M, BLOCK_K, WHOLE, KEPT=False)
-            most, words = larger_transformed(w, most, words, ROWWISE)
-            w = following
-        most, words = larger_transformed(w, most, words, ROWWISE)
-        bits, columnwise_bits = abs_bits(amax_of_halves(words)), abs_bits(most * 0.25)
-    else:
-        bits, columnwise_bits = tl.zeros((G, BLOCK_K), tl.int32), tl.zeros((G, BLOCK_K), tl.int32)
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-            row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-            values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-            turned = hadamard(values)
-            for i in tl.static_range(16):
-                if ROWWISE:
-                    bits = tl.maximum(bits, abs_bits(values[i]))
-                columnwise_bits = tl.maximum(columnwise_bits, abs_bits(turned[i]))
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
+        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        blocks = tl.reshape(tl.trans(value), (BLOCK_K, G, 16))
+        if ROWWISE:
+            bits = tl.maximum(bits, tl.max(abs_bits(blocks), axis=2))
+        columnwise_bits = tl.maximum(columnwise_bits, tl.max(abs_bits(hadamard(blocks)), axis=2))
     if ROWWISE:
         store_partial_amax(partials, bits)
     store_partial_amax(columnwise_partials, columnwise_bits)
 
 
+# --- codes --------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def grouped_tile(tile, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(first row, first column) of the tile of that number of [M, K], M whole 128: 128 rows are walked together, column by column,
-    so that the transposed codes and scales of programs that run together fill whole sectors."""
-    GROUP: tl.constexpr = 128 // BLOCK_M
-    across = tl.cdiv(K, BLOCK_K)
-    place, group = tile // GROUP % across, tile // GROUP // across
-    return (group * GROUP + tile % GROUP) * BLOCK_M, place * BLOCK_K
+def nearest_codes(magnitude):
+    """The codes, int32 and without their signs, of fp32 magnitudes, ties to the even code.
+
+    fp32 counts halves below 2^23 and ones above: added to 2^23 - 2, magnitudes up to 4 are rounded as e2m1 rounds. From 4 to 6 that sum
+    is even, and half of what is above 4 adds 0 or 1 to it. The bits of the result count the codes.
+    """
+    above = tl.clamp(magnitude * 0.5 - 2.0, 0.0, 1.0)
+    total = (tl.minimum(magnitude, 4.0) + 8388606.0) + above
+    return total.to(tl.int32, bitcast=True) - 0x4AFFFFFC  # the bits of 2^23 - 2
+
+
+@triton.jit
+def stochastic_codes(magnitude, bits):
+    """The codes, int32 and without their signs, of fp32 magnitudes rounded by nine bits (int32) each.
+
+    Times 2^-14 fp16 has the exponents of e2m1, with nine bits below each code.
+    """
+    steps = (magnitude * 2.0**-14).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.minimum(steps + bits, 0xFFF) >> 9
+
+
+@triton.jit
+def random_bits(number, first, second):
+    """Nine random bits, int32 [R, B, 16], for each element of blocks with numbers [R, B], of the key (first, second): `random_bits`
+    of kernels/quantize/nvfp4.py."""
+    h = number.to(tl.uint32) * 0x9E3779B1 + first.to(tl.uint32, bitcast=True)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = h ^ (h >> 15) ^ second.to(tl.uint32, bitcast=True)
+    factor = tl.full((), 0x846CA68B, tl.uint32)
+    low, high = h * factor, tl.umulhi(h, factor)
+    index = tl.arange(0, 16)[None, None, :]
+    pair = rotated(low[:, :, None], _LOW, index % 4) ^ rotated(high[:, :, None], _HIGH, index // 8)
+    return (pair >> (index // 4 % 2 * 16)).to(tl.int32) & 0x1FF
+
+
+@triton.jit
+def rotated(word, BYTES: tl.constexpr, index):
+    """uint32 words rotated to the left by the byte of that index."""
+    by = tl.full((), BYTES, tl.int32) >> (index * 8)
+    return (word << (by & 31)) | (word >> (-by & 31))
+
+
+# --- quantize -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_scale(partials, amax, PARTIALS: tl.constexpr):
+    """(amax, S) of the tensor that `partials` describe; one program also stores the amax."""
+    value = load_amax(partials, PARTIALS)
+    value = tl.where(value == value, value, float("nan"))  # one NaN of all
+    if tl.program_id(0) == 0:
+        tl.store(amax, value)
+    scale = tl.div_rn(tl.full((), TENSOR_MAX, tl.float32), value)
+    scale = tl.where(scale > FLOAT32_MAX, FLOAT32_MAX, scale)
+    return value, tl.where((value == 0.0) | (value > FLOAT32_MAX), 1.0, scale)
+
+
+@triton.jit
+def quantize_rows(
+    value,
+    tensor,
+    key,
+    row,
+    column,
+    R,
+    C,
+    data,
+    scale_inv,
+    TWO_D: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Codes and scales of the tile `value` at (row, column) of a [R, C] tensor, zero outside, in blocks along its rows.
+
+    tensor: `load_scale`; key: the two words of `random`.
+    """
+    BLOCK_R: tl.constexpr = value.shape[0]
+    BLOCK_C: tl.constexpr = value.shape[1]
+    B: tl.constexpr = BLOCK_C // 16
+    amax, tensor_scale = tensor
+    blocks = tl.reshape(value, (BLOCK_R, B, 16))
+    if HADAMARD:
+        blocks = hadamard(blocks)
+    blocks = tl.where(amax == amax, blocks, 0.0)  # a NaN makes all codes 0
+    block_amax = tl.max(tl.abs(blocks), axis=2)
+    if TWO_D:
+        shared = tl.max(tl.reshape(block_amax, (BLOCK_R // 16, 16, B)), axis=1)
+        block_amax = tl.reshape(tl.broadcast_to(shared[:, None, :], (BLOCK_R // 16, 16, B)), (BLOCK_R, B))
+    one = tl.full((), 1.0, tl.float32)
+    scale = (block_amax * (tensor_scale * SIXTH)).to(tl.float8e4nv)  # the conversion saturates
+    enc = tl.div_rn(one, scale.to(tl.float32) * tl.div_rn(one, tensor_scale))
+    enc = tl.where(enc <= FLOAT32_MAX, enc, FLOAT32_MAX)  # also of NaN: its blocks are zero
+    magnitude = tl.abs(blocks) * enc[:, :, None]
+    wide = tl.cdiv(C, 16)  # blocks of a row
+    if STOCHASTIC:
+        number = (row + tl.arange(0, BLOCK_R))[:, None] * wide + (column // 16 + tl.arange(0, B))[None, :]
+        code = stochastic_codes(magnitude, random_bits(number, key[0], key[1]))
+    else:
+        code = nearest_codes(magnitude)
+    code |= (blocks.to(tl.int32, bitcast=True) >> 28) & 8
+    even, odd = tl.split(tl.reshape(code, (BLOCK_R, BLOCK_C // 2, 2)))
+    store_tile(data, (even | (odd << 4)).to(tl.uint8), row, column // 2, R, wide * 8, BLOCK_R, BLOCK_C // 2)
+    tall, padded = (R + 127) // 128 * 128, (wide + 3) // 4 * 4
+    scale = tl.where(tile_mask(row, column // 16, R, wide, BLOCK_R, B), scale.to(tl.uint8, bitcast=True), 0)
+    store_tile(scale_inv, scale, row, column // 16, tall, padded, BLOCK_R, B)
 
 
 @writes(
@@ -153,8 +217,7 @@ def quantize_nvfp4_kernel(
     columnwise_scale_inv,
     columnwise_amax,
     M,
-    column_words,
-    K: tl.constexpr,
+    K,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     TWO_D: tl.constexpr,
@@ -163,151 +226,38 @@ def quantize_nvfp4_kernel(
     PARTIALS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STRIPS: tl.constexpr,
 ):
-    """Every tile of x: scales and codes by rows, by columns, or both. column_words is M^16/8.
-
-    PACKED: x is bf16 and its rows are whole 16 bytes; WHOLE: M and K are whole tiles; STRIPS: M is whole strips of four, of which
-    a program has one.
-    """
-    TWO: tl.constexpr = ROWWISE and COLUMNWISE and HADAMARD  # whose amaxes differ
+    """Every tile of x [M, K]: scales and codes by rows, by columns, or both."""
+    if ROWWISE:
+        by_rows = load_scale(partials, amax, PARTIALS)
+    if COLUMNWISE:
+        by_columns = load_scale(columnwise_partials, columnwise_amax, PARTIALS)
     first, second = 0, 0
     if STOCHASTIC:
         first, second = tl.load(random), tl.load(random + 1)
-    bits = load_one_or_two(partials if ROWWISE else columnwise_partials, columnwise_partials, TWO, PARTIALS)
-    if STRIPS:
-        # The last strips first, which the amax launch has left in the cache; the first tile while the scale is found.
-        strip, across = tl.num_programs(0) - 1 - tl.program_id(0), K // BLOCK_K
-        top, column = strip // across * (4 * BLOCK_M), strip % across * BLOCK_K
-        w = load_column_blocks(x, (top, column, M, K), BLOCK_M, BLOCK_K, WHOLE)
-    by_rows, by_columns = (0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0)
-    value, columnwise_value = amaxes(bits, TWO)
-    if ROWWISE:
-        by_rows = tensor_scale(value, amax)
-    if COLUMNWISE:
-        by_columns = tensor_scale(columnwise_value, columnwise_amax)
-        if ROWWISE and not HADAMARD:
-            by_columns = by_rows  # the same, which the compiler does not know
-    row_words: tl.constexpr = (K + 15) // 16 * 2
-    if STRIPS:
-        quantize_strip(
-            w,
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            (top, column, M, K, row_words, column_words),
-            by_rows,
-            by_columns,
-            (first, second),
-            ROWWISE,
-            TWO_D,
-            HADAMARD,
-            STOCHASTIC,
-            BLOCK_M,
-            BLOCK_K,
-        )
-    else:
-        tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
-        tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
-        for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-            row, column = grouped_tile(tiles - 1 - index, wide, BLOCK_M, BLOCK_K)
-            if PACKED:
-                quantize_words(
-                    x,
-                    data,
-                    scale_inv,
-                    columnwise_data,
-                    columnwise_scale_inv,
-                    (row, column, M, K, row_words, column_words),
-                    by_rows,
-                    by_columns,
-                    (first, second),
-                    ROWWISE,
-                    COLUMNWISE,
-                    TWO_D,
-                    HADAMARD,
-                    STOCHASTIC,
-                    BLOCK_M,
-                    BLOCK_K,
-                    WHOLE,
-                )
-            else:
-                quantize_elements(
-                    x,
-                    data,
-                    scale_inv,
-                    columnwise_data,
-                    columnwise_scale_inv,
-                    (row, column, M, K, row_words, column_words),
-                    by_rows,
-                    by_columns,
-                    (first, second),
-                    ROWWISE,
-                    COLUMNWISE,
-                    TWO_D,
-                    HADAMARD,
-                    STOCHASTIC,
-                    BLOCK_M,
-                    BLOCK_K,
-                )
-
-
-@triton.jit
-def quantize_elements(
-    x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    place,
-    by_rows,
-    by_columns,
-    key,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TWO_D: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of x of any dtype. place: (row, column, M, K, row_words, column_words); by_rows, by_columns:
-    `tensor_scale`; key: the two words of `random`."""
-    G: tl.constexpr = BLOCK_M // 16
-    B: tl.constexpr = BLOCK_K // 16
-    row, column, M, K, row_words, column_words = place
-    values = load_blocks(x, row, column, M, K, BLOCK_M, BLOCK_K)
-    if TWO_D:
-        shared = tl.max(tl.reshape(magnitude(values), (G, B, 16)), axis=2)
-    if ROWWISE:
-        words, scales = (), ()
-        for i in tl.static_range(16):
-            block_amax = shared if TWO_D else tl.max(tl.abs(tl.reshape(values[i], (G, B, 16))), axis=2)
-            scale, enc = block_scale(block_amax, by_rows)
-            rows = row + i + 16 * tl.arange(0, G)[:, None]
-            number = rows * (row_words // 2) + (column // 16 + tl.arange(0, B)[None, :])
-            words += (pack_row(values[i], enc, by_rows[4], number, key[0], key[1], STOCHASTIC, G, B),)
-            scales += (scale.to(tl.uint8, bitcast=True),)
-        store_words(data, interleave(words, G, 2 * B), row, column // 8, row_words, M, BLOCK_M, 2 * B, False)
-        store_scales(scale_inv, interleave(scales, G, B), row, column // 16, M, K, BLOCK_M, B, False)
-    if COLUMNWISE:
-        turned = hadamard(values) if HADAMARD else values
-        if TWO_D:
-            block_amax = tl.reshape(tl.broadcast_to(shared[:, :, None], (G, B, 16)), (G, BLOCK_K))
-        else:
-            block_amax = magnitude(turned)
-        scale, enc = block_scale(block_amax, by_columns)
-        columns = column + tl.arange(0, BLOCK_K)[None, :]
-        number = columns * (column_words // 2) + (row // 16 + tl.arange(0, G)[:, None])
-        low, high = pack_columns(turned, enc, by_columns[4], number, key[1], key[0], STOCHASTIC)
-        words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (BLOCK_K, 2 * G))
-        store_words(columnwise_data, words, column, row // 8, column_words, K, BLOCK_K, 2 * G, False)
-        scale = tl.trans(scale.to(tl.uint8, bitcast=True))
-        store_scales(columnwise_scale_inv, scale, column, row // 16, K, M, BLOCK_K, G, False)
+    tall, wide = (M + 127) // 128 * 128, (K + 127) // 128 * 128  # whose scales are written
+    tiles = tile_total(tall, wide, BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        row, column = tile_from_the_end(index, tiles, wide, BLOCK_M, BLOCK_K)
+        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        if ROWWISE:
+            key = (first, second)
+            quantize_rows(value, by_rows, key, row, column, M, K, data, scale_inv, TWO_D, False, STOCHASTIC)
+        if COLUMNWISE:
+            quantize_rows(
+                tl.trans(value),
+                by_columns,
+                (second, first),
+                column,
+                row,
+                K,
+                M,
+                columnwise_data,
+                columnwise_scale_inv,
+                TWO_D,
+                HADAMARD,
+                STOCHASTIC,
+            )
 
 
 # --- dequantize, end of the GEMM ----------------------------------------------------------------------------

@@ -35,17 +35,15 @@ class PtxReport:
     """What became of one kernel.
 
     ptx:       the PTX text.
-    ttgir:     Triton's intermediate code, with the layouts of its tensors.
     cubin:     the machine code, for `triton.tools.disasm.get_sass`.
     registers: registers a thread.
     spills:    bytes of spill stores and spill loads a thread; 0 is the only good number.
-    shared:    bytes of shared memory a program, those that its assembly reserves included.
+    shared:    bytes of shared memory a program.
     warnings:  ptxas's warnings of group C7xxx, for one "C7515) Potential Performance Loss: ..." (serialized wgmma).
     log:       the whole of ptxas's report.
     """
 
     ptx: str
-    ttgir: str
     cubin: bytes = dataclasses.field(repr=False)
     registers: int
     spills: int
@@ -120,11 +118,10 @@ def _report(asm: Mapping[str, Any], shared: int, log: str) -> PtxReport:
         raise RuntimeError(f"compile_for: ptxas's report has no register count:\n{log}")
     return PtxReport(
         ptx=asm["ptx"],
-        ttgir=asm["ttgir"],
         cubin=asm["cubin"],
         registers=int(registers.group(1)),
         spills=sum(int(size) for size in re.findall(r"(\d+) bytes spill", log)),
-        shared=shared + sum(int(size) for size in re.findall(r"(\d+) bytes smem", log)),
+        shared=shared,
         warnings=tuple(dict.fromkeys(re.findall(r"\((C7\d\d\d\).*)", log))),
         log=log,
     )

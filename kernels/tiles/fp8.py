@@ -107,15 +107,10 @@ def store_rounded_amax(partials, amaxes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_partials(partials, PARTIALS: tl.constexpr):
-    """The `abs_bits` of a tensor's fp32 [PARTIALS] partial amaxes."""
-    return abs_bits(tl.load(partials + tl.arange(0, PARTIALS)))
-
-
-@triton.jit
 def load_amax(partials, PARTIALS: tl.constexpr):
     """The tensor's amax from its fp32 [PARTIALS] partial ones."""
-    return tl.max(load_partials(partials, PARTIALS), axis=0).to(tl.float32, bitcast=True)
+    bits = abs_bits(tl.load(partials + tl.arange(0, PARTIALS)))
+    return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
 
 
 # --- device: scale and cast ---------------------------------------------------------------------------------

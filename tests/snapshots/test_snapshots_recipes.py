@@ -237,14 +237,14 @@ def test_launches_of_nvfp4() -> None:
         """\
 hadamard_amax_kernel -> partials, columnwise_partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
-words_amax_kernel -> partials
+quantize_amax_kernel -> partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
 dequantize_nvfp4_kernel -> y
 dequantize_nvfp4_kernel -> y
 nvfp4_epilogue_kernel -> c
 hadamard_amax_kernel -> partials, columnwise_partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
-words_amax_kernel -> partials
+quantize_amax_kernel -> partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
 dequantize_nvfp4_kernel -> y
 dequantize_nvfp4_kernel -> y

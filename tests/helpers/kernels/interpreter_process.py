@@ -9,8 +9,8 @@ import sys
 __all__ = ["run_in_interpreter"]
 
 
-def run_in_interpreter(file: str) -> None:
-    """Runs `python file`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late."""
+def run_in_interpreter(file: str, *arguments: str) -> None:
+    """Runs `python file arguments...`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, file, *arguments], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

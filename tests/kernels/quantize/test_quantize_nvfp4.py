@@ -3,68 +3,50 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
 import torch
 from helpers.kernels.kernel_cases import (
     DTYPES,
-    INPUT_KINDS,
     assert_same_bits,
     gpu,
-    make_input,
     needs_cuda,
     run_poisoned,
+)
+from helpers.kernels.nvfp4_cases import (
+    BOTH,
+    COLUMN,
+    GRADIENT,
+    HADAMARD,
+    KEY,
+    KINDS,
+    OPTIONS,
+    PLAIN,
+    ROW,
+    STOCHASTIC,
+    TWO_D,
+    kernel,
+    make,
+    reference,
+    special_inputs,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4, gemm_nvfp4_reference
-from te_dynamo.kernels.quantize.e2m1_assembly import HIGH_ROTATIONS, LOW_ROTATIONS
 from te_dynamo.kernels.quantize.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
     dequantize_nvfp4_reference,
     hadamard_reference,
-    quantize_nvfp4,
     quantize_nvfp4_reference,
 )
-from te_dynamo.quantized.quantize import random_key
+from te_dynamo.kernels.quantize.nvfp4_kernels import HIGH_ROTATIONS, LOW_ROTATIONS
 
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272))
 LARGER_SHAPES = ((1024, 256), (2000, 2000), (17, 4096), (4096, 30), (1, 1), (33, 1), (1, 4096))
-KINDS = (*INPUT_KINDS, "zero_row", "signed_zeros")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-ROW, COLUMN, BOTH = (True, False), (False, True), (True, True)
-KEY = torch.tensor([123456789, -987654321], dtype=torch.int32)
-
-# (two_d, hadamard, stochastic_rounding)
-PLAIN, TWO_D, HADAMARD, STOCHASTIC, GRADIENT = (
-    (False, False, False),
-    (True, False, False),
-    (False, True, False),
-    (False, False, True),
-    (False, True, True),
-)
-OPTIONS = (PLAIN, TWO_D, HADAMARD, STOCHASTIC, GRADIENT, (True, False, True))
-
-
-def make(kind: str, shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> torch.Tensor:
-    """`make_input`, "zero_row": normal with a row and a column of zeros, and a -0, and "signed_zeros": nothing but zeros, of those
-    signs that make one -0 of each 16 rows in the transform, which is the sum of sixteen -0."""
-    if kind == "signed_zeros":
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        signs = hadamard_reference(torch.eye(16)).repeat(-(-rows // 16), -(-columns // 16))[:rows, :columns]
-        return torch.zeros(rows, columns).copysign(-signs).reshape(shape).to(dtype).to(device)
-    x = make_input("normal" if kind == "zero_row" else kind, shape, dtype, "cpu", seed)
-    if kind == "zero_row":
-        matrix = x.view(-1, shape[-1])
-        matrix[matrix.shape[0] // 2] = 0
-        matrix[:, shape[-1] // 3] = 0
-        matrix[0, 0] = -0.0
-    return x.to(device)
-
 
 # -- an independent formulation, in numpy ----------------------------------------------------------
 
@@ -174,10 +156,6 @@ def expected_buffers(x: torch.Tensor, usages, options, key: torch.Tensor) -> lis
                 turned = hadamard_reference(torch.from_numpy(turned)).numpy()
             buffers += expected_usage(turned, two_d, key.flip(0) if stochastic else None)
     return buffers
-
-
-def reference(x: torch.Tensor, usages, options, key: torch.Tensor = KEY) -> list[torch.Tensor]:
-    return quantize_nvfp4_reference(x, *usages, *options, key.to(x.device) if options[2] else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -311,49 +289,6 @@ def test_hadamard_spreads_an_outlier() -> None:
     assert ((data & 7) != 0).all()
 
 
-# -- stochastic rounding ---------------------------------------------------------------------------
-
-
-def test_stochastic_rounding_is_unbiased() -> None:
-    """The mean of n draws is within five standard errors (a step's variance is at most 1/4) and the bits' resolution."""
-    draws = 4096
-    x = torch.cat([torch.tensor([6.0]), torch.linspace(-5.9, 5.9, 31)])
-    x[16] = 6  # both blocks' enc is 1, as above
-    data, scale_inv, amax = reference(x.repeat(draws, 1), ROW, STOCHASTIC)
-    assert (scale_inv[:draws, :2] == 0x7E).all()
-    values = dequantize_nvfp4_reference(data, scale_inv, amax, 32, torch.float64)
-    x = x.double()
-    step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
-    assert ((values.mean(dim=0) - x).abs() <= step * (5 * 0.5 / draws**0.5 + 1 / 2**10)).all()
-    assert ((values - x).abs() < step).all()
-    assert ((values.std(dim=0) > 0) == ~torch.isin(x.abs(), torch.from_numpy(E2M1))).all()
-
-
-def test_stochastic_rounding_depends_on_the_key_alone() -> None:
-    x = make("normal", (70, 100), torch.bfloat16)
-    one, same = reference(x, BOTH, GRADIENT), reference(x, BOTH, GRADIENT)
-    other = reference(x, BOTH, GRADIENT, KEY + 1)
-    assert_same_bits(one, same)
-    assert_same_bits([one[i] for i in (1, 2, 4, 5)], [other[i] for i in (1, 2, 4, 5)])
-    for index in (0, 3):
-        differing = ((one[index] ^ other[index]) & 7 != 0).float().mean()
-        assert 0.2 < differing < 0.6
-    generators = [torch.Generator().manual_seed(7) for _ in range(2)]
-    assert torch.equal(*(random_key(generator=g) for g in generators))
-    assert not torch.equal(random_key(), random_key())
-
-
-def test_rows_and_columns_round_independently() -> None:
-    """Where both round 5 up with probability 1/2, they differ half of the time."""
-    x = torch.full((64, 64), 5.0)
-    for shift in (0, 16, 32, 48):  # a 6 in every block of rows and of columns
-        x[torch.arange(64), torch.arange(64).roll(shift)] = 6.0
-    data, _, _, columnwise_data, _, _ = reference(x, BOTH, STOCHASTIC)
-    rows, columns = (torch.stack([d & 15, d >> 4], dim=-1).flatten(1) for d in (data, columnwise_data))
-    differing = (rows != columns.t())[x == 5].float().mean()
-    assert 0.45 < differing < 0.55
-
-
 # -- dequantize, GEMM ------------------------------------------------------------------------------
 
 
@@ -413,20 +348,24 @@ def test_bad_input_is_named() -> None:
 # -- on the GPU ------------------------------------------------------------------------------------
 
 
-def kernel(x: torch.Tensor, usages, options, key: torch.Tensor = KEY) -> list[torch.Tensor]:
-    return quantize_nvfp4(x, *usages, *options, key.to(x.device) if options[2] else None)
-
-
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGER_SHAPES], ids=str)
 def test_kernel_equals_reference(shape, options) -> None:
-    """Kernels are compiled for each shape: all kinds of input in one test, or as many processes would compile the same at once."""
+    """All kinds of input in one test: several processes would compile the same kernels at once."""
     for kind, dtype in itertools.product(KINDS, DTYPES):
         x = make(kind, shape, dtype, "cuda")
         for usages in (ROW, COLUMN, BOTH):
             assert_same_bits(kernel(x, usages, options), reference(x, usages, options), (kind, dtype, usages))
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_kernel_equals_reference_at_the_edges_of_the_rules(options) -> None:
+    for name, x in special_inputs().items():
+        assert_same_bits(kernel(x.cuda(), BOTH, options), reference(x.cuda(), BOTH, options), name)
 
 
 @gpu

@@ -1,0 +1,52 @@
+"""NVFP4's quantizing kernels in Triton's interpreter: equal to the reference without a GPU.
+
+Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers.kernels.interpreter_process import run_in_interpreter
+from helpers.kernels.kernel_cases import DTYPES, assert_same_bits
+from helpers.kernels.nvfp4_cases import BOTH, COLUMN, KINDS, OPTIONS, ROW, kernel, make, reference, special_inputs
+
+from te_dynamo.kernels.quantize import current, nvfp4
+from te_dynamo.kernels.tiles import fp8
+
+SHAPES = (
+    (130, 16),  # scales' padding of more than a tile
+    (128, 192),  # whole tiles
+    (1, 32),
+    (33, 1),
+)
+
+
+@pytest.mark.parametrize("part", ["special", pytest.param("every", marks=pytest.mark.slow)])
+def test_kernels_equal_the_reference_in_the_interpreter(part: str) -> None:
+    run_in_interpreter(__file__, part)
+
+
+def main(part: str) -> None:
+    from helpers.kernels import interpreted
+
+    interpreted.install()
+    np.seterr(all="ignore")
+    fp8.multiprocessor_count = lambda device: 1  # type: ignore[assignment]
+    nvfp4.PARTIALS = current.PARTIALS = 4  # type: ignore[assignment]
+    inputs = dict(special_inputs())
+    inputs["normal"] = make("normal", (35, 50), torch.bfloat16)
+    if part == "every":
+        inputs |= {f"{kind} {dtype}": make(kind, (35, 50), dtype) for kind, dtype in itertools.product(KINDS, DTYPES)}
+        inputs |= {f"normal {shape}": make("normal", shape, torch.bfloat16) for shape in SHAPES}
+    for (name, x), options in itertools.product(inputs.items(), OPTIONS):
+        for usages in (ROW, COLUMN, BOTH) if name == "normal" else (BOTH,):
+            assert_same_bits(kernel(x, usages, options), reference(x, usages, options), (name, usages, options))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
