@@ -20,11 +20,19 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = {"README", "distributed", "frameworks", "inspect", "left-alone", "quickstart", "recipes", "training", "weights"}
 """Pages that compile with Inductor: its C++ takes some seconds a model."""
 
+ELSEWHERE = {"writing-a-fusion"}
+"""This page is examples/custom_fusion.py, which tests/test_writing_a_fusion.py runs: an operation is defined once a process."""
+
 NEEDS = {"frameworks": ("accelerate", "lightning", "peft", "transformers")}
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in PAGES]
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+        for page in PAGES
+        if page.stem not in ELSEWHERE
+    ],
 )
 def test_the_code_runs(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One module a page, its blocks in their order, in an empty folder."""
