@@ -12,7 +12,7 @@ from torch import nn
 from torch.library import triton_op, wrap_triton
 
 import te_dynamo
-from te_dynamo.operations import BasicLinear, Bias, FusedOperation, SReLU, sliding_window
+from te_dynamo.ops import BasicLinear, Bias, FusedOperation, SReLU, sliding_window
 
 
 @triton.jit
