@@ -55,7 +55,7 @@ lint: $(STAMP)dev
 	$(RUN) -m mypy
 
 docs: $(STAMP)docs                                ## the site, into build/site; a link that leads nowhere is an error
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 demo: $(STAMP)demo                                ## train a small Llama twice, bf16 and FP8; results in out/
 	$(RUN) examples/train_text.py $(ARGS)

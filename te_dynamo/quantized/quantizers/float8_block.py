@@ -1,4 +1,4 @@
-"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: docs/architecture.md, Float8 block scaling)."""
+"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: docs/numerics.md, Float8 block scaling)."""
 
 from __future__ import annotations
 

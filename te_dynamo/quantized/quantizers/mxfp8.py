@@ -1,4 +1,4 @@
-"""MXFP8: FP8 with a power-of-two scale for each 32 values (rules: docs/architecture.md; OCP Microscaling Formats 1.0)."""
+"""MXFP8: FP8 with a power-of-two scale for each 32 values (rules: docs/numerics.md; OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 

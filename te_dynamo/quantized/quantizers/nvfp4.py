@@ -1,4 +1,4 @@
-"""NVFP4: 4-bit values with an e4m3 scale for each 16 and an fp32 amax for the tensor (rules: docs/architecture.md)."""
+"""NVFP4: 4-bit values with an e4m3 scale for each 16 and an fp32 amax for the tensor (rules: docs/numerics.md)."""
 
 from __future__ import annotations
 
