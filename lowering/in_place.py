@@ -60,7 +60,7 @@ def sum_fits_addend(node: Node) -> bool:
 
 
 def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
-    """Of the gradients of both halves, into dy's."""
+    """The launcher that writes the gradients of both halves into dy's memory; None where there is none."""
     if node.target is swiglu_backward_quantize and node.args[5:] == (True,):
         run: Callable[..., list[torch.Tensor]] = _run_stacked
     elif node.target is swiglu_backward_quantize_halves:
@@ -109,7 +109,7 @@ def _run_halves(
 def _read_for_the_last_time(tensor: Node, reader: Node) -> bool:
     """Whether the graph made the memory of `tensor`, and nothing but `reader`, once, reads it then or later.
 
-    By what the nodes are: their values' storages change from pass to pass.
+    It is told by the nodes, because the storages of their values change from pass to pass.
     """
     made = tensor
     while _shares_memory(made):

@@ -68,11 +68,11 @@ class Recipe:
             raise InvalidOptionError(f"te_dynamo: {type(self).__name__}: {error}") from None
 
     def input_quantizer(self) -> Quantizer:
-        """For the activations a linear reads."""
+        """The quantizer of the activations that a linear reads."""
         raise NotImplementedError
 
     def weight_quantizer(self) -> Quantizer:
-        """For the weight."""
+        """The quantizer of the weight."""
         raise NotImplementedError
 
     def grad_output_quantizer(self) -> Quantizer:

@@ -61,7 +61,7 @@ def runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> bool
 
 
 def stacked_runs_specialized(a: torch.Tensor, b: torch.Tensor, fast_accum: bool, along: str) -> bool:
-    """The same of operands stacked along a dimension."""
+    """Whether the specialized kernel multiplies operands stacked along a dimension."""
     m, k, n = size_hint(a.shape[0]), size_hint(a.shape[1]), size_hint(b.shape[0])
     multiprocessors = multiprocessor_count(a.device)
     return is_hopper(a.device) and stacked_is_specialized(m, n, k, fast_accum, along, multiprocessors)

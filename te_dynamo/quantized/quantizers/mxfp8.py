@@ -91,5 +91,5 @@ class MXFP8Quantizer(Quantizer):
 
 
 def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
-    """Of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
+    """Shape of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
     return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)
