@@ -17,14 +17,14 @@ pytest.importorskip("sybil")  # a GPU machine without a network may lack it
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SLOW = {"README", "distributed", "frameworks", "inspect", "left-alone", "quickstart", "recipes", "training", "weights"}
 """Pages that compile with Inductor: its C++ takes some seconds a model."""
 
 ELSEWHERE = {"writing-a-fusion"}
-"""This page is examples/custom_fusion.py, which tests/test_writing_a_fusion.py runs: an operation is defined once a process."""
+"""This page is examples/custom_fusion.py, which test_writing_a_fusion.py runs: an operation is defined once a process."""
 
 NEEDS = {"frameworks": ("accelerate", "lightning", "peft", "transformers")}
 
