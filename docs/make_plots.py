@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import report
+import report  # noqa: E402
 
 MODES = ("forward", "forward and backward")
 
