@@ -1,4 +1,4 @@
-# make test | test-slow | test-all | test-gpu | fuzz | lint | demo
+# make test | test-slow | test-all | test-gpu | fuzz | lint | docs | demo
 #
 # PYTHON is used as it is when it holds a CUDA build of torch 2.11 or newer. Otherwise a .venv is made from it, with the
 # CPU set pinned in constraints/cpu.txt.
@@ -27,16 +27,16 @@ JOBS ?= 2
 SIDE_BY_SIDE = $$($(RUN) -c "import importlib.util as u; print('-n $(JOBS) --dist worksteal' if u.find_spec('xdist') else '')")
 
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet
-.PHONY: test test-slow test-all test-gpu fuzz lint demo clean
+.PHONY: test test-slow test-all test-gpu fuzz lint docs demo clean
 .DELETE_ON_ERROR:
 
 test: $(STAMP)test                                ## the suite without the slow and the GPU tests
 	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu" $(ARGS)
 
-test-slow: $(STAMP)test $(STAMP)demo              ## the slow ones only
+test-slow: $(STAMP)test $(STAMP)demo $(STAMP)frameworks  ## the slow ones only
 	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS)
 
-test-all: $(STAMP)test $(STAMP)demo               ## everything this machine can run
+test-all: $(STAMP)test $(STAMP)demo $(STAMP)frameworks   ## everything this machine can run
 	$(RUN) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-gpu: $(STAMP)test                            ## the tests that need a GPU
@@ -53,6 +53,9 @@ lint: $(STAMP)dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(STAMP)docs                                ## the site, into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 demo: $(STAMP)demo                                ## train a small Llama twice, bf16 and FP8; results in out/
 	$(RUN) examples/train_text.py $(ARGS)

@@ -27,9 +27,11 @@ KINDS = {
 INTRO = """\
 # Fusions
 
-Written by `python docs/make_fusions.py` from the fusion files' docstrings; do not edit. What a fusion is and how to add
-one: `docs/writing-a-fusion.md`. Those of `passes/dialect/fusions` rewrite the compiler's graphs, those of `operations/fused` the list of
-operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off, `{"fusions": ["-fuse_gemm_bias"]}` one of the graph's.
+These are the fusions that te_dynamo ships. Those of `passes/dialect/fusions` rewrite the compiler's graphs. Those of
+`te_dynamo/operations/fused` rewrite the list of operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off.
+`options={"fusions": ["-fuse_gemm_bias"]}` turns one of the graph's off. [Writing a fusion](writing-a-fusion.md) says how to add one.
+
+`python docs/make_fusions.py` writes this page from the docstrings of the fusion files: edit those.
 """
 
 INDUCTORS = """\
@@ -83,7 +85,7 @@ def _is_from(fusion: object, module: ModuleType) -> bool:
 def _section(module: ModuleType, fusions: dict[Fusion, list[str]]) -> str:
     """Heading, kinds, and the docstring: its first sentence, the graphs before and after (indented, so code), the rest."""
     names = ", ".join(f"`{name(fusion)}` ({', '.join(kinds)})" for fusion, kinds in fusions.items())
-    source = module.__name__.removeprefix("te_dynamo.").replace(".", "/") + ".py"
+    source = pathlib.Path(module.__file__ or "").resolve().relative_to(PAGE.parents[1].resolve())
     return f"## {_title(module)}\n\n{names} in `{source}`\n\n{inspect.cleandoc(module.__doc__ or '')}\n"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.library import triton_op, wrap_triton
 
 import te_dynamo
-from te_dynamo.operations import BasicLinear, Bias, FusedOperation, SReLU, sliding_window
+from te_dynamo.ops import BasicLinear, Bias, FusedOperation, SReLU, sliding_window
 
 
 @triton.jit
@@ -97,18 +97,6 @@ def fuse_linear_squared_relu(ops, *, recipe):
     return sliding_window(ops, (BasicLinear, Bias, SReLU), LinearSquaredReLU)
 
 
-class MLP(nn.Module):
-    """Nothing of te_dynamo in it."""
-
-    def __init__(self, hidden, intermediate):
-        super().__init__()
-        self.up = nn.Linear(hidden, intermediate)
-        self.down = nn.Linear(intermediate, hidden)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)) ** 2)
-
-
 def gradients(run, model, x):
     """The output, and the gradients of the parameters."""
     model.zero_grad()
@@ -127,6 +115,18 @@ def in_a_sequential(x):
         print("runs", type(group.op).__name__)
     for ours, theirs in zip(gradients(fused, fused, x), gradients(plain, plain, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.125, atol=0.0675)
+
+
+class MLP(nn.Module):
+    """Nothing of te_dynamo in it."""
+
+    def __init__(self, hidden, intermediate):
+        super().__init__()
+        self.up = nn.Linear(hidden, intermediate)
+        self.down = nn.Linear(intermediate, hidden)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)) ** 2)
 
 
 def in_an_unmodified_model(x):

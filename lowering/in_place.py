@@ -50,7 +50,7 @@ def sum_fits_addend(node: Node) -> bool:
 
 
 def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
-    """Of the gradients of both halves, into dy's."""
+    """The launcher that writes the gradients of both halves into dy's memory; None where there is none."""
     if node.target is swiglu_backward_quantize and node.args[5:] == (True,):
         run: Callable[..., list[torch.Tensor]] = _run_stacked
     elif node.target is swiglu_backward_quantize_halves:

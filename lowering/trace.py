@@ -149,8 +149,8 @@ def _launches(node: Node) -> Callable[..., Any]:
 
 
 def _known_amaxes(node: Node) -> tuple[bool, ...]:
-    """Of each tensor that it quantizes with one scale a tensor, whether Inductor's own code writes it: then that computes the
-    amax too. Empty for other operations."""
+    """Whether Inductor's own code writes the tensor, for each one that the node quantizes with one scale. Such code computes
+    the amax too. Empty for other operations."""
     if node.target is quantize_stacked:
         return tuple(written_by_inductor(x) for x in node.all_input_nodes)
     if node.target in (quantize, quantize_bias_grad) and node.args[1].one_scale:  # type: ignore[union-attr]

@@ -101,7 +101,7 @@ def asks_for_inference(custom_pass: object) -> bool:
 
 
 def nodes_of_updater(updater: Any) -> Iterable[Node]:
-    """Of the graph that a FakeTensorUpdater of torch's keeps: torch 2.11 gives it the graph, torch 2.13 its module."""
+    """The nodes of the graph that torch's FakeTensorUpdater keeps. Torch 2.11 gives it the graph, torch 2.13 the graph's module."""
     graph = updater.gm.graph if hasattr(updater, "gm") else getattr(updater, "graph", None)
     return () if graph is None else graph.nodes
 

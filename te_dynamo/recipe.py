@@ -4,7 +4,7 @@
     dgrad   dx = dy @ weight       dy rowwise,    weight columnwise
     wgrad   dw = dy^T @ x          dy columnwise, x columnwise
 
-The numbers of each format: docs/architecture.md.
+The numbers of each format: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Recipe:
             raise InvalidOptionError(f"te_dynamo: {type(self).__name__}: {error}") from None
 
     def input_quantizer(self) -> Quantizer:
-        """For the activations a linear reads."""
+        """The quantizer of the activations that a linear reads."""
         raise NotImplementedError
 
     def weight_quantizer(self) -> Quantizer:
-        """For the weight."""
+        """The quantizer of the weight."""
         raise NotImplementedError
 
     def grad_output_quantizer(self) -> Quantizer:
@@ -97,7 +97,7 @@ class Float8CurrentScaling(Recipe):
     fprop_fast_accum, dgrad_fast_accum, wgrad_fast_accum: whether that GEMM may keep its sum in the tensor core's own
         reduced-precision accumulator (fast) or adds up in fp32 after every 128 products (slow). Hopper's keeps fewer bits than
         fp32 and truncates: all three GEMMs are slow by default, for 1 to 3% of a step's speed. Transformer Engine and torchao
-        are fast in forward: fprop_fast_accum=True gives their numbers (docs/usage.md has losses of both).
+        are fast in forward: fprop_fast_accum=True gives their numbers (docs/accuracy.md has losses of both).
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3: FP8 tensor cores do not multiply e5m2 by e5m2.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of amax before the scale is computed.

@@ -61,7 +61,7 @@ KINDS = ("gelu", "gelu_tanh", "silu", "relu")
 
 FORWARD_TILE: Tile = (128, 64, 4)
 BACKWARD_TILE: Tile = (256, 64, 8)
-"""Of the cast launches on an H200 for GELU."""
+"""Tiles of the cast launches: the fastest on an H200 for GELU."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------

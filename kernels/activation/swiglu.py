@@ -51,7 +51,7 @@ __all__ = [
 
 FORWARD_TILE: Tile = (128, 64, 4)
 BACKWARD_TILE: Tile = (128, 64, 8)
-"""Of the cast launches, the fastest on an H200 at 8192x14336 (benchmarks/quantize.py --sweep)."""
+"""Tiles of the cast launches: the fastest on an H200 at 8192x14336 (benchmarks/quantize.py --sweep)."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------

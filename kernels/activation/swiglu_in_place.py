@@ -24,10 +24,10 @@ from te_dynamo.kernels.tiles.fp8 import Size, load_scale, rounded, rows_and_colu
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
 
 MOST_COLUMNS = 32768
-"""Of dy: a row of more does not fit into a program's registers."""
+"""Longest row of dy that fits into a program's registers."""
 
 COLUMNS_MULTIPLE = 128
-"""Of dy's columns: quarters of a row, and dup's codes behind dgate's, then begin at whole vectors."""
+"""dy's columns are a multiple of this. Quarters of a row, and dup's codes behind dgate's, then begin at whole vectors."""
 
 
 @triton.jit

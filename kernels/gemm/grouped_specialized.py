@@ -151,7 +151,7 @@ def _copy(descs, ring, loaded, offs, size, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _mask(ring, loaded, offs, size):
-    """Of every tile's first and last block, where they hold columns of other groups: replaces those by zero."""
+    """Replaces by zero, in every tile's first and last block, the columns of other groups."""
     a_tiles, b_tiles, full, _ = ring
     M, N, K, G = size
     BLOCK_M: gl.constexpr = a_tiles.shape[1]

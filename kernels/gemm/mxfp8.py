@@ -191,7 +191,7 @@ def store_part(c, value, bias, row, column, M, N, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def operand_descriptor(operand, SIDE, K, COLUMNWISE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of [SIDE, K], or [K, SIDE] if COLUMNWISE."""
+    """Tensor descriptor of an operand [SIDE, K], or [K, SIDE] if COLUMNWISE."""
     if COLUMNWISE:
         descriptor = tl.make_tensor_descriptor(operand, [K, SIDE], [SIDE, 1], [BLOCK_K, BLOCK])
     else:
@@ -207,7 +207,7 @@ def load_operand(descriptor, first, k, COLUMNWISE: tl.constexpr):
 
 @triton.jit
 def scale_descriptor(scale_inv, SIDE, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of the swizzled scales of [SIDE, K]: the 512 bytes of 128 x 128 values are two rows of 256."""
+    """Tensor descriptor of the swizzled scales of [SIDE, K]. The 512 bytes of 128 x 128 values are two rows of 256."""
     tiles_k = tl.cdiv(K, 128)
     per_row = tiles_k * 512
     tiles = tl.cdiv(SIDE, 128)

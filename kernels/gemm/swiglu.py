@@ -306,7 +306,7 @@ _BOUND: gl.constexpr = gl.constexpr(BOUND)
 
 @gluon.jit
 def _bound(left, right, GATE: gl.constexpr):
-    """Of a size at least |silu(gate) * up| as it is computed and rounded to bf16, and infinite or NaN where that is.
+    """A bound of |silu(gate) * up| as it is computed and rounded to bf16. It is infinite or NaN where that is.
 
     silu(x) is at most x where x > 0 and above -0.2785 elsewhere, so max(x, 143/512) * |up| is a bound, and rounding keeps
     order. silu(-inf) is NaN: the 143/512 has -x * 2^-120 added, nothing but for an infinity.

@@ -63,7 +63,7 @@ MAX_ROW_BYTES = 32768
 """Longest row that is held in registers; a longer one is read in pieces, several times."""
 
 CAST_TILE: Tile = (128, 64, 4)
-"""Of the cast launch, the fastest of eleven on an H200 at 8192x4096."""
+"""Tile of the cast launch: the fastest of eleven on an H200 at 8192x4096."""
 
 PIECE = 8192
 """Values in such a piece."""

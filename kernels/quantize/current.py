@@ -58,7 +58,7 @@ FEW_VALUES = 16384
 _FEW_BLOCK = 8192
 
 CAST_TILE: Tile = (128, 128, 8)
-"""Of `quantize`'s cast launch: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
+"""Tile of `quantize`'s cast launch: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ tiles walked together, warps)."""
 
 
 def tile_128(packed: bool) -> Tile:
-    """Of blocks of 128 along columns, the fastest on an H200; values that are not packed need twice the registers."""
+    """The fastest tile on an H200 for blocks of 128 along columns. Values that are not packed need twice the registers."""
     return (128, 4, 4) if packed else (128, 8, 8)
 
 
@@ -249,7 +249,7 @@ def row_tile(columns: Size, packed: bool) -> Tile:
 
 
 def tile_32(columns: Size) -> Tile:
-    """Of blocks of 32 with columnwise data, the fastest on an H200 at 8192x4096 (benchmarks/quantize.py --sweep).
+    """The fastest tile on an H200 for blocks of 32 with columnwise data, at 8192x4096 (benchmarks/quantize.py --sweep).
 
     Where rows of x are not whole vectors, a thread has an address for every element, and so fewer of them.
     """

@@ -42,7 +42,7 @@ __all__ = ["dequantize_mxfp8_kernel", "quantize_mxfp8_128_kernel", "quantize_mxf
 
 @triton.jit
 def code_and_multiplier(amax_bits, FMAX: tl.constexpr):
-    """Of blocks whose amaxes have these bit patterns, the code (int32) and 2^(127 - code), as in the reference."""
+    """The code (int32) of blocks whose amaxes have these bit patterns, and 2^(127 - code), as in the reference."""
     INVERSE: tl.constexpr = 1.0 / FMAX
     bits = (amax_bits.to(tl.float32, bitcast=True) * INVERSE).to(tl.int32, bitcast=True)
     # As unsigned, 255 comes from infinity and 256 from NaN: one more than the codes.
@@ -148,8 +148,8 @@ def half_rows(J: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def half_words(row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of the words [BLOCK_M / 2, BLOCK_K / 2] of the rows of half J (`half_rows`) in a [M, K / 2] tensor: (offset of the tile's
-    first, offsets of all from there, which of them lie inside)."""
+    """Where the words [BLOCK_M / 2, BLOCK_K / 2] of the rows of half J (`half_rows`) lie in a [M, K / 2] tensor: (offset of the
+    tile's first, offsets of all from there, which of them lie inside)."""
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
     rows = half_rows(J, BLOCK_M)
     words = tl.max_contiguous(tl.arange(0, BLOCK_K // 2), 4)

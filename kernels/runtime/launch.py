@@ -64,7 +64,7 @@ def _untouched(argument: Any) -> Any:
 def is_recording() -> bool:
     """Whether launches are recorded, for Inductor's code, which launches kernels of the Triton language only.
 
-    By torch's own modes (fake tensors, proxies). Others watch what runs, as AOTAutograd does the first call of every graph.
+    Torch's own modes tell it (fake tensors, proxies). Others watch what runs, as AOTAutograd does the first call of every graph.
     """
     return _get_current_dispatch_mode() is not None and any(
         mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()

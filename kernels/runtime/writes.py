@@ -19,7 +19,7 @@ def writes(*always: str, **sometimes: str) -> Callable[[T], T]:
     """Marks a kernel: the tensors that it writes, always, or as its constants are.
 
     sometimes: {tensor: an expression of the constants, as "ROWWISE and not STACKED"}. Where a tensor is not written, something else
-    may stand in for it. Those that it reads too are named by `updates` as well.
+    may stand in for it. `updates` also names the tensors that the kernel reads as well.
     """
 
     def mark(kernel: T) -> T:

@@ -29,7 +29,7 @@ WORDS: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def quarter_words(row, column, M, K, J: tl.constexpr, ROWS: tl.constexpr):
-    """Of the words [ROWS / 4, 64] of quarter J in a [M, K / 2] tensor: (offset of the tile's first, offsets of all from
+    """Where the words [ROWS / 4, 64] of quarter J lie in a [M, K / 2] tensor: (offset of the tile's first, offsets of all from
     there, which of them lie inside)."""
     stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
     rows = J + 4 * tl.arange(0, ROWS // 4)

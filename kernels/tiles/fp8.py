@@ -267,7 +267,7 @@ def zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
-"""Of a persistent launch: as many as are resident at once with the tiles in use, so that loads hide behind stores."""
+"""Programs of a persistent launch for each multiprocessor. So many are resident at once with the tiles in use, and loads hide behind stores."""
 
 
 def program_count(rows: Size, columns: Size, block_m: int, block_k: int, device: torch.device) -> int:

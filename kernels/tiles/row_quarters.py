@@ -1,7 +1,7 @@
 """A tile as four quarters, [BLOCK_M / 4, BLOCK_K], quarter J of which holds the rows 4 i + J: a thread then has four rows of
 each of its columns, and their float8 codes go to the transpose as 32-bit words, at half the instructions of moving bytes.
 
-For backward of activations, where arithmetic is the limit. In `quantize`, where memory is, the whole tiles of
+Backward of activations uses them, because arithmetic is its limit. In `quantize`, where memory is, the whole tiles of
 `fp8.store_quantized_tile` are faster: by 6% on an H200, row and column.
 """
 

@@ -16,7 +16,7 @@ MOST_SEGMENTS = 3
 """Kernels know the first two borders: gate and up, or q, k and v."""
 
 SEGMENT_MULTIPLE = 128
-"""Of a segment's length: the sides of the tiles that read it, so that no tile holds parts of two segments."""
+"""A segment's length is a multiple of this, the side of the tiles that read it. So no tile holds parts of two segments."""
 
 
 @dataclasses.dataclass(frozen=True)

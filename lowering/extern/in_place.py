@@ -35,7 +35,7 @@ def _operation_in_place() -> Any:
     from torch._inductor.virtualized import V
 
     class CallIntoLast(ir.ExternKernel):
-        """Of a layout that says: nothing of its own."""
+        """A call that writes its result into the last operand's memory. It has no buffer of its own, and its layout says so."""
 
         def __init__(self, operands: Sequence[Any], keywords: dict[str, Any], function: str) -> None:
             last = operands[-1]

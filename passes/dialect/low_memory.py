@@ -104,6 +104,6 @@ def _peak(first: Node, second: Node) -> Any:
 
 
 def _bytes(node: Node) -> Any:
-    """Of a tensor; 0 for one whose size is a symbol, so that nothing moves for it."""
+    """Bytes of the node's tensor. It is 0 where the size is a symbol, so that nothing moves for such a tensor."""
     value = node.meta["val"]
     return value.numel() * value.element_size() if isinstance(value.numel(), int) else 0

@@ -1,4 +1,4 @@
-"""Of a linear that selective checkpointing saves, only the product is saved.
+"""Selective checkpointing saves of a linear its product alone.
 
 A policy's answer for te.linear marks every node that it expands to. The author of a policy that saves products expects their
 operands to be computed again in backward, as an mm's are: so are the quantized operands.

@@ -241,7 +241,7 @@ def _norm(node: fx.Node) -> Link | None:
 
 
 def _te_norm(node: fx.Node) -> Norm | None:
-    """What the matcher put in."""
+    """A te norm that the matcher put in."""
     if not calls(node, {_te.rms_norm.default, _te.layer_norm.default}):
         return None
     kind, output = node.target.__name__.partition(".")[0], sole_user(node)  # type: ignore[union-attr]

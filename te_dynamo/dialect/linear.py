@@ -8,12 +8,12 @@ that shared inputs are quantized once and producers can write FP8 themselves. A 
 saves x and weight as they are, and its two products are torch's own.
 
 A weight that the user stores as [K, N] (GPT-2's Conv1D) is read as it lies: its rowwise and its columnwise data change places,
-in every format, for both are blocked along what their GEMM contracts. Its gradient is computed as [K, N] too.
+in every format, because both are blocked along what their GEMM contracts. Its gradient is computed as [K, N] too.
 
 `te.linear_with_workspace` is the same linear with the weight's buffers given: a cache's (te_dynamo/weights), which quantized it
 before.
 
-`LinearFwdArgs` and `LinearBwdArgs` are the one argument of every helper (seed 001): what backward reads is what they name.
+`LinearFwdArgs` and `LinearBwdArgs` are the one argument of every helper: what backward reads is what they name.
 A saved tensor that is an input of the operation is no result of it: forward names the slot in `saved_aliases`, and the
 boundary to autograd puts the input there.
 """

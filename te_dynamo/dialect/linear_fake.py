@@ -1,4 +1,4 @@
-"""The shapes of a linear without its data: forward and backward over `TensorProto` (seed 003).
+"""The shapes of a linear without its data: forward and backward over `TensorProto`.
 
     forward    x [L, ..., K], weight [N, K]  ->  out [L', ..., N], and what backward saves of x and weight
     backward   dy [L', ..., N]               ->  dx [L, ..., K], dweight [N, K], dbias [N]

@@ -172,7 +172,8 @@ def explain(
     """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
 
     model:         a module, a function, or the result of torch.compile: then what it wraps is compiled, with
-                   a module's own options and mode where none are given (a function does not keep its).
+                   a module's own options and mode where none are given. A function does not keep its options, nor does a
+                   module that `model.compile()` compiled in place.
     options, mode: as for torch.compile.
 
     Runs forward and, where an output requires grad, backward. Left as they were: parameters, `.grad`,
@@ -188,7 +189,7 @@ def explain(
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
     compiled = torch.compile(target, backend=backend, options=options, mode=mode)
-    with warnings.catch_warnings(), capture() as graphs, _unchanged(target, args, kwargs):
+    with warnings.catch_warnings(), capture() as graphs, _unchanged(target, args, kwargs), _not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         _run(compiled, target, args, kwargs)
     breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
@@ -224,6 +225,17 @@ def _unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
             return model._orig_mod, found
         layer = getattr(layer, "_torchdynamo_orig_backend", None)
     return model._orig_mod, {}
+
+
+@contextlib.contextmanager
+def _not_in_place(target: Any) -> Iterator[None]:
+    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run."""
+    compiled = target.__dict__.pop("_compiled_call_impl", None) if isinstance(target, nn.Module) else None
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            target._compiled_call_impl = compiled
 
 
 @contextlib.contextmanager

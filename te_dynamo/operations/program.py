@@ -43,11 +43,11 @@ class Program:
         return self._run(input, params, extra_inputs, forward).results
 
     def run(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
-        """The same for the dispatcher, which takes no view of an input."""
+        """`expand` for the dispatcher, which takes no view of an input."""
         return unaliased([input, *params, *extra_inputs], self.expand(input, params, extra_inputs))
 
     def fake(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> list[torch.Tensor]:
-        """The same without data, from protos."""
+        """`expand` without data, over protos."""
         return [of_proto(proto) for proto in self.protos(input, params, extra_inputs).results]
 
     def protos(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> Flat:

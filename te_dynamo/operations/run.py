@@ -82,7 +82,7 @@ class Call(Value):
         return [self.requires_grad[0].input, *params, *extra_inputs]
 
     def describe(self) -> str:
-        """For graphs: which gradients are asked for."""
+        """The text in printed graphs: which gradients are asked for."""
         return f"Call(requires_grad={self.flags()}, training={self.training})"
 
     def of_group(self, group: Group) -> Call:

@@ -23,7 +23,7 @@ __all__ = ["Sequential"]
 
 
 class _Parameters(torch.nn.Module):
-    """Those of one operation, which `repr` shows."""
+    """The parameters of one operation, which `repr` shows."""
 
     def __init__(self, described: str) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class Entry:
 
 
 def _nothing() -> None:
-    """What a reference to a weight that is gone gives."""
+    """Stands for a reference to a weight that is gone."""
 
 
 def _expire(entry: weakref.ref[Entry]) -> None:

@@ -75,7 +75,7 @@ def unfreeze(model: nn.Module) -> nn.Module:
 def invalidate(model: nn.Module) -> None:
     """After a write to weights that torch does not show (`parameter.data.copy_`, a numpy view): all are quantized again.
 
-    What is kept of weights that are not frozen is freed meanwhile. Of dropped weights it is all there is, and stays.
+    What is kept of weights that are not frozen is freed meanwhile. What is kept of dropped weights stays, because it is all there is.
     """
     parameters = [parameter for _, _, parameter, _ in _parameters(_unwrapped(model))]
     renew_weights(parameter for parameter in parameters if parameter in FROZEN and not is_dropped(parameter))

@@ -128,7 +128,7 @@ def end_own_load(parameter: torch.Tensor, dequantized: Callable[[torch.Tensor], 
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What to quantize. Raises KeptWeightError for a dropped parameter whose values are gone, or whose place holder was converted."""
+    """The values to quantize. Raises KeptWeightError for a dropped parameter whose values are gone, or whose place holder was converted."""
     frozen = FROZEN.get(parameter)
     if frozen is None or frozen.place_holder is None:
         return parameter.detach()

@@ -1,7 +1,7 @@
 """`quantize_weight`: a weight in its quantizer's format, taken from a workspace where there is one.
 
 A free function: what is kept from call to call, and for how long, is the caller's (a module, te_dynamo/weights). No
-autograd function and no graph holds a module (source of the rule: design section 6, seed 004).
+autograd function and no graph holds a module.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ what they write and register nothing for it. An optimizer's step may also run no
     optimizers  a hook behind `torch.optim.Optimizer.step` says that the parameters with a gradient were
 
 Nothing else changes: no counter is raised for autograd to stumble over. What neither shows (`.data`, a storage, a kernel that
-is launched by hand, a collective, the replay of a CUDA graph) is named in docs/usage.md.
+is launched by hand, a collective, the replay of a CUDA graph) is named in docs/weights.md.
 """
 
 from __future__ import annotations

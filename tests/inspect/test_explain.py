@@ -177,6 +177,15 @@ def test_a_compiled_model_keeps_its_compilation_and_its_options(net):
     assert compilations == [{"options": {"recipe": "theirs"}}]
 
 
+def test_a_model_compiled_in_place_is_compiled_afresh_too(net):
+    """By `model.compile()`, as Trainer and PEFT take models: the code that runs already would answer, and no pass would run."""
+    net.compile(backend=recording_backend)
+    net(torch.ones(4, 8))
+    compiled = net._compiled_call_impl
+    assert len(explain(net, torch.ones(4, 8)).reports) == 1
+    assert net._compiled_call_impl is compiled
+
+
 def test_compiles_afresh_each_time(net):
     assert len(explain(net, torch.ones(4, 8)).reports) == len(explain(net, torch.ones(4, 8)).reports) == 1
 

@@ -349,7 +349,7 @@ def test_nan_reaches_the_gradients_that_it_reaches_uncompiled() -> None:
 
 
 def test_infinity_saturates_as_the_scale_rule_says() -> None:
-    """amax inf gives scale 1 and a saturating cast: inf reads back as 448 (docs/usage.md, "Overflow"), and so do the
+    """amax inf gives scale 1 and a saturating cast: inf reads back as 448 (docs/training.md, "Overflow"), and so do the
     finite values beyond it; the model's own precision would give inf."""
     model, x = linear(bias=False), torch.randn(6, 32)
     x[2, 5] = math.inf

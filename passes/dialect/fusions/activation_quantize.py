@@ -4,7 +4,7 @@
               q: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.quantize(h, e4m3[row+column])
     after     h: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
 
-The same for te.activation: GELU, SiLU and ReLU.
+te.activation (GELU, SiLU and ReLU) is fused in the same way.
 """
 
 from __future__ import annotations

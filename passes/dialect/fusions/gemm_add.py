@@ -6,9 +6,9 @@
 
 Bit-equal: the product is rounded before x is added. Where nothing reads x later, y takes its memory (lowering/in_place.py).
 
-Where the kernel for large products runs the GEMM, whose tensor cores multiply while it reads x. Of smaller ones only sums that are
-written whoever computes them: an addition that Inductor fuses with what reads it costs no pass. The sum before a norm that is
-quantized goes to that norm (norm_add_quantize.py); x is in memory anyway, of y's shape and dtype.
+The fusion is for GEMMs that the kernel for large products runs: its tensor cores multiply while it reads x. For smaller GEMMs it takes only
+sums that are written whoever computes them, because an addition that Inductor fuses with its reader costs no pass. The sum before a norm
+that is quantized goes to that norm (norm_add_quantize.py). x must be in memory anyway, with y's shape and dtype.
 """
 
 from __future__ import annotations

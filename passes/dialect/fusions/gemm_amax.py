@@ -5,8 +5,9 @@
     after     y: (bf16[M, N], f32[512]) = te.gemm_amax(a, a_scale_inv, b, b_scale_inv, None, bf16, fast_accum=False)
               q: (f8e4m3[M, N], f32[1]) = te.quantize_with_amax(y[0], e4m3[row], y[1])
 
-Bit-equal. For at most 64 rows, a number known when compiling: there a launch takes as long as what it computes, and the weight is
-all that a GEMM reads. Larger ones have their amax by a pass, and where the kernel does not run te.gemm_amax is what stood there before.
+Bit-equal. The fusion is for at most 64 rows, a number that is known when compiling. There a launch takes as long as what it computes, and the
+GEMM reads hardly more than the weight. Larger GEMMs leave their amax to a pass. Where the kernel does not run, te.gemm_amax does what stood
+there before.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
               y: bf16[M, N] = te.add_bias(gemm, bias, bf16)
     after     y: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, bias, bf16, fast_accum=False)
 
-Both add in fp32 before the one rounding: bit-equal. The same for te.gemm_block, te.gemm_mxfp8 and te.gemm_nvfp4.
+Both add in fp32 before the one rounding: bit-equal. te.gemm_block, te.gemm_mxfp8 and te.gemm_nvfp4 take their bias in the same way.
 """
 
 from __future__ import annotations

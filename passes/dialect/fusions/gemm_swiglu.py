@@ -7,8 +7,8 @@
               gate = y[0][:, :N];  up = y[0][:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False, amax=y[1])
 
-Bit-equal. gate=1 where up comes first in the stack. Where the kernel that can do so does not run (small products, a CPU),
-te.gemm_swiglu is what stood there before.
+Bit-equal. gate is 1 where up comes first in the stack. Where the kernel that can do so does not run (small products, a CPU),
+te.gemm_swiglu does what stood there before.
 """
 
 from __future__ import annotations

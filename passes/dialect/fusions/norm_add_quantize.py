@@ -6,11 +6,11 @@
     after     rms: (bf16[M, K], f32[M], f8e4m3[M, K], f8e4m3[K, M], f32[1])
                   = te.add_rms_norm_quantize(x, attention, weight, eps, ..., e4m3[row+column], keep_output=False)
 
-h is written once, for the residual stream and for backward, and not read again before the norm. The same for te.layer_norm.
+h is written once, for the residual stream and for backward, and not read again before the norm. te.layer_norm is fused in the same way.
 
-Only a sum of two tensors that are in memory anyway (inputs, results of te operations and of torch's own products, what somebody
-else reads too): an operand that Inductor would compute inside the addition, a dropout say, would have to be written for it.
-The other direction, a norm's gradient and the residual's added to it, is aten operations and one kernel of Inductor's.
+Both operands of the sum must be in memory anyway: inputs, results of te operations and of torch's own products, and tensors that somebody
+else reads too. An operand that Inductor would compute inside the addition, such as a dropout, would have to be written for this fusion.
+In backward, a norm's gradient and the residual's gradient that is added to it are aten operations: Inductor makes one kernel of them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
               q: (f8e5m2[M, N], f8e5m2[N, M], f32[1]) = te.quantize(dy, e5m2[row+column])
     after     q: (f32[N], f8e5m2[M, N], f8e5m2[N, M], f32[1]) = te.quantize_bias_grad(dy, e5m2[row+column])
 
-dy is read twice in place of three times. The quantized buffers are bit-equal; the sum is one of fp32 in another order. A dy that
-Inductor's own code writes has its amax from there, and lowering makes the two operations of it again.
+dy is read twice in place of three times. The quantized buffers are bit-equal. The sum is in fp32, in another order. If Inductor's own code
+writes dy, that code finds the amax too, and lowering makes two operations of it again.
 """
 
 from __future__ import annotations

@@ -18,12 +18,17 @@
 Each tensor keeps its own scale, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.
 
-Kept weights (passes/torch_ir/workspaces.py) are given as such a stack, and each linear as slices of it, which go again.
+Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
+slices away.
 
-Left as they are: linears with a bias, of another recipe, with sides that are no multiples of 128, more than three, results that
-the graph returns or that a view cannot read by rows of one stride, a mixture of weights with and without gradient, GEMMs that the
-cost model finds slower together. Of results of which some are read in backward and others not, only the kinds that are the
-same go together: what is saved of a stack keeps the whole of it alive (v of an attention with rotary embedding, say).
+These are left as they are:
+
+- linears with a bias, of another recipe, with sides that are no multiples of 128, or more than three;
+- results that the graph returns, or that a view cannot read by rows of one stride;
+- a mixture of weights with and without gradient;
+- GEMMs that the cost model finds slower together;
+- results that backward reads beside results that it does not read. What is saved of a stack keeps the whole stack alive. This parts v from
+  q and k in an attention with rotary embedding.
 """
 
 from __future__ import annotations

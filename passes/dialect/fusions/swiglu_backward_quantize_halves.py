@@ -6,8 +6,8 @@
     after     q: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[1])
                   = te.swiglu_backward_quantize_halves(dh, gate, up, e5m2[row+column], keep_output=False, gate_first=True)
 
-Both have one scale, as the linear has one gradient. gate_first=False where up is the first half. A gradient that somebody else
-reads too, for one the sum that a bias's gradient is, is written beside it.
+Both have one scale, because the linear has one gradient. gate_first is False where up is the first half. If something else reads the gradient
+too, such as the sum for a bias, it is also written in its own precision.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _is_body(graph: fx.Graph) -> bool:
 
 
 def _open_regions(node: fx.Node) -> list[fx.Node]:
-    """What enters the regions around `node`, the outermost first."""
+    """The nodes that enter the autocast regions around `node`, the outermost first."""
     regions: list[fx.Node] = []
     for earlier in node.graph.nodes:
         if earlier is node:

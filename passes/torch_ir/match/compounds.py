@@ -61,7 +61,7 @@ def _weights(node: fx.Node) -> list[tuple[Any, Sizes]]:
 
 
 def _sizes(x: Any, weight: Any) -> Sizes:
-    """Of x [.., K] by a weight [N, K], or nn.Bilinear's [N, K1, K2]."""
+    """(M, N, K) of the product of x [.., K] and a weight [N, K], or nn.Bilinear's [N, K1, K2]."""
     rows, value = tensor_of(x), tensor_of(weight)
     return (
         ()

@@ -109,7 +109,7 @@ def _times(recipe: Recipe) -> tuple[_Times, _Times] | None:
 def _microseconds(
     times: tuple[_Times, _Times], gemms: int, flops: float, read: float, weight: float = 0, activations: float = 0
 ) -> float:
-    """Of a linear; with two of the three GEMMs half way between forward and all.
+    """Time of a linear. With two of its three GEMMs it lies half way between forward's time and that of all three.
 
     flops:  of all GEMMs, which take no less time than reading so many bytes of weights.
     weight, activations: how many of their elements are quantized.

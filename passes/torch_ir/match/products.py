@@ -208,7 +208,7 @@ def _einsum(node: fx.Node) -> Product | None:
 
 
 def _einsum_sizes(terms: list[str], operands: list[Any], weight: Any, output: str) -> Sizes:
-    """Of an einsum in any order of dimensions."""
+    """(M, N, K) of an einsum, whatever the order of its dimensions."""
     if "." in "".join(terms) or not output:
         return ()
     extent = {

@@ -75,7 +75,7 @@ def why_its_strides_stay(node: fx.Node) -> str:
 
 
 def _is_te_linear(node: fx.Node) -> bool:
-    """Of one weight or of a group's: both read x first and their configuration fourth."""
+    """Whether it is a linear of one weight, or of a group's. Both take x first and their configuration fourth."""
     return calls(node, {torch.ops.te.linear.default, torch.ops.te.grouped_linear.default})
 
 

@@ -66,7 +66,7 @@ class Scaled(BasicOperation, abstract=True):
         return dx, [()], [(self.scales_gradient(ctxs[0], grad_output),)]
 
     def activation_gradient(self, grad_output: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """That of f(x)."""
+        """The gradient of f(x)."""
         return (grad_output.to(torch.float32) * scales.to(torch.float32).unsqueeze(-1)).to(grad_output.dtype)
 
     def scales_gradient(self, ctx: OperationContext, grad_output: torch.Tensor) -> Optional[torch.Tensor]:

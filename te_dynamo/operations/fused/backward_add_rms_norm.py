@@ -5,7 +5,7 @@
     after    BackwardAddRMSNorm
                               dx = ...;  dx += dextra  no second tensor
 
-The norms' backward is made of aten operations: compiled, all of it is one kernel.
+The norms' backward is made of aten operations. When compiled, all of it is one kernel.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Backward: the gradient of an extra output is added in the linear's dgrad. The in-place MakeExtraOutput of Transformer Engine.
+"""Backward: the gradient of an extra output is added in the linear's dgrad. It is the in-place MakeExtraOutput of Transformer Engine.
 
     before   BasicLinear      dx = dy @ weight         GEMM, writes dx
              MakeExtraOutput  dx' = dx + dextra        reads both, writes dx'
     after    BackwardLinearAdd
                               dx = dy @ weight + dextra      GEMM (te.gemm_add), dextra in its epilogue
 
-Without a gradient of the extra output, dx is as it is. As in forward, other recipes than current scaling add in a pass of its own.
+Without a gradient of the extra output, dx is as it is. Recipes other than current scaling add in a pass of its own, as in forward.
 """
 
 from __future__ import annotations

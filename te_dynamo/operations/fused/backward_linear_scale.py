@@ -8,8 +8,8 @@
                             s' = s * scale                     one number
                             dx = q @ weight * s',  dweight = q^T @ x * s'
 
-One pass over dy less. For recipes with one scale a tensor; a scale for a block, or a power of two, is not that number. dh is not
-rounded before it is quantized: where scale is no power of two, values at a rounding boundary fall to the other side.
+This saves one pass over dy. It is for recipes with one scale a tensor, because a scale for a block, or a power of two, is not one such number. dh is
+not rounded before it is quantized. So where the scale is no power of two, values at a rounding boundary may round to the other side.
 """
 
 from __future__ import annotations

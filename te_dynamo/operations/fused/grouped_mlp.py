@@ -8,13 +8,13 @@
     backward                a = swiglu(h) * scales, quantized by columns; then that of the three, with the gradient of h
                             = te.swiglu_backward_quantize_halves(da * scales, h's halves)
 
-Backward of the activation reads h anyway: of what h and a take together, a gated activation's a is a third in bf16 and a fifth in FP8,
-saved for one pass over h. The results are those of the basic operations bit for bit. The activation is any of one input, gated or not, or one times a scale for each row; the recipe
-any, high precision included. Both linears have groups of their own among the extra inputs and may be given different ones. a is
-saved where nothing before it needs a gradient, since h is not kept there.
+Backward of the activation reads h anyway. Of the memory that h and a take together, a gated activation's a is a third in bf16 and a fifth in
+FP8. One pass over h saves it. The results are those of the basic operations, bit for bit. The activation is any that has one input, gated or
+not, or one times a scale for each row. The recipe is any, high precision included. Each linear has groups of its own among the extra inputs.
+Where nothing before a needs a gradient, a is saved, because h is not kept there.
 
-Under the compiler it is one node until lowering: of its parts, a partitioner would compute a's columns in forward, as nothing of them
-depends on dy, and save them. Fusions of graphs do not see inside.
+Under the compiler the operation is one node until lowering. Of its parts, a partitioner would compute a's columns in forward and save them,
+because nothing in them depends on dy. Fusions of graphs do not see inside.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
                           rstd, buffers of y = te.rms_norm_quantize(x)
                           z = y @ weight^T + bias              the bias in the GEMM's epilogue
 
-Backward is that of the basic operations. Joint, since it saves what its own backward reads and no more: x, the norm's weight and
-statistics only where the norm has a gradient to compute. The norm is a LayerNorm or an RMSNorm; the Bias may be missing. For recipes
-whose buffers the norm kernels write (one scale a tensor) and whose backward is quantized.
+Backward is that of the basic operations. The fusion is joint because it saves what its own backward reads and no more: x, the norm's weight and
+its statistics, only where the norm has a gradient to compute. The norm is a LayerNorm or an RMSNorm. The Bias may be missing. The recipe is
+one whose buffers the norm kernels write (one scale a tensor) and whose backward is quantized.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@
                                     or te.swiglu_backward_quantize_halves(da, z's halves)
                                 dz @ w1, and the norm's own
 
-Saved are x and the norm's statistics, y and a quantized by columns, both weights by columns, and z. With recompute="activation" a is
-not: backward computes it again from z, the larger half of what an MLP keeps for one pass over z. That is why the fusion is joint.
+Forward saves x and the norm's statistics, y and a quantized by columns, both weights by columns, and z. With recompute="activation" it does
+not save a, the larger half of what an MLP keeps: backward computes a again by one pass over z. The fusion is joint for this reason.
 
-The norm is a LayerNorm or an RMSNorm, the activation any of one input, gated or not; either Bias may be missing. Both linears have a
-recipe whose backward is quantized. Where a kernel does not write a recipe's buffers, or there is none for an activation, te.quantize
-reads what it wrote; without recompute such recipes are left to the smaller fusions.
+The norm is a LayerNorm or an RMSNorm. The activation is any that has one input, gated or not. Either Bias may be missing. Both linears have a
+recipe whose backward is quantized. Where no kernel writes a recipe's buffers, or there is none for an activation, te.quantize reads the
+unquantized result. Without recompute, such recipes are left to the smaller fusions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forward: an extra input is added in the linear's GEMM. The in-place AddExtraInput of Transformer Engine.
+"""Forward: an extra input is added in the linear's GEMM. It is the in-place AddExtraInput of Transformer Engine.
 
     before   BasicLinear    h = x @ weight^T         GEMM, writes h
              Bias           z = h + bias             reads h, writes z

@@ -7,7 +7,7 @@
                             h = x @ weight^T         GEMM
                             y = extra + scale * h    reads h and extra, writes y
 
-The sum is rounded once; apart, z is rounded before it.
+The sum is rounded once. Without the fusion, z is rounded before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every quantizer promises: a value that says how a tensor is held in low precision.
 
 A quantizer is configuration only. Equal configuration is an equal object, so that a graph can carry it as a constant and
-a guard can compare it; there is no tensor, module or process group in it (source of the rule: design section 4).
+a guard can compare it; there is no tensor, module or process group in it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def value(self) -> tuple[Any, ...]:
-        """What it is compared by. Raises QuantizationError if it was changed since it was made, past the frozen class.
+        """What equality compares. Raises QuantizationError if it was changed since it was made, past the frozen class.
 
         Every comparison asks, so every guard, and `te.quantize`.
         """

@@ -1,4 +1,4 @@
-"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: docs/architecture.md, Float8 block scaling)."""
+"""FP8 with an fp32 scale for each block of 1x128 or 128x128 values (rules: docs/numerics.md, Float8 block scaling)."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ class Float8BlockQuantizer(Quantizer):
 
 
 def _scale_shape(outer: int, contracted: int, block_dims: int) -> tuple[int, int]:
-    """Of the scales of data [outer, contracted]: contracted blocks first in 1D, as in the data in 2D."""
+    """Shape of the scales of data [outer, contracted]. In 1D the contracted blocks come first, in 2D the order is that of the data."""
     blocks = tiles(contracted, BLOCK)
     return (blocks, rounded_up(outer, 4)) if block_dims == 1 else (tiles(outer, BLOCK), rounded_up(blocks, 4))

@@ -1,4 +1,4 @@
-"""FP8 with one scale a tensor, from the tensor's present amax (`notes`: Float8 current scaling in docs/architecture.md)."""
+"""FP8 with one scale a tensor, from the tensor's present amax (rules: docs/numerics.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP8: FP8 with a power-of-two scale for each 32 values (rules: docs/architecture.md; OCP Microscaling Formats 1.0)."""
+"""MXFP8: FP8 with a power-of-two scale for each 32 values (rules: docs/numerics.md; OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ class MXFP8Quantizer(Quantizer):
 
 
 def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
-    """Of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
+    """Shape of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
     return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)

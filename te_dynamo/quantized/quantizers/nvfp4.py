@@ -1,4 +1,4 @@
-"""NVFP4: 4-bit values with an e4m3 scale for each 16 and an fp32 amax for the tensor (rules: docs/architecture.md)."""
+"""NVFP4: 4-bit values with an e4m3 scale for each 16 and an fp32 amax for the tensor (rules: docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ class NVFP4Quantizer(Quantizer):
 
 
 def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
-    """Of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
+    """Shape of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
     return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)
