@@ -154,7 +154,7 @@ def _known_amaxes(node: Node) -> tuple[bool, ...]:
     if node.target is quantize_stacked:
         return tuple(written_by_inductor(x) for x in node.all_input_nodes)
     if node.target in (quantize, quantize_bias_grad) and node.args[1].one_scale:  # type: ignore[union-attr]
-        return (written_by_inductor(node.args[0]),)
+        return (written_by_inductor(node.args[0]),)  # type: ignore[arg-type]
     return ()
 
 
