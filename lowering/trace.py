@@ -19,8 +19,7 @@ from te_dynamo.dialect import KERNELS
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import is_view, written_by_inductor
-from te_dynamo.dialect.quantize import quantize, quantize_with_amax
-from te_dynamo.dialect.quantize_bias_grad import quantize_bias_grad
+from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering.amax import amax_by_rows

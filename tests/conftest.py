@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def few_rows_too() -> Iterator[None]:
     """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows."""
-    with mock.patch("te_dynamo.passes.torch_ir.match.linear.linear_cost_reason", lambda *_, **__: ""):
+    with mock.patch("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", lambda *_, **__: ""):
         yield
 
 
@@ -58,7 +58,7 @@ def but_for_tests_of_that_rule(request: pytest.FixtureRequest, monkeypatch: pyte
     if "cost_rule" in request.keywords:
         from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
 
-        monkeypatch.setattr("te_dynamo.passes.torch_ir.match.linear.linear_cost_reason", linear_cost_reason)
+        monkeypatch.setattr("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", linear_cost_reason)
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
-from te_dynamo.dialect.gemm import gemm, gemm_add
-from te_dynamo.dialect.gemm_block import gemm_block
-from te_dynamo.dialect.gemm_grouped import gemm_grouped_columns
-from te_dynamo.dialect.gemm_swiglu import gemm_swiglu
+from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_grouped_columns, gemm_swiglu
+from te_dynamo.dialect.gemm_scaled import gemm_block
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.add import gemm_add_specialized_out, is_aligned
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out

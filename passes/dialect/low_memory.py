@@ -27,8 +27,8 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.gemm import gemm
+from te_dynamo.dialect.quantize import transpose
 from te_dynamo.dialect.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
-from te_dynamo.dialect.transpose import transpose
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
 __all__ = ["make_columns_late"]

@@ -10,8 +10,7 @@ from torch.fx import Graph
 from te_dynamo.dialect.activation import activation_quantize
 from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
-from te_dynamo.dialect.quantize import quantize, quantize_with_amax
-from te_dynamo.dialect.quantize_bias_grad import quantize_bias_grad
+from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
 from te_dynamo.errors import QuantizationError

@@ -45,10 +45,10 @@ from te_dynamo.operations import (
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.run import Call
 from te_dynamo.options import Options
-from te_dynamo.passes.torch_ir.match import activation as spellings
 from te_dynamo.passes.torch_ir.match.mutation import written_by
-from te_dynamo.passes.torch_ir.match.norm import Norm, called_norm, why_no_te_norm
-from te_dynamo.passes.torch_ir.match.rms_norm import written_rms_norm
+from te_dynamo.passes.torch_ir.match.patterns import activation as spellings
+from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, why_no_te_norm
+from te_dynamo.passes.torch_ir.match.patterns.rms_norm import written_rms_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, arguments, calls, fixed, left_as_plain, sole_user, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 

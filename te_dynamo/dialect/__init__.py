@@ -3,16 +3,13 @@
 from te_dynamo.dialect import (
     activation,
     gemm,
-    gemm_swiglu,
     grouped_linear,
     linear,
     norm,
     norm_add,
     quantize,
-    quantize_bias_grad,
     stacked,
     swiglu,
-    transpose,
 )
 from te_dynamo.dialect.define import KERNELS, is_te
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
@@ -24,15 +21,12 @@ __all__ = [
     "LinearConfig",
     "activation",
     "gemm",
-    "gemm_swiglu",
     "grouped_linear",
     "is_te",
     "linear",
     "norm",
     "norm_add",
     "quantize",
-    "quantize_bias_grad",
     "stacked",
     "swiglu",
-    "transpose",
 ]

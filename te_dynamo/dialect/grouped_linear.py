@@ -20,7 +20,7 @@ import torch
 from te_dynamo._compat import register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
-from te_dynamo.dialect.gemm_grouped import gemm_grouped, gemm_grouped_columns
+from te_dynamo.dialect.gemm import gemm_grouped, gemm_grouped_columns
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.errors import InputError
 from te_dynamo.quantized.quantize import quantize_tensor

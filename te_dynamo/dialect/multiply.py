@@ -7,9 +7,7 @@ from typing import Optional
 import torch
 
 from te_dynamo.dialect.gemm import gemm, gemm_add
-from te_dynamo.dialect.gemm_block import gemm_block
-from te_dynamo.dialect.gemm_mxfp8 import gemm_mxfp8
-from te_dynamo.dialect.gemm_nvfp4 import gemm_nvfp4
+from te_dynamo.dialect.gemm_scaled import gemm_block, gemm_mxfp8, gemm_nvfp4
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,

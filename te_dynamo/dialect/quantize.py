@@ -1,4 +1,4 @@
-"""`te.quantize`: a tensor into the buffers of its quantizer.
+"""`te.quantize`: a tensor into the buffers of its quantizer; `te.quantize_bias_grad` with column sums beside them; `te.transpose` of its codes.
 
 `FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
 """
@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from te_dynamo.dialect.define import te_op
-from te_dynamo.dialect.fakes import quantized
+from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.quantize import bias_grad as bias_grad_kernels
 from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4
 from te_dynamo.kernels.quantize import grouped as grouped
+from te_dynamo.kernels.quantize import transpose as transpose_kernels
+from te_dynamo.kernels.tiles.fp8 import round_up, rows_and_columns
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -25,7 +28,7 @@ from te_dynamo.quantized.quantizers import (
     Quantizer,
 )
 
-__all__ = ["FORMATS", "Format", "quantize", "quantize_with_amax", "takes_quantizer"]
+__all__ = ["FORMATS", "Format", "quantize", "quantize_bias_grad", "quantize_with_amax", "takes_quantizer", "transpose"]
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -129,3 +132,19 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tenso
 def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
     """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
     return quantized(x, quantizer)
+
+
+@te_op(
+    reference=takes_quantizer(bias_grad_kernels.quantize_bias_grad_reference),
+    kernel=takes_quantizer(bias_grad_kernels.quantize_bias_grad),
+)
+def quantize_bias_grad(dy: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    """[te.bias_grad(dy), *te.quantize(dy)]: the sums in another order than te.bias_grad's, the buffers the same bits."""
+    return [column_sums(dy), *quantized(dy, quantizer)]
+
+
+@te_op(reference=transpose_kernels.transpose_reference, kernel=transpose_kernels.transpose)
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """[K, M^16] of float8 data, read as [M, K]; padding is zero. The bits that te.quantize writes with both usages on."""
+    rows, columns = rows_and_columns(data)
+    return plain((columns, round_up(rows, 16)), data.dtype, data)

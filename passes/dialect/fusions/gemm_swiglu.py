@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.gemm_swiglu import gemm_swiglu
+from te_dynamo.dialect.gemm import gemm_swiglu
 from te_dynamo.dialect.memory import before_reshapes
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.dialect.swiglu import swiglu_quantize

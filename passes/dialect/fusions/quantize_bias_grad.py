@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.gemm import bias_grad
-from te_dynamo.dialect.quantize_bias_grad import quantize_bias_grad
+from te_dynamo.dialect.quantize import quantize_bias_grad
 from te_dynamo.passes.dialect.fusions.producer import quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, read_item
 

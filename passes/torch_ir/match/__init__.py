@@ -7,25 +7,27 @@ forward, backward and what is saved.
 
     bodies.py       walks a graph and the bodies in it (checkpoint, cond, ...), and keeps the records in order
     checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
-    attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
     inline.py       a call replaced by the torch calls that a Python function makes for it
-    linear.py       linears: always tried, always recorded
-    products.py     the ways in which models write them: F.linear, x @ weight, addmm, einsum
-    compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
-    shards.py       F.linear of DTensors: te.linear of the rank's shards
-    grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     cost.py         whether a linear's GEMMs repay the quantization of its weight
-    experts.py      a loop over experts that each take a piece of one split
-    norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
-    rms_norm.py     RMSNorm written out in the model
-    sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
-    activation.py   gelu, silu, relu, silu(a) * b
     autocast.py     whether autocast may be on where a node stands
     readers.py      what "next to a matched linear" means
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
     where.py        module path and source line of a node
     root.py         where in the whole model these paths begin, behind a graph break too
     values.py       what a node calls, which tensor it gives, how a te node replaces it
+
+    patterns/
+    linear.py       linears: always tried, always recorded
+    products.py     the ways in which models write them: F.linear, x @ weight, addmm, einsum
+    compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
+    attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
+    shards.py       F.linear of DTensors: te.linear of the rank's shards
+    grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
+    experts.py      a loop over experts that each take a piece of one split
+    norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
+    rms_norm.py     RMSNorm written out in the model
+    activation.py   gelu, silu, relu, silu(a) * b
+    sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of
 linears return lists, since one call may hide several. Nothing that looks like a linear is passed over without a
@@ -48,8 +50,8 @@ from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.bodies import Matcher
 from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
+from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
 from te_dynamo.passes.torch_ir.match.root import in_whole_model
-from te_dynamo.passes.torch_ir.match.sequence import fused_operations
 
 __all__ = ["match"]
 

@@ -16,17 +16,17 @@ from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.options import Options
-from te_dynamo.passes.torch_ir.match.activation import match_activation, match_swiglu
-from te_dynamo.passes.torch_ir.match.attention import match_attention
 from te_dynamo.passes.torch_ir.match.checkpoint import ask_for_what_was_replaced
-from te_dynamo.passes.torch_ir.match.compounds import match_compound
-from te_dynamo.passes.torch_ir.match.experts import match_expert_loop
-from te_dynamo.passes.torch_ir.match.grouped import match_grouped
-from te_dynamo.passes.torch_ir.match.linear import RecipeFor, match_linear
 from te_dynamo.passes.torch_ir.match.mutation import effects_known
-from te_dynamo.passes.torch_ir.match.norm import match_norm
-from te_dynamo.passes.torch_ir.match.rms_norm import match_written_rms_norm
-from te_dynamo.passes.torch_ir.match.sequence import match_sequence
+from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation, match_swiglu
+from te_dynamo.passes.torch_ir.match.patterns.attention import match_attention
+from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
+from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
+from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
+from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
+from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
+from te_dynamo.passes.torch_ir.match.patterns.rms_norm import match_written_rms_norm
+from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
 from te_dynamo.passes.torch_ir.match.where import module_path, path_prefix, sharing_prefixes
 from te_dynamo.recipe import Recipe
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.products import without_casts
+from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.weights.frozen import FROZEN

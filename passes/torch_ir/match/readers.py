@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.passes.torch_ir.match.shards import keeps_shards
+from te_dynamo.passes.torch_ir.match.patterns.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
 __all__ = ["comes_from_linear", "why_its_strides_stay", "why_not_read_by_linear"]

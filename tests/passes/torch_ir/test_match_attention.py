@@ -169,7 +169,7 @@ def test_what_stays_one_call_says_why() -> None:
 
 
 def test_a_failed_attempt_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_dynamo.passes.torch_ir.match import attention as pass_
+    from te_dynamo.passes.torch_ir.match.patterns import attention as pass_
 
     def reads_a_tensor_of_its_own(*args: Any, **kwargs: Any) -> Any:
         return pass_.F.linear(args[0], torch.ones(E, E)), None

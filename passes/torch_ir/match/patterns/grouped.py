@@ -23,8 +23,8 @@ from te_dynamo._compat import attribute_read
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
-from te_dynamo.passes.torch_ir.match.linear import RecipeFor, hint, linear_record, named_by_rule
-from te_dynamo.passes.torch_ir.match.products import Sizes, is_parameter
+from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, hint, linear_record, named_by_rule
+from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,

@@ -20,8 +20,8 @@ from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import may_be_autocast
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
-from te_dynamo.passes.torch_ir.match.products import Product, Sizes, product_of, transpositions, without_casts
-from te_dynamo.passes.torch_ir.match.shards import is_shared, layout_of, to_shards
+from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
+from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.grouped import emit_grouped_linear, recipe_reason, shape_reason
-from te_dynamo.passes.torch_ir.match.linear import RecipeFor, linear_record
 from te_dynamo.passes.torch_ir.match.mutation import refuses
-from te_dynamo.passes.torch_ir.match.products import LINEAR
+from te_dynamo.passes.torch_ir.match.patterns.grouped import emit_grouped_linear, recipe_reason, shape_reason
+from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
+from te_dynamo.passes.torch_ir.match.patterns.products import LINEAR
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.norm import Norm, left_norm, replace_norm
+from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, left_norm, replace_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
 
 __all__ = ["match_written_rms_norm", "written_rms_norm"]

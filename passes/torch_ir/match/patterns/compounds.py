@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.linear import RecipeFor, linear_record
-from te_dynamo.passes.torch_ir.match.products import Sizes, is_parameter
+from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
+from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter
 from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
 
 __all__ = ["match_compound"]
