@@ -84,7 +84,8 @@ class FusionError(TeError):
 
 
 class UnsupportedError(TeError):
-    """A use that te_dynamo does not support: a double backward, an export, a write to a quantized tensor."""
+    """What te_dynamo does not support: a double backward, an export, a write to a quantized tensor, a release of torch without a part
+    that is needed."""
 
 
 class LoweringError(TeError, RuntimeError):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_dynamo._compat import mutation_analysis_name
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
 from te_dynamo.lowering.inductor.define_kernel import define_kernel
 from te_dynamo.lowering.inductor.fake_values import incremental_update
@@ -100,7 +100,7 @@ TABLE = (
 def install() -> None:
     """Puts the wrappers in place; a second call changes nothing.
 
-    What only saves time and is gone is left out, with one warning. Raises TeError where another name of the table is gone.
+    What only saves time and is gone is left out, with one warning. Raises UnsupportedError where another name of the table is gone.
     """
     for private in (private for private in TABLE if private.needed):
         gone = private.missing()
@@ -109,7 +109,7 @@ def install() -> None:
         elif private.gain:
             warn_skipped(gone, private.gain)
         else:
-            raise TeError(
+            raise UnsupportedError(
                 f"te_dynamo: torch {torch.__version__} has no {gone}, without which graphs would fail or be wrong ({private.why}): "
                 f"install a release that has it; {private.releases} are tested"
             )

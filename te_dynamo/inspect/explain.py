@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.capture import capture
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 
@@ -261,11 +261,11 @@ def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _graph_break_log() -> list[Any]:
-    """Dynamo's own. Raises TeError where this torch keeps none: no breaks would be shown where there are some."""
+    """Dynamo's own. Raises UnsupportedError where this torch keeps none: no breaks would be shown where there are some."""
     try:
         return torch._dynamo.utils.graph_break_reasons
     except AttributeError as error:
-        raise TeError(
+        raise UnsupportedError(
             f"te_dynamo.explain: torch {torch.__version__} has no torch._dynamo.utils.graph_break_reasons, which lists the graph breaks: "
             "install a release that has it (2.11 to 2.15), or look at the model by te_dynamo.capture, which needs none"
         ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 
 __all__ = ["ensure_device_guard"]
 
@@ -26,7 +26,7 @@ _CPU, _CUDA, _META = 0, 1, 14
 def ensure_device_guard() -> None:
     """Gives a CPU-only build the CPU's guard for "cuda"; leaves every other build alone.
 
-    It stays for the process: autograd nodes made meanwhile may outlive any context. Raises TeError where the array is unknown.
+    It stays for the process: autograd nodes made meanwhile may outlive any context. Raises UnsupportedError where the array is unknown.
     """
     if torch.backends.cuda.is_built():
         return
@@ -78,7 +78,7 @@ def _registry(library: Path) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _check(guards: Sequence[int | None]) -> None:
-    """Raises TeError unless the CPU and "meta" have guards, CUDA has none, and each guard is an object of a loaded library's class."""
+    """Raises UnsupportedError unless the CPU and "meta" have guards, CUDA has none, and each guard is an object of a loaded library's class."""
     filled = [place for place, guard in enumerate(guards) if guard]
     if not {_CPU, _META} <= set(filled) or _CUDA in filled:
         raise _unknown(f"places {filled} are filled, and {_CPU} and {_META} without {_CUDA} are expected")
@@ -90,8 +90,8 @@ def _check(guards: Sequence[int | None]) -> None:
             raise _unknown(f"what place {place} points to is no object of a C++ class")
 
 
-def _unknown(why: str) -> TeError:
-    return TeError(
+def _unknown(why: str) -> UnsupportedError:
+    return UnsupportedError(
         f"te_dynamo.testing: torch {torch.__version__} keeps its device guards otherwise than torch 2.11 to 2.15 on Linux ({why}), so that "
         "graphs for CUDA cannot be made with this CPU-only build, and nothing was changed: use one of those releases, or a CUDA build, "
         "which needs no GPU for it"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.testing import device_guard, fake_cuda
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libc10.so"
@@ -43,7 +43,7 @@ def test_an_array_of_another_layout_is_left_alone(
     before = guards()
     monkeypatch.setattr(device_guard, name, value)
     refused = f"device guards otherwise than torch 2.11 to 2.15 .*{why}.* nothing was changed: use one of"
-    with pytest.raises(TeError, match=refused), fake_cuda():
+    with pytest.raises(UnsupportedError, match=refused), fake_cuda():
         raise AssertionError
     monkeypatch.undo()
     assert guards() == before
@@ -56,5 +56,5 @@ def test_other_contents_are_left_alone() -> None:
     filled = [known[0], known[0], *known[2:]]
     classless = [ctypes.addressof(object_of_no_class), *known[1:]]
     for contents, why in ((moved, "are filled"), (filled, "are filled"), (classless, "no object of a C\\+\\+ class")):
-        with pytest.raises(TeError, match=why):
+        with pytest.raises(UnsupportedError, match=why):
             device_guard._check(contents)

@@ -11,7 +11,7 @@ from helpers.graphs.fake_backend import recording_backend
 from torch import nn
 
 import te_dynamo.__main__ as command_line
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.explain import Explanation, explain
 
 
@@ -119,7 +119,8 @@ def test_graph_breaks_are_listed_with_line_and_reason():
 def test_a_torch_that_keeps_no_list_of_breaks_is_refused(net, monkeypatch):
     monkeypatch.delattr("torch._dynamo.utils.graph_break_reasons")
     with pytest.raises(
-        TeError, match=r"no torch\._dynamo\.utils\.graph_break_reasons, which lists the graph breaks: install a release"
+        UnsupportedError,
+        match=r"no torch\._dynamo\.utils\.graph_break_reasons, which lists the graph breaks: install a release",
     ):
         explain(net, torch.randn(4, 8))
 

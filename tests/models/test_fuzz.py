@@ -49,7 +49,7 @@ class Mismatch(AssertionError):
 
 
 class NotAProgramError(Exception):
-    """Eager raises too, or torch.compile(backend="aot_eager")."""
+    """Eager raises too, or torch's own backend."""
 
 
 class Failure(Exception):
@@ -223,6 +223,17 @@ def _finite(weights: dict[str, Tensor]) -> bool:
     return all(bool(w.isfinite().all()) for w in weights.values())
 
 
+def run_or_reject(program: Program, model: nn.Module, backend: str, *args: Any, **options: Any) -> Compiled:
+    """`compiled_run`. Raises NotAProgramError where it fails and torch's own backend fails too."""
+    try:
+        return compiled_run(program, *args, **options)
+    except Exception as error:
+        torch._dynamo.reset()
+        if _raises(program, torch.compile(model, backend=backend, dynamic=program.dynamic)):
+            raise NotAProgramError from error
+        raise
+
+
 def check(program: Program, *against: str) -> list[float]:
     """Compares a program to its oracle, and to itself compiled otherwise; the tolerances by the tensors' norms.
 
@@ -231,13 +242,7 @@ def check(program: Program, *against: str) -> list[float]:
     model = program.model()
     if _raises(program, model):
         raise NotAProgramError
-    try:
-        fused = compiled_run(program)
-    except Exception as error:
-        torch._dynamo.reset()
-        if _raises(program, torch.compile(model, backend="aot_eager", dynamic=program.dynamic)):
-            raise NotAProgramError from error
-        raise
+    fused = run_or_reject(program, model, "aot_eager")
     # Weights that overflow are of no use to a step; if wrong gradients made them so, the step before shows it.
     weights = list(itertools.takewhile(_finite, (step.weights for step in fused.steps)))
     program = dataclasses.replace(program, leading=program.leading[: len(weights)])
@@ -250,7 +255,8 @@ def check(program: Program, *against: str) -> list[float]:
     if "weights kept" in against:
         compare_kept(program, fused)
     if "inductor" in against:
-        oracle.compare("Inductor's code and the oracle", compiled_run(program, weights, codegen="inductor").steps)
+        inductor = run_or_reject(program, model, "inductor", weights, codegen="inductor")
+        oracle.compare("Inductor's code and the oracle", inductor.steps)
     return oracle.sharpness()
 
 

@@ -116,7 +116,7 @@ def losses(
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         step()
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 

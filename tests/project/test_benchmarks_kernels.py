@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from te_dynamo.kernels.runtime.device import Device
+
 NAN = float("nan")
 
 
@@ -49,7 +51,7 @@ def test_a_grouped_gemm_that_fails_keeps_its_row(
     tile = grouped.GROUPED_TILES[0]
 
     class Fake(grouped.Problem):
-        parts, x = ((0, 30), (30, 40)), torch.empty(0)
+        parts, x, sizes = ((0, 30), (30, 40)), torch.empty(0), (1000, 2, 1000, 1000)
 
         def __init__(self, *sizes: Any) -> None:
             pass
@@ -67,7 +69,7 @@ def test_a_grouped_gemm_that_fails_keeps_its_row(
             return lambda: None
 
     monkeypatch.setattr(grouped, "Problem", Fake)
-    monkeypatch.setattr(grouped, "multiprocessor_count", lambda device: 132)
+    monkeypatch.setattr(grouped, "device_of", lambda device: Device((9, 0), 132))
     monkeypatch.setattr(grouped, "measure", lambda found, *_: {name: NAN if "bf16" in name else 2.0 for name in found})
     arguments = SimpleNamespace(even=True, sweep=False, rounds=1, rep=1)
     rows = grouped.products([("few", 1000, 2, 1000, 1000)], arguments)

@@ -34,22 +34,24 @@ class Collective(SavesNothing, abstract=True):
         """[ranks * L, ...]: the tensors of all processes, one after another."""
         if self.ranks() == 1:
             return x
-        functional = torch.distributed._functional_collectives
-        return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, self._name()))
+        functional = torch.ops._c10d_functional
+        return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), self.ranks(), self._name()))
 
     def _reduced(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the processes."""
         if self.ranks() == 1:
             return x
-        functional = torch.distributed._functional_collectives
+        functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", self._name()))
 
     def _scattered(self, x: torch.Tensor) -> torch.Tensor:
         """[L / ranks, ...]: this process's share of the sum."""
         if self.ranks() == 1:
             return x
-        functional = torch.distributed._functional_collectives
-        return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, self._name()))
+        functional = torch.ops._c10d_functional
+        return functional.wait_tensor(
+            functional.reduce_scatter_tensor(x.contiguous(), "sum", self.ranks(), self._name())
+        )
 
     def _fake(self, input: TensorProto, shape: tuple[int, ...]) -> tuple[TensorProto, list[Optional[TensorProto]]]:
         if self.ranks() == 1:

@@ -21,7 +21,7 @@ from torch._inductor import select_algorithm
 from torch.nn import functional as F
 
 from te_dynamo._compat import mutation_analysis_name
-from te_dynamo.errors import TeError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.lowering.inductor import install as door
 from te_dynamo.lowering.inductor import private
 from te_dynamo.lowering.inductor.private import Private, compiling_ours
@@ -164,7 +164,7 @@ def test_nothing_compiles_without_what_results_depend_on(monkeypatch: pytest.Mon
     gone = r"has no torch\._inductor\.select_algorithm\.extern_kernels, without which graphs would fail or be wrong .* 2\.11 to 2\.15 are tested"
     with pytest.raises(BackendCompilerFailed, match=gone) as raised:
         compiled_linear(codegen=codegen)
-    assert isinstance(raised.value.inner_exception, TeError)
+    assert isinstance(raised.value.inner_exception, UnsupportedError)
     (entry,) = [entry for entry in door.TABLE if entry.name.endswith("extern_kernels")]
     assert entry.state == f"cannot compile: {entry.name} is gone"
 
