@@ -27,7 +27,7 @@ from helpers.fuzz.fuzz_models import Program, programs
 from helpers.fuzz.fuzz_oracle import FACTOR, OutOfRangeError, Step, eager_errors, oracle_steps, run, tolerances
 from helpers.models.recipe_cases import te
 from hypothesis import HealthCheck, given, reject, seed, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 import te_dynamo
 from te_dynamo import recipe as recipes
