@@ -2,6 +2,7 @@
 
     gelu       x * Phi(x)                    gelu_tanh  x * sigmoid(2 * sqrt(2/pi) * (x + 0.044715 x^3))
     silu       x * sigmoid(x)                relu       max(x, 0)
+    quick_gelu x * sigmoid(1.702 x), of CLIP
 
 All arithmetic is fp32 with one rounding, to the input's dtype, at the end. A fused function is two
 launches: the amax of the rounded result, then the result again, cast (kernels/tiles/fp8.py); the cheap function
@@ -56,7 +57,7 @@ __all__ = [
     "check_kind",
 ]
 
-KINDS = ("gelu", "gelu_tanh", "silu", "relu")
+KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
 
 FORWARD_TILE: Tile = (128, 64, 4)
@@ -81,6 +82,8 @@ def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
         value = F.relu(value)
     elif kind == "silu":
         value = F.silu(value)
+    elif kind == "quick_gelu":
+        value = value * torch.sigmoid(1.702 * value)
     else:
         value = F.gelu(value, approximate="tanh" if kind == "gelu_tanh" else "none")
     return value.to(x.dtype)
@@ -94,6 +97,9 @@ def activation_backward_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) 
         dx = torch.ops.aten.threshold_backward(grad, value, 0)
     elif kind == "silu":
         dx = torch.ops.aten.silu_backward(grad, value)
+    elif kind == "quick_gelu":
+        s = torch.sigmoid(1.702 * value)
+        dx = grad * s + torch.ops.aten.sigmoid_backward(grad * value, s) * 1.702
     else:
         dx = torch.ops.aten.gelu_backward(grad, value, approximate="tanh" if kind == "gelu_tanh" else "none")
     return dx.to(x.dtype)

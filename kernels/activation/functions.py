@@ -71,6 +71,8 @@ def activate(x, KIND: tl.constexpr):
         return tl.where(x <= 0.0, 0.0, x)
     elif KIND == "silu":
         return x * sigmoid(x)
+    elif KIND == "quick_gelu":
+        return x * sigmoid(x * 1.702)
     elif KIND == "gelu_tanh":
         return x * _gelu_tanh_sigmoid(x, x * x)
     else:
@@ -86,6 +88,10 @@ def activate_backward(dy, x, KIND: tl.constexpr):
     elif KIND == "silu":
         s = sigmoid(x)
         return mul_rn(dy, s * tl.fma(x, 1.0 - s, 1.0))
+    elif KIND == "quick_gelu":
+        z = x * 1.702
+        s = sigmoid(z)
+        return mul_rn(dy, s * tl.fma(z, 1.0 - s, 1.0))
     elif KIND == "gelu_tanh":
         # f' is 0 or 1 far before 30; without the clamp, x^2 overflows there and meets a zero.
         x = tl.clamp(x, -30.0, 30.0, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,4 @@
-"""Activations: `te.gelu`, `te.silu`, `te.relu`, their gradients, and each of them with a quantized result.
+"""Activations: `te.gelu`, `te.quick_gelu`, `te.silu`, `te.relu`, their gradients, and each of them with a quantized result.
 
 The user's function at Torch IR (te.gelu) becomes `te.activation(x, kind)` in the dialect, one operation with one kernel
 for every kind. All arithmetic is in fp32 with one rounding to x's dtype.
@@ -20,6 +20,7 @@ __all__ = [
     "activation_backward_quantize",
     "activation_quantize",
     "gelu",
+    "quick_gelu",
     "relu",
     "silu",
 ]
@@ -30,7 +31,7 @@ __all__ = [
 
 @te_op(reference=kernels.activation_reference, kernel=kernels.activation)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """kind(x): "gelu" (erf), "gelu_tanh", "silu" or "relu"."""
+    """kind(x): "gelu" (erf), "gelu_tanh", "quick_gelu", "silu" or "relu"."""
     return like(x)
 
 
@@ -70,6 +71,20 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return like(x)
 
 
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return activation(x, "quick_gelu")
+
+
+def _quick_gelu_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    return activation_backward(dy.contiguous(), *ctx.saved_tensors, "quick_gelu")
+
+
+@te_op(reference=_quick_gelu, setup_context=_save_x, backward=_quick_gelu_backward)
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the approximation of GELU that CLIP uses."""
+    return like(x)
+
+
 def _silu(x: torch.Tensor) -> torch.Tensor:
     return activation(x, "silu")
 
@@ -98,7 +113,7 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return like(x)
 
 
-for _overload, _expansion in ((gelu, _gelu), (silu, _silu), (relu, _relu)):
+for _overload, _expansion in ((gelu, _gelu), (quick_gelu, _quick_gelu), (silu, _silu), (relu, _relu)):
     expand_in_compiler(_overload, _expansion)
 
 

@@ -26,6 +26,7 @@ PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: F.rms_norm(x, (32,), WEIGHT[0]),
     "written rms_norm": lambda x: WEIGHT[0] * written_rms_norm(x),
     "gelu": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
     "relu": F.relu,
     "swiglu": lambda x: F.silu(x) * x.cos(),

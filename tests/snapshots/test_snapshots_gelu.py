@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import GeluMLP, snapshot
 
@@ -193,3 +194,17 @@ return gemm_1""",
 def test_fake_cuda_gives_the_same_graphs(graphs: dict[str, str]) -> None:
     """What is above is also what a GPU gets: nothing but lowering asks for the device."""
     assert snapshot(GeluMLP, SHAPE, "cuda") == graphs
+
+
+class QuickGeluMLP(GeluMLP):
+    """CLIP's MLP."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc1(self.norm(x))
+        return self.fc2(h * torch.sigmoid(1.702 * h))
+
+
+def test_quick_gelu_is_fused_as_gelu_is(graphs: dict[str, str]) -> None:
+    quick = snapshot(QuickGeluMLP, SHAPE, "cpu")
+    for stage in ("forward", "backward"):
+        assert "'gelu'" in graphs[stage] and quick[stage] == graphs[stage].replace("'gelu'", "'quick_gelu'")

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_dynamo.dialect.activation import gelu, relu, silu
+from te_dynamo.dialect.activation import gelu, quick_gelu, relu, silu
 from te_dynamo.dialect.grouped_linear import grouped_linear, grouped_linear_with_workspace
 from te_dynamo.dialect.linear import linear, linear_with_workspace
 from te_dynamo.dialect.norm import layer_norm, rms_norm
@@ -102,6 +102,7 @@ _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
         [(_aten.native_layer_norm.default, (x, [x.shape[-1]], weight, bias, eps))]
     ),
     gelu: _same(_aten.gelu.default),
+    quick_gelu: _same(_aten.mul.Tensor),
     silu: _same(_aten.silu.default),
     relu: _same(_aten.relu.default),
     swiglu: _same(_aten.mul.Tensor),

@@ -302,6 +302,7 @@ CASES: dict[str, Case] = {
     "bias_grad": (te.bias_grad, lambda: (bf16(19, 64),), ""),
     # These are expanded before autograd ends; one that slipped through must still become kernels.
     "gelu": (te.gelu, lambda: (bf16(19, 64), "none"), "activation_write_kernel -> y"),
+    "quick_gelu": (te.quick_gelu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
     "silu": (te.silu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
     "relu": (te.relu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
     "linear": (

@@ -32,6 +32,8 @@ def exact(x: torch.Tensor, kind: str) -> torch.Tensor:
         return torch.relu(x)  # its derivative at 0 is 0, that of clamp 1
     if kind == "silu":
         return x * torch.sigmoid(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
     if kind == "gelu_tanh":
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return x * 0.5 * torch.erfc(-x / math.sqrt(2))
@@ -71,6 +73,7 @@ def test_backward_reference_is_autograd(kind):
         "relu": F.relu,
         "silu": F.silu,
         "gelu": F.gelu,
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }[kind]
     x = make_input("normal", (16, 40), torch.float32).requires_grad_()

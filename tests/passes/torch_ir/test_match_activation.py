@@ -1,4 +1,4 @@
-"""Stage 1 on activations: gelu, silu, relu and swiglu in their spellings, and where they are left."""
+"""Stage 1 on activations: gelu, quick_gelu, silu, relu and swiglu in their spellings, and where they are left."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ WEIGHT = torch.randn(32, 32)
         (nn.SiLU(), "te.silu(x)"),
         (lambda x: x * torch.sigmoid(x), "te.silu(x)"),
         (lambda x: x.sigmoid().mul(x), "te.silu(x)"),
+        (lambda x: x * torch.sigmoid(1.702 * x), "te.quick_gelu(x)"),
+        (lambda x: torch.sigmoid(x * 1.702) * x, "te.quick_gelu(x)"),
+        (lambda x: (1.702 * x).sigmoid().mul(x), "te.quick_gelu(x)"),
         (F.relu, "te.relu(x)"),
         (torch.relu, "te.relu(x)"),
         (lambda x: x.relu(), "te.relu(x)"),

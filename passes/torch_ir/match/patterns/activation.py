@@ -1,9 +1,9 @@
-"""gelu, silu, relu and silu(gate) * up -> te.gelu, te.silu, te.relu, te.swiglu.
+"""gelu, quick_gelu, silu, relu and silu(gate) * up -> te.gelu, te.quick_gelu, te.silu, te.relu, te.swiglu.
 
     s = torch.nn.functional.silu(gate)
     y = s * up                                    ->    y = te.swiglu(gate, up)
 
-silu may be written `a * sigmoid(a)`.
+silu may be written `a * sigmoid(a)`; quick_gelu is written `a * sigmoid(1.702 * a)`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def match_swiglu(node: fx.Node) -> MatchRecord | None:
 
 
 def match_activation(node: fx.Node) -> MatchRecord | None:
-    """Replaces gelu, silu or relu where that pays; None when `node` is none of them."""
+    """Replaces gelu, quick_gelu, silu or relu where that pays; None when `node` is none of them."""
     if calls(node, GELU):
         given = arguments(node, "input", "approximate") or {}
         approximate = given.get("approximate", "none")
@@ -65,6 +65,9 @@ def match_activation(node: fx.Node) -> MatchRecord | None:
     else:
         x, nodes = _silu_of(node)
         kind, op = "silu", torch.ops.te.silu.default
+        if x is None:
+            x, nodes = _quick_gelu_of(node)
+            kind, op = "quick_gelu", torch.ops.te.quick_gelu.default
         if x is None:
             return None
     if written_by(node):
@@ -116,6 +119,17 @@ def _silu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     for sigmoid, a in _factors(node):
         if calls(sigmoid, *_SIGMOID) and sigmoid.args == (a,) and len(sigmoid.users) == 1:
             return a, (sigmoid, node)
+    return None, ()
+
+
+def _quick_gelu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
+    """(a, nodes) of a * sigmoid(1.702 * a); (None, ()) of anything else."""
+    for sigmoid, a in _factors(node):
+        if not calls(sigmoid, *_SIGMOID) or len(sigmoid.args) != 1 or sigmoid.kwargs or len(sigmoid.users) != 1:
+            continue
+        scaled = sigmoid.args[0]
+        if calls(scaled, *MUL) and scaled.args in ((1.702, a), (a, 1.702)) and len(scaled.users) == 1:
+            return a, (scaled, sigmoid, node)
     return None, ()
 
 
