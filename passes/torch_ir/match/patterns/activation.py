@@ -127,7 +127,7 @@ def _quick_gelu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     for sigmoid, a in _factors(node):
         if not calls(sigmoid, *_SIGMOID) or len(sigmoid.args) != 1 or sigmoid.kwargs or len(sigmoid.users) != 1:
             continue
-        scaled = sigmoid.args[0]
+        scaled: Any = sigmoid.args[0]
         if calls(scaled, *MUL) and scaled.args in ((1.702, a), (a, 1.702)) and len(scaled.users) == 1:
             return a, (scaled, sigmoid, node)
     return None, ()
