@@ -1,7 +1,7 @@
 """The last stage: every te operation of a graph becomes what runs it.
 
 On a device with kernels, the operation's own launcher is traced in its place: the graph then holds Triton launches that
-Inductor writes into its code, without a dispatcher call. A large GEMM stays, for extern_gemm.py to have called. Elsewhere the
+Inductor writes into its code, without a dispatcher call. A large GEMM stays, for extern/gemm.py to have called. Elsewhere the
 operation stays an opaque call whose implementation is the reference. An operation with no kernel at all (te.add_bias,
 te.bias_grad) is always traced: its aten operations are Inductor's to fuse.
 """

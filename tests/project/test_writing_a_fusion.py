@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_pages_blocks_are_the_whole_example() -> None:
-    """In their order, and nothing but its docstring is missing. That they run is tests/test_docs.py's to show."""
+    """In their order, and nothing but its docstring is missing."""
     code = EXAMPLE.read_text().split('"""', 2)[2]
     assert "".join(blocks("python")).split() == code.split()
 
