@@ -89,9 +89,8 @@ def activate_backward(dy, x, KIND: tl.constexpr):
         s = sigmoid(x)
         return mul_rn(dy, s * tl.fma(x, 1.0 - s, 1.0))
     elif KIND == "quick_gelu":
-        z = x * 1.702
-        s = sigmoid(z)
-        return mul_rn(dy, s * tl.fma(z, 1.0 - s, 1.0))
+        s = sigmoid(x * 1.702)
+        return mul_rn(dy, tl.fma(x * s, 1.702 * (1.0 - s), s))  # x * s first: 1.702 x may overflow where s is 0
     elif KIND == "gelu_tanh":
         # f' is 0 or 1 far before 30; without the clamp, x^2 overflows there and meets a zero.
         x = tl.clamp(x, -30.0, 30.0, propagate_nan=tl.PropagateNan.ALL)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.checkpointed import Checkpointed, selective
-from helpers.models.small_models import GeluMLP, Residual
+from helpers.models.small_models import GeluMLP, QuickGeluMLP, Residual
 from helpers.models.training import CODEGENS, assert_close, block, gradients, te, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -137,10 +137,13 @@ def test_a_policy_that_lists_nothing_of_ours_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_that_saves_biased_products_and_activations() -> None:
-    model = Residual(GeluMLP()).bfloat16()
+@pytest.mark.parametrize(
+    ("mlp", "activation"), [(GeluMLP, aten.gelu.default), (QuickGeluMLP, aten.mul.Tensor)], ids=["gelu", "quick_gelu"]
+)
+def test_a_policy_that_saves_biased_products_and_activations(mlp: type[nn.Module], activation: Any) -> None:
+    model = Residual(mlp()).bfloat16()
     expected = gradients(te(model), model, tokens())
-    policy = selective([aten.addmm.default, aten.gelu.default])
+    policy = selective([aten.addmm.default, activation])
     with te_dynamo.capture() as graphs:
         actual = gradients(te(Checkpointed(model, context_fn=policy)), model, tokens())
     assert_close(actual, expected, 0.0)

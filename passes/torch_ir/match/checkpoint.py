@@ -102,7 +102,7 @@ _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
         [(_aten.native_layer_norm.default, (x, [x.shape[-1]], weight, bias, eps))]
     ),
     gelu: _same(_aten.gelu.default),
-    quick_gelu: _same(_aten.mul.Tensor),
+    quick_gelu: lambda x: iter([(_aten.mul.Tensor, (x, x))]),
     silu: _same(_aten.silu.default),
     relu: _same(_aten.relu.default),
     swiglu: _same(_aten.mul.Tensor),

@@ -68,6 +68,14 @@ class GeluMLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+class QuickGeluMLP(GeluMLP):
+    """CLIP's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h * torch.sigmoid(1.702 * h))
+
+
 class Attention(nn.Module):
     def __init__(self, width: int = WIDTH, heads: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stage 1 on activations: gelu, quick_gelu, silu, relu and swiglu in their spellings, and where they are left."""
+"""Stage 1 on activations: gelu, silu, relu, quick_gelu and swiglu in their spellings, and where they are left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs.matching import Matched
+from helpers.models.small_models import QuickGeluMLP
 from torch import nn
+
+from te_dynamo.testing import capture_on_fake_cuda
 
 torch.manual_seed(0)
 
@@ -24,12 +27,14 @@ WEIGHT = torch.randn(32, 32)
         (nn.SiLU(), "te.silu(x)"),
         (lambda x: x * torch.sigmoid(x), "te.silu(x)"),
         (lambda x: x.sigmoid().mul(x), "te.silu(x)"),
-        (lambda x: x * torch.sigmoid(1.702 * x), "te.quick_gelu(x)"),
-        (lambda x: torch.sigmoid(x * 1.702) * x, "te.quick_gelu(x)"),
-        (lambda x: (1.702 * x).sigmoid().mul(x), "te.quick_gelu(x)"),
         (F.relu, "te.relu(x)"),
         (torch.relu, "te.relu(x)"),
         (lambda x: x.relu(), "te.relu(x)"),
+        (lambda x: x * torch.sigmoid(1.702 * x), "te.quick_gelu(x)"),
+        (lambda x: x * torch.sigmoid(x * 1.702), "te.quick_gelu(x)"),
+        (lambda x: torch.sigmoid(1.702 * x) * x, "te.quick_gelu(x)"),
+        (lambda x: torch.sigmoid(x * 1.702) * x, "te.quick_gelu(x)"),
+        (lambda x: x.mul(x.mul(1.702).sigmoid()), "te.quick_gelu(x)"),
         (lambda x: F.silu(x) * x.cos(), "te.swiglu(x, cos)"),
         (lambda x: x.cos() * F.silu(x), "te.swiglu(x, cos)"),
         (lambda x: x * torch.sigmoid(x) * x.cos(), "te.swiglu(x, cos)"),
@@ -45,6 +50,37 @@ def test_spellings(activation, call):
     assert call in compiled.text()
     assert [record.matched for record in compiled.records] == [True, True]
     assert "sigmoid" not in compiled.text() and "= silu(" not in compiled.text()
+
+
+def quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x: x * torch.sigmoid(1.7 * x),
+        lambda x: x * torch.sigmoid(1.702 * x.cos()),
+        lambda x: x * (s := torch.sigmoid(1.702 * x)) + s,
+        lambda x: x * torch.sigmoid(s := 1.702 * x) + s,
+    ],
+    ids=["another factor", "another tensor", "the sigmoid is read", "the multiple is read"],
+)
+def test_what_is_no_quick_gelu(formula):
+    compiled, x = Matched(lambda x: F.linear(formula(x), WEIGHT)), torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), F.linear(formula(x), WEIGHT))
+    assert {record.kind for record in compiled.records} == {"linear"} and "te.quick_gelu" not in compiled.text()
+
+
+def test_quick_gelu_writes_fp8_forward_and_backward():
+    graphs = capture_on_fake_cuda(
+        lambda: QuickGeluMLP(256).bfloat16(),
+        lambda device: (torch.empty(8192, 256, dtype=torch.bfloat16, device=device, requires_grad=True),),
+        options={"codegen": "eager"},
+    )
+    forward, backward = graphs["forward"], graphs["backward"]
+    assert "te.activation_quantize(" in forward and forward.count("'quick_gelu'") == 1
+    assert "te.activation_backward_quantize(" in backward and backward.count("'quick_gelu'") == 1
 
 
 class GLU(nn.Module):
@@ -92,6 +128,8 @@ def test_reads_a_linear_is_enough():
         (lambda x: F.linear(F.silu(x.clone(), True), WEIGHT), "silu", "it works in place"),
         (lambda x: F.linear(x.clone().relu_(), WEIGHT), "relu", "it works in place"),
         (lambda x: F.linear((s := F.silu(x)) * x.cos() + s, WEIGHT), "swiglu", "its intermediate value"),
+        (lambda x: quick_gelu(x), "quick_gelu", "no FP8 linear reads its output; left to Inductor"),
+        (lambda x: F.linear(quick_gelu(x.double()), WEIGHT.double()), "quick_gelu", "its input is fp64"),
         (lambda x: F.linear(F.relu(x.double()), WEIGHT.double()), "relu", "its input is fp64"),
     ],
 )

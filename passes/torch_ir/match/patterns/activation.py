@@ -125,11 +125,11 @@ def _silu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
 def _quick_gelu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """(a, nodes) of a * sigmoid(1.702 * a); (None, ()) of anything else."""
     for sigmoid, a in _factors(node):
-        if not calls(sigmoid, *_SIGMOID) or len(sigmoid.args) != 1 or sigmoid.kwargs or len(sigmoid.users) != 1:
-            continue
-        scaled: Any = sigmoid.args[0]
-        if calls(scaled, *MUL) and scaled.args in ((1.702, a), (a, 1.702)) and len(scaled.users) == 1:
-            return a, (scaled, sigmoid, node)
+        if calls(sigmoid, *_SIGMOID) and len(sigmoid.args) == len(sigmoid.users) == 1 and not sigmoid.kwargs:
+            scaled: Any = sigmoid.args[0]
+            product = calls(scaled, *MUL) and len(scaled.users) == 1 and not scaled.kwargs
+            if product and scaled.args in ((1.702, a), (a, 1.702)):
+                return a, (scaled, sigmoid, node)
     return None, ()
 
 
