@@ -175,7 +175,7 @@ def test_loss_scaling_skips_what_overflows_and_changes_nothing_else() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            found[0].append(float(loss))
+            found[0].append(loss.item())
             found[1].append(scaler.get_scale())
         return found
 
