@@ -25,11 +25,13 @@ import copy
 import dataclasses
 import gc
 import os
+import re
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import environment
 import report
@@ -56,14 +58,16 @@ def torchao(recipe: str) -> Callable[[nn.Module], Callable]:
     return compile_
 
 
-def te(low_memory: bool = True, **recipe_fields: bool) -> Callable[[nn.Module], Callable]:
-    """This package, current scaling, with these fields of the recipe set."""
+def te(
+    recipe: str = "Float8CurrentScaling", low_memory: bool = True, **recipe_fields: Any
+) -> Callable[[nn.Module], Callable]:
+    """This package, this recipe's class with these fields set."""
 
     def compile_(module: nn.Module) -> Callable:
-        from te_dynamo.recipe import Float8CurrentScaling
+        import te_dynamo.recipe
 
-        options = {"recipe": Float8CurrentScaling(**recipe_fields), "low_memory": low_memory}
-        return torch.compile(module, backend="te", options=options)
+        made = getattr(te_dynamo.recipe, recipe)(**recipe_fields)
+        return torch.compile(module, backend="te", options={"recipe": made, "low_memory": low_memory})
 
     return compile_
 
@@ -76,12 +80,17 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "te without low_memory": te(low_memory=False),
     "te fast forward": te(fprop_fast_accum=True),
     "te fast": te(fprop_fast_accum=True, dgrad_fast_accum=True, wgrad_fast_accum=True),
+    "te block": te("Float8BlockScaling"),
+    "te MXFP8/128": te("MXFP8BlockScaling", scale_block=128),
 }
 
 
 @dataclasses.dataclass
 class Row:
-    """One provider on one block; None where it failed, and `error` says how. speedup and peak_ratio: bf16's time by its, its peak by bf16's."""
+    """One provider on one block; None where it failed, and `error` says how. speedup and peak_ratio: bf16's time by its, its peak by bf16's.
+
+    attention: the attention kernels of its step, which depend on what the process has imported.
+    """
 
     block: str
     provider: str
@@ -94,6 +103,7 @@ class Row:
     compile_seconds: float | None = None
     output_error: float | None = None
     grad_error: float | None = None
+    attention: str = ""
     error: str = ""
 
 
@@ -169,6 +179,7 @@ def prepare(
 
     step()
     row.peak_mib = peak_memory(step, device, others)
+    row.attention = attention_kernels(step, device)
     got = answer(module, compiled, inputs)
     reference = reference or got
     row.output_error = relative_error([got[0]], [reference[0]])
@@ -238,6 +249,17 @@ def peak_memory(step: Step, device: torch.device, others: int) -> float | None:
     step()
     torch.cuda.synchronize(device)
     return (torch.cuda.max_memory_allocated(device) - others) / 2**20
+
+
+def attention_kernels(step: Step, device: torch.device) -> str:
+    """The names of the attention kernels that a step launches, as the profiler has them, without their template's arguments."""
+    if device.type != "cuda":
+        return ""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize(device)
+    names = {event.key for event in profile.key_averages() if re.search("sdpa|flash|fmha", event.key.lower())}
+    return ", ".join(sorted({re.split("[<(]", name.removeprefix("void "))[0] for name in names}))
 
 
 def synchronize(device: torch.device) -> None:
