@@ -130,7 +130,7 @@ def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     for scale_block in SCALE_BLOCKS:
         for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
-            options = (torch.float8_e4m3fn, rowwise, columnwise, scale_block, False)
+            options = (torch.float8_e4m3fn, rowwise, columnwise, scale_block)
             tiles = mxfp8_row_tiles if not columnwise else mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
 
             def run(tile: Tile | None, options: tuple = options) -> object:

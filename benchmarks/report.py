@@ -56,9 +56,9 @@ class Table:
 
 TABLES = {
     "train_blocks": Table("train_blocks", ("block",), "provider", ("step_ms", "speedup")),
+    "train_blocks_speedups": Table("train_blocks", ("block",), "provider", ("speedup",)),
+    "train_blocks_memory": Table("train_blocks", ("block",), "provider", ("peak_mib", "peak_ratio")),
     "train_blocks_rows": Table("train_blocks"),
-    "train_alone": Table("train_alone", ("block",), "provider", ("step_ms", "speedup")),
-    "train_alone_rows": Table("train_alone"),
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
     "memory_rows": Table("memory"),
     "inference": Table("inference", ("case", "tokens"), "provider", ("graph_us", "graph_speedup")),
@@ -155,7 +155,7 @@ def table(rows: Sequence[Mapping[str, Any]], shown: Table) -> str:
         found.setdefault(tuple(row[column] for column in lines), {})[row[shown.across]] = _joined(row, shown.cells)
     first, *others = map(_header, shown.cells)
     body = ([*key, *(cells.get(column) for column in across)] for key, cells in found.items())
-    return f"In a cell: {first} ({', '.join(others)}).\n\n" + _grid([*map(_header, lines), *across], body)
+    return f"In a cell: {_with(first, others)}.\n\n" + _grid([*map(_header, lines), *across], body)
 
 
 def _grid(header: Iterable[str], body: Iterable[Iterable[Any]]) -> str:
@@ -183,7 +183,11 @@ def _joined(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     if row.get("error"):
         return "failed"
     first, *others = (_cell(row[column]) or "-" for column in columns)
-    return f"{first} ({', '.join(others)})"
+    return _with(first, others)
+
+
+def _with(first: str, others: list[str]) -> str:
+    return f"{first} ({', '.join(others)})" if others else first
 
 
 # --- pages ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
     python benchmarks/train_blocks.py                                     # everything that is installed
     python benchmarks/train_blocks.py --quick --providers te              # one block, few rounds
     python benchmarks/train_blocks.py --blocks swiglu,llama8b --rounds 9
-    python benchmarks/train_blocks.py --alone                             # train_alone: no turns
 
 A step sets gradients to None and runs forward and backward of a bf16 module on random normal inputs. All providers of a block are
 compiled first. Then they are timed in turn, round after round, so that clocks and heat bear on all alike. `step ms` is the median of
@@ -13,8 +12,7 @@ the rounds' medians, p20 and p80 are percentiles of all samples, and `speedup` i
 as torchao's tensorwise recipe does. Errors are relative Frobenius norms against bf16's output, without the residual, and against its
 weight gradients. The peak counts weights, gradients, input, output and all that the step allocates.
 
-In `train_alone` there are no turns: each provider is timed after the one above it, so that bf16 has the coolest chip. The small MLP is
-bound by the CPU that launches its kernels.
+The small MLP is bound by the CPU that launches its kernels.
 """
 
 from __future__ import annotations
@@ -189,8 +187,8 @@ def prepare(
     return Candidate(row, step), reference
 
 
-def measure_block(block: Block, providers: list[str], rounds: int, device: str, alone: bool = False) -> list[Row]:
-    """A row for each provider, the reference first; alone: all rounds of one before the next."""
+def measure_block(block: Block, providers: list[str], rounds: int, device: str) -> list[Row]:
+    """A row for each provider, the reference first."""
     torch.manual_seed(0)
     base = block.make().to(device, torch.bfloat16)
     inputs = Inputs.make(block, device)
@@ -208,7 +206,7 @@ def measure_block(block: Block, providers: list[str], rounds: int, device: str, 
             first_line = (str(error).strip().splitlines() or [""])[0]
             rows.append(Row(block.title, provider, error=f"{type(error).__name__}: {first_line[:160]}"))
         print(f"  {provider}: ready" if not rows[-1].error else f"  {provider}: {rows[-1].error}", flush=True)
-    for candidate in [c for c in candidates for _ in range(rounds)] if alone else candidates * rounds:
+    for candidate in candidates * rounds:
         candidate.samples.append(time_step(candidate.step, device))
     summarize(candidates)
     return rows
@@ -273,7 +271,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; bf16 always runs")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="the first block, two rounds")
-    parser.add_argument("--alone", action="store_true", help="time each provider by itself")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     report.split_choices(parser, args, blocks=BLOCKS, providers=PROVIDERS)
@@ -299,15 +296,14 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.blocks:
         print(BLOCKS[name].name, flush=True)
-        rows += measure_block(BLOCKS[name], args.providers, args.rounds, args.device, args.alone)
+        rows += measure_block(BLOCKS[name], args.providers, args.rounds, args.device)
         for row in rows:
             if row.block == BLOCKS[name].title and not row.error:
                 print(f"  {row.provider:20s} {row.step_ms:8.3f} ms  {row.speedup:.2f}x bf16", flush=True)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    name = "train_alone" if args.alone else "train_blocks"
-    report.write(args.out, "train_blocks", facts, rows, name, rounds=args.rounds)
+    report.write(args.out, "train_blocks", facts, rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

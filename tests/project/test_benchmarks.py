@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @pytest.fixture
@@ -57,14 +60,11 @@ def test_memory_reports_each_provider_beside_bf16(train_blocks: ModuleType, tiny
     assert [row.peak_ratio for row in rows] == [1.0, 1.5, 0.5]
 
 
-def test_each_provider_by_itself_or_in_turn(train_blocks: ModuleType, tiny, monkeypatch) -> None:
-    """The order in which two providers are timed."""
+def test_providers_are_timed_in_turn(train_blocks: ModuleType, tiny, monkeypatch) -> None:
     timed: list[object] = []
     monkeypatch.setattr(train_blocks, "time_step", lambda step, device: timed.append(step) or [1.0])
-    for alone, expected in ((False, "abab"), (True, "aabb")):
-        timed.clear()
-        train_blocks.measure_block(tiny, ["bf16", "same"], rounds=2, device="cpu", alone=alone)
-        assert "".join("a" if step is timed[0] else "b" for step in timed) == expected
+    train_blocks.measure_block(tiny, ["bf16", "same"], rounds=2, device="cpu")
+    assert "".join("a" if step is timed[0] else "b" for step in timed) == "abab"
 
 
 def test_the_reference_failing_ends_the_run(train_blocks: ModuleType, tiny) -> None:
@@ -116,3 +116,16 @@ def test_frozen_models_beside_bf16(train_blocks: ModuleType, monkeypatch: pytest
     assert rows[0].plain_speedup == 1.0 and rows[0].output_error == 0.0
     assert all(0 < row.output_error < 0.2 and row.plain_us for row in (rows[1], rows[2]))
     assert rows[3].plain_us is None and "unknown recipe" in rows[3].error
+
+
+def test_the_quantizing_kernels_are_called_with_arguments_that_they_have(
+    import_benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize = import_benchmark("quantize")
+    for name, function in vars(quantize).copy().items():
+        if inspect.isfunction(function) and function.__module__.startswith("te_dynamo."):
+            monkeypatch.setattr(quantize, name, mock.create_autospec(function, return_value=["data", "scale_inv"]))
+    with FakeTensorMode():
+        for cases in quantize.RECIPES.values():
+            for _, function, _, _, _ in cases(256, 128):
+                function(None)

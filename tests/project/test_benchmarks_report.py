@@ -17,6 +17,8 @@ class Row:
     provider: str
     step_ms: float | None = None
     speedup: float | None = None
+    peak_mib: float | None = None
+    peak_ratio: float | None = None
     error: str = ""
 
 
@@ -64,7 +66,7 @@ def test_what_is_written_is_read(report: ModuleType, checkout: Path) -> None:
     run = report.read(path)
     assert (run.name, run.benchmark, run.environment) == ("train_blocks", "train_blocks", FACTS)
     assert run.settings == {"rounds": 3} and run.rows == [dataclasses.asdict(row) for row in ROWS]
-    assert '\n  ["small", "te", 0.0123456, 0.5, ""],\n' in path.read_text(), "a line a row"
+    assert '\n  ["small", "te", 0.0123456, 0.5, null, null, ""],\n' in path.read_text(), "a line a row"
 
 
 def test_no_rows_are_an_error(report: ModuleType, tmp_path: Path) -> None:
@@ -96,6 +98,7 @@ def test_a_table_of_providers_keeps_what_failed(report: ModuleType) -> None:
         "| small | 1234 (1.00) | 0.0123 (0.5) |",
         "| large | 100 (1.00) | failed |",
     ]
+    assert report.table(rows, dataclasses.replace(shown, cells=("speedup",))).startswith("In a cell: speedup.\n")
     assert report.table(rows, report.Table("train_blocks")).splitlines()[-1].endswith("| no such kernel \\| none |")
 
 

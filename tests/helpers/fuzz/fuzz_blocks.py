@@ -250,6 +250,7 @@ ACTIVATIONS = {
     "F.gelu": "F.gelu({x})",
     "F.gelu tanh": "F.gelu({x}, approximate='tanh')",
     "written silu": "({x} * torch.sigmoid({x}))",
+    "written quick gelu": "({x} * torch.sigmoid(1.702 * {x}))",
     "method relu": "{x}.relu()",
     "module": "nn.GELU()({x})",
     "tanh": "{x}.tanh()",
