@@ -77,8 +77,11 @@ def fake_cuda() -> Iterator[None]:
     with (
         FakeTensorMode(shape_env=ShapeEnv()),
         mock.patch("torch.autograd.grad", grad),
-        torch._functorch.config.patch(donated_buffer=False),
+        # Backward is compiled with forward: what is compiled later is copied first, with the real tensors of torch.tensor(1.0).
+        torch._functorch.config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
         torch._inductor.config.patch(joint_graph_constant_folding=False),  # it makes real tensors
+        mock.patch("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT", -1),  # so does this, of torch.tensor(1.0)
+        mock.patch("torch.cuda._lazy_init", lambda: None),  # torch.tensor(..., device="cuda") and x[[0, 1]] call it
         _inductor_passes_only(),
         _an_h200(),
     ):
@@ -163,6 +166,11 @@ def _call(node: Node, grads: dict[int, Tensor], needed: set[Node]) -> list[tuple
     if grads:
         arguments = [grads.get(slot) for slot in range(len(node._input_metadata))]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
+            if type(node).__name__ == "CompiledFunctionBackward":  # AOTAutograd's, which counts on the engine's zeros
+                arguments = [
+                    torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
+                    for grad, meta in zip(arguments, node._input_metadata, strict=True)
+                ]
             # Not callable, and it answers for arguments that are no tensors too: those have no edge.
             result = _as_list(node.apply(*arguments))
             values = [value for value, wanted in zip(result, node.needs_input_grad, strict=False) if wanted]

@@ -209,6 +209,45 @@ def test_fake_cuda_knows_what_a_triton_kernel_writes():
     assert "double_kernel: {target: f32[64]} = triton.double_kernel[(1, 1, 1)](" in graph_text(traced)
 
 
+class Constants(nn.Module):
+    """Tensors made of numbers in forward: a scalar that backward keeps, a list, an index list."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.up(x)
+        y = y / torch.sqrt(torch.tensor(y.size(-1), dtype=torch.float) * torch.tensor(2.0, device=x.device))
+        empty = torch.tensor([], dtype=y.dtype, device=y.device)
+        return torch.cat([empty, y[..., [-2]], y[..., [0, 1]]], -1)
+
+
+@pytest.mark.parametrize("backend", [recording_backend, "te"])
+def test_fake_cuda_makes_tensors_of_numbers(backend):
+    graphs = capture_on_fake_cuda(lambda: Constants().bfloat16(), rows_of_64, backend=backend)
+    assert {"match", "forward", "backward"} <= set(graphs.stages)
+
+
+def rows_of_64(device):
+    return (torch.randn(512, 64, dtype=torch.bfloat16, device=device, requires_grad=True),)
+
+
+def test_fake_cuda_fills_the_gradients_of_outputs_that_nothing_reads():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            read, unread = self.a(x), self.b(x)
+            torch._dynamo.graph_break()
+            return read + 1, unread.detach()
+
+    graphs = capture_on_fake_cuda(lambda: Two().bfloat16(), rows_of_64)
+    assert [stage for stage in graphs.stages if stage.startswith("lower")] == ["lower.forward", "lower.backward"]
+
+
 def inductor_recording_last_pass(gm, example_inputs):
     """Inductor with one pass of its own after its last, which records the graph."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
