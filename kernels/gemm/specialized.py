@@ -77,15 +77,16 @@ def stacked_specialized_out(
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
     fast: bool,
     along: str,
     segments: Sequence[int],
-    *,
     out: torch.Tensor,
 ) -> None:
     """Writes `kernels/gemm/stacked.py`'s C to out [M, N], N a multiple of 8. Checks nothing."""
     stacking = Stacking(along, tuple(segments))
-    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, fast=fast, stacking=stacking, out=out)
+    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast, stacking=stacking, out=out)
 
 
 def specialized_options(

@@ -1,7 +1,7 @@
 """FP8 GEMM of stacked operands: linears that share an input, in one product.
 
     along "M"    C[m, n] = round(A @ B^T * (a_scale_inv[segment of m] * b_scale_inv))          A stacks tensors by rows
-    along "N"    C[m, n] = round(A @ B^T * (a_scale_inv * b_scale_inv[segment of n]))          B stacks tensors by rows
+    along "N"    C[m, n] = round(A @ B^T * (a_scale_inv * b_scale_inv[segment of n]) + bias[n])  B stacks tensors by rows
     along "K"    C[m, n] = round(sum over segments s: (A_s @ B_s^T) * (a_scale_inv[s] * b_scale_inv[s]))      both, by columns
 
 Along M and N every element has the bits that kernels/gemm/current.py gives the segment by itself, K in one part. Along K the sum is
@@ -45,6 +45,7 @@ def gemm_stacked(
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
     along: str,
@@ -54,16 +55,19 @@ def gemm_stacked(
 
     a [M, K], b [N, K]: float8, contiguous, K a multiple of 16; not both e5m2. M may be symbolic unless a is stacked by rows.
     a_scale_inv, b_scale_inv: float32, [S] of an operand that is stacked, else [1].
+    bias: [N], along "N" only, or None; the biases of the parts, one behind the other.
     along, segments: the stacked dimension, "M", "N" or "K", and its two or three parts, multiples of 128.
     Raises ValueError for anything else. The same input gives the same bits on every run.
     """
-    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
+    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, along, segments)
     choice = choose_for(a, b, fast_accum, out_dtype, stacking=stacking, recorded=is_recording())
     if choice.specialized:
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-        stacked_specialized_out(a, a_scale_inv, b, b_scale_inv, fast_accum, along, segments, out=c)
+        stacked_specialized_out(
+            a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, along=along, segments=segments, out=c
+        )
         return c
-    return gemm_stacked_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, out_dtype, stacking)
+    return gemm_stacked_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, stacking)
 
 
 def gemm_stacked_reference(
@@ -71,13 +75,14 @@ def gemm_stacked_reference(
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
     along: str,
     segments: Sequence[int],
 ) -> torch.Tensor:
     """The same in plain PyTorch on any device, products and sums in fp32 whatever `fast_accum` says."""
-    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, out_dtype, along, segments)
+    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, along, segments)
     lengths = list(stacking.segments)
     scales = a_scale_inv * b_scale_inv
     if along == "K":
@@ -87,7 +92,8 @@ def gemm_stacked_reference(
         rows = a.float().split(lengths)
         return torch.cat([part @ b.float().t() * s for part, s in zip(rows, scales, strict=True)]).to(out_dtype)
     columns = b.float().split(lengths)
-    return torch.cat([a.float() @ part.t() * s for part, s in zip(columns, scales, strict=True)], 1).to(out_dtype)
+    total = torch.cat([a.float() @ part.t() * s for part, s in zip(columns, scales, strict=True)], 1)
+    return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
 def check_stack(
@@ -95,16 +101,19 @@ def check_stack(
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     along: str,
     segments: Sequence[int],
 ) -> Stacking:
     """Raises ValueError, saying what is wrong, for operands that the GEMM does not take."""
-    check_operands(a, b, None, out_dtype)
+    check_operands(a, b, bias, out_dtype)
     stacking = Stacking(along, tuple(segments))
     check_segments(stacking.segments)
     if along not in ("M", "N", "K"):
         raise ValueError(f"te gemm_stacked: expected a stacked dimension M, N or K, got {along!r}")
+    if bias is not None and along != "N":
+        raise ValueError(f"te gemm_stacked: expected no bias of operands stacked along {along}")
     length = {"M": a.shape[0], "N": b.shape[0], "K": a.shape[1]}[along]
     if sum(segments) != length:
         raise ValueError(f"te gemm_stacked: segments {tuple(segments)} must sum to {along} = {length}")
@@ -121,6 +130,7 @@ def gemm_stacked_with_tile(
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     stacking: Stacking,
 ) -> torch.Tensor:
@@ -128,18 +138,18 @@ def gemm_stacked_with_tile(
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if isinstance(tile, DecodeTile):
-        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, None, c, stacking)
+        launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, c, stacking)
         return c
     programs = multiprocessor_count(a.device) * tile.ctas_per_sm
-    arguments = (a, a_scale_inv, b, b_scale_inv, c, m, n, k)
-    launch(gemm_stacked_kernel, (programs,), *arguments, **stacked_options(tile, n, stacking))
+    arguments = (a, a_scale_inv, b, b_scale_inv, a_scale_inv if bias is None else bias, c, m, n, k)
+    launch(gemm_stacked_kernel, (programs,), *arguments, **stacked_options(tile, n, stacking, bias is not None))
     return c
 
 
-def stacked_options(tile: Tile, n: int, stacking: Stacking) -> dict[str, object]:
+def stacked_options(tile: Tile, n: int, stacking: Stacking, has_bias: bool = False) -> dict[str, object]:
     """The constant arguments and compile options of `gemm_stacked_kernel`."""
-    options = kernel_options(tile, n, has_bias=False)
-    del options["HAS_BIAS"], options["SPLIT_K"]
+    options = kernel_options(tile, n, has_bias)
+    del options["SPLIT_K"]
     return {**stacking.constants(), **options}
 
 
@@ -150,6 +160,7 @@ def gemm_stacked_kernel(
     a_scale_inv,
     b,
     b_scale_inv,
+    bias,
     c,
     M,
     N,
@@ -158,6 +169,7 @@ def gemm_stacked_kernel(
     SEGMENTS: tl.constexpr,
     EDGE_1: tl.constexpr,
     EDGE_2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     FAST: tl.constexpr,
     HALVES: tl.constexpr,
     DESCRIPTOR_STORE: tl.constexpr,
@@ -212,8 +224,8 @@ def gemm_stacked_kernel(
                 scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + _segment_at(column, EDGE_1, EDGE_2))
         row_2 = row + (PART_M if HALVES else 0)
         column_2 = column + (0 if HALVES else PART_N)
-        one = scale_and_shift(one, scale, c, column, N, False)
-        two = scale_and_shift(two, scale, c, column_2, N, False)
+        one = scale_and_shift(one, scale, bias, column, N, HAS_BIAS)
+        two = scale_and_shift(two, scale, bias, column_2, N, HAS_BIAS)
         store_result(c, c_desc, one, row, column, M, N, DESCRIPTOR_STORE)
         store_result(c, c_desc, two, row_2, column_2, M, N, DESCRIPTOR_STORE)
 

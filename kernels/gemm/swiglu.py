@@ -67,7 +67,7 @@ def gemm_swiglu(
     bits are the same.
     """
     width = _checked_width(b, gate)
-    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, "N", (width, width))
+    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, "N", (width, width))
     choice = choose_for(a, b, fast_accum, torch.bfloat16, epilogue="swiglu", stacking=stacking, recorded=is_recording())
     if choice.specialized:
         return gemm_swiglu_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate)
@@ -76,7 +76,7 @@ def gemm_swiglu(
         partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
         launch_swiglu_decode(choice.tile, a, a_scale_inv, b, b_scale_inv, gate, c, partials)
         return c, partials
-    c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
+    c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum, "N", (width, width))
     return c, swiglu_partial_amaxes(*_halves(c, gate))
 
 
@@ -90,7 +90,7 @@ def gemm_swiglu_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gemm_swiglu` in plain PyTorch on any device; all its partial amaxes are the amax."""
     width = _checked_width(b, gate)
-    c = gemm_stacked_reference(a, a_scale_inv, b, b_scale_inv, torch.bfloat16, fast_accum, "N", (width, width))
+    c = gemm_stacked_reference(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum, "N", (width, width))
     partials = torch.zeros(PARTIALS, dtype=torch.float32, device=a.device)
     if c.numel():
         partials += swiglu_reference(*_halves(c, gate)).abs().amax()

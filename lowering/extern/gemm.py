@@ -89,7 +89,6 @@ _EXTERNS = {
             a, b, fast_accum, stacking=Stacking(along, tuple(segments))
         ),
         lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
-        tensors=4,
     ),
     gemm_swiglu: _Extern(
         "te_gemm_swiglu",

@@ -1,6 +1,7 @@
 """Linears that share an input: their weights or gradients quantized into one stack, and the GEMM that reads it."""
 
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 
@@ -47,12 +48,16 @@ def gemm_stacked(
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
     out_dtype: torch.dtype,
     fast_accum: bool,
     along: str,
     segments: Sequence[int],
 ) -> torch.Tensor:
-    """te.gemm of operands stacked along "M" (a), "N" (b) or "K" (both), scale_inv [len(segments)]; rounded once to out_dtype."""
+    """te.gemm of operands stacked along "M" (a), "N" (b) or "K" (both), scale_inv [len(segments)]; rounded once to out_dtype.
+
+    bias: [N], of operands stacked along "N" alone.
+    """
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 

@@ -153,7 +153,7 @@ x1: bf16[128, 64] = input
 x2: bf16[128, 64] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=True, along='N', segments=[128, 128])
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], None, bf16, fast_accum=True, along='N', segments=[128, 128])
 slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
 view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
 slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)

@@ -1,6 +1,6 @@
 """The GEMM of gate and up that finds the amax of silu(gate) * up while it multiplies, which saves a pass over both.
 
-    before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, bf16, False, "N", [N, N])
+    before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, None, bf16, False, "N", [N, N])
               gate = y[:, :N];  up = y[:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
     after     y: (bf16[M, 2N], f32[512]) = te.gemm_swiglu(x.data, x.scale_inv, w.data, w.scale_inv, False, gate=0)
@@ -39,7 +39,7 @@ def fuse_gemm_swiglu(graph: Graph) -> int:
         if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:
             continue
         product = gate[0]
-        a, a_scale, b, b_scale, _, fast_accum, _, _ = product.args
+        a, a_scale, b, b_scale, _, _, fast_accum, _, _ = product.args
         fused = call_like(graph, gemm_swiglu, (a, a_scale, b, b_scale, fast_accum, gate[1]), product)
         read_item(fused, 0, [product])
         amax = getitem_after(fused, 1)
@@ -51,7 +51,7 @@ def fuse_gemm_swiglu(graph: Graph) -> int:
 
 
 def _half(value: Any) -> tuple[Node, int] | None:
-    """(the bf16 te.gemm_stacked of two equal segments along N of which a node is one half, which one), if it is that."""
+    """(the bf16 te.gemm_stacked of two equal segments along N, without a bias, of which a node is one half, which one), if it is that."""
     value = before_reshapes(value)
     if not (isinstance(value, Node) and value.target is _slice and len(value.args) == 4):
         return None
@@ -59,8 +59,14 @@ def _half(value: Any) -> tuple[Node, int] | None:
     if not (isinstance(product, Node) and product.target is gemm_stacked):
         return None
     args: Any = product.args
-    out_dtype, along, segments = args[4], args[6], args[7]
-    if out_dtype != torch.bfloat16 or along != "N" or len(segments) != 2 or segments[0] != segments[1]:
+    bias, out_dtype, _, along, segments = args[4:]
+    if (
+        bias is not None
+        or out_dtype != torch.bfloat16
+        or along != "N"
+        or len(segments) != 2
+        or segments[0] != segments[1]
+    ):
         return None
     width = segments[0]
     parts: list[Any] = [(1, 0, width), (1, width, 2 * width)]

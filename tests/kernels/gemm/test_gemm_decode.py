@@ -107,7 +107,7 @@ def main() -> None:
     for segments in ((128, 256), (128, 128, 128)):
         scales, c = torch.rand(len(segments)), torch.full((3, 384), torch.nan)
         kernels.launch_decode(DecodeTile(16, 64, 64, 4, 3, True, 1), a, sa, b, scales, None, c, Stacking("N", segments))
-        expected = gemm_stacked_reference(a, sa, b, scales, torch.float32, True, "N", segments)
+        expected = gemm_stacked_reference(a, sa, b, scales, None, torch.float32, True, "N", segments)
         torch.testing.assert_close(c, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -150,11 +150,11 @@ def test_bits_of_a_stack(m: int, fast: bool) -> None:
     segments, k = (14336, 14336), 4096
     a, sa, b, _ = operands(m, sum(segments), k, "cuda")
     scales = torch.rand(2, device="cuda")
-    got = gemm_stacked(a, sa, b, scales, torch.bfloat16, fast, "N", segments)
+    got = gemm_stacked(a, sa, b, scales, None, torch.bfloat16, fast, "N", segments)
     stacking = Stacking("N", segments)
     tile = choose_stacked_tile(m, sum(segments), k, fast, stacking, 132, 2)
     torch.testing.assert_close(
-        got, gemm_stacked_with_tile(tile, a, sa, b, scales, torch.bfloat16, stacking), rtol=0, atol=0
+        got, gemm_stacked_with_tile(tile, a, sa, b, scales, None, torch.bfloat16, stacking), rtol=0, atol=0
     )
     for i in range(2):
         rows = slice(14336 * i, 14336 * (i + 1))

@@ -111,7 +111,7 @@ def test_bits_of_a_product_and_a_pass(m: int, width: int, k: int, fast: bool) ->
     a, sa, b, sb = operands(m, width, k, "cuda")
     for gate in (0, 1):
         c, partials = gemm_swiglu(a, sa, b, sb, fast, gate)
-        expected = gemm_stacked(a, sa, b, sb, torch.bfloat16, fast, "N", (width, width))
+        expected = gemm_stacked(a, sa, b, sb, None, torch.bfloat16, fast, "N", (width, width))
         torch.testing.assert_close(c, expected, rtol=0, atol=0)
         parts = expected.chunk(2, 1)
         amax = swiglu_partial_amaxes(parts[gate], parts[1 - gate]).max()

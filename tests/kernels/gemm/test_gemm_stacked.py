@@ -79,13 +79,16 @@ def sizes(along: str, segments: Sequence[int], m: int = 48, n: int = 72, k: int 
     return (total if along == "M" else m, total if along == "N" else n, total if along == "K" else k)
 
 
-def apart(a, a_scale_inv, b, b_scale_inv, out_dtype, along: str, segments: Sequence[int], product) -> torch.Tensor:
+def apart(
+    a, a_scale_inv, b, b_scale_inv, bias, out_dtype, along: str, segments: Sequence[int], product
+) -> torch.Tensor:
     """Along M or N, `product` of each segment by itself."""
     stacked, scales = (a, a_scale_inv) if along == "M" else (b, b_scale_inv)
+    biases = [None] * len(segments) if bias is None else bias.split(list(segments))
     results = []
-    for part, scale in zip(stacked.split(list(segments)), scales.split(1), strict=True):
+    for part, scale, its_bias in zip(stacked.split(list(segments)), scales.split(1), biases, strict=True):
         operands = (part, scale, b, b_scale_inv) if along == "M" else (a, a_scale_inv, part, scale)
-        results.append(product(*operands, None, out_dtype))
+        results.append(product(*operands, its_bias, out_dtype))
     return torch.cat(results, int(along == "N"))
 
 
@@ -97,12 +100,19 @@ def apart(a, a_scale_inv, b, b_scale_inv, out_dtype, along: str, segments: Seque
 def test_reference_is_the_float64_product(along: str, segments: tuple[int, ...]) -> None:
     operands = stacked_operands(*sizes(along, segments), along, segments)
     want = in_float64(*operands, along, segments)
-    assert relative_error(gemm_stacked_reference(*operands, torch.float32, True, along, segments), want) < 1e-6
-    got = gemm_stacked_reference(*operands, torch.bfloat16, True, along, segments)
+    assert relative_error(gemm_stacked_reference(*operands, None, torch.float32, True, along, segments), want) < 1e-6
+    got = gemm_stacked_reference(*operands, None, torch.bfloat16, True, along, segments)
     assert relative_error(got, want) < 2**-8
     if along != "K":
-        each = apart(*operands, torch.bfloat16, along, segments, lambda *args: gemm_reference(*args, False))
+        each = apart(*operands, None, torch.bfloat16, along, segments, lambda *args: gemm_reference(*args, False))
         assert torch.equal(got, each)
+
+
+def test_reference_adds_the_bias_of_each_part() -> None:
+    operands = stacked_operands(*sizes("N", TRIPLE), "N", TRIPLE)
+    bias = torch.randn(sum(TRIPLE), dtype=torch.bfloat16)
+    got = gemm_stacked_reference(*operands, bias, torch.bfloat16, True, "N", TRIPLE)
+    assert torch.equal(got, apart(*operands, bias, torch.bfloat16, "N", TRIPLE, lambda *x: gemm_reference(*x, False)))
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
@@ -121,8 +131,8 @@ def test_quantization_is_that_of_each_tensor(by_columns: bool, usages: tuple[boo
 def test_operands_that_are_refused() -> None:
     a, sa, b, sb = stacked_operands(*sizes("N", PAIR), "N", PAIR)
 
-    def call(a=a, sa=sa, b=b, sb=sb, along="N", segments=PAIR):
-        return gemm_stacked_reference(a, sa, b, sb, torch.bfloat16, True, along, segments)
+    def call(a=a, sa=sa, b=b, sb=sb, bias=None, along="N", segments=PAIR):
+        return gemm_stacked_reference(a, sa, b, sb, bias, torch.bfloat16, True, along, segments)
 
     with pytest.raises(ValueError, match="2 to 3 segments, multiples of 128"):
         call(segments=(640,))
@@ -134,6 +144,11 @@ def test_operands_that_are_refused() -> None:
         call(along="n")
     with pytest.raises(ValueError, match=r"expected b_scale_inv \[2\], got \(1,\)"):
         call(sb=sb[:1])
+    with pytest.raises(ValueError, match=r"expected bias \[640\], got \(256,\)"):
+        call(bias=torch.zeros(256))
+    other = stacked_operands(*sizes("K", PAIR), "K", PAIR)
+    with pytest.raises(ValueError, match="expected no bias of operands stacked along K"):
+        call(*other, bias=torch.zeros(72), along="K")
     x = torch.zeros(128, 64)
     with pytest.raises(ValueError, match="equally many columns"):
         quantize_stacked_reference([x, torch.zeros(128, 32)], *OPTIONS, False)
@@ -176,20 +191,20 @@ def test_one_gemm_is_taken_where_it_is_faster() -> None:
 # -- machine code ------------------------------------------------------------------------------------
 
 ARGS = {
-    **{"a": "*fp8e5", "a_scale_inv": "*fp32", "b": "*fp8e4nv", "b_scale_inv": "*fp32", "c": "*bf16"},
+    **{"a": "*fp8e5", "a_scale_inv": "*fp32", "b": "*fp8e4nv", "b_scale_inv": "*fp32", "bias": "*bf16", "c": "*bf16"},
     **{"M": "i32", "N": "i32", "K": "i32"},
 }
 
 
-def gemm_case(fast: bool, along: str, segments: tuple[int, ...], m: int, n: int, k: int) -> Case:
+def gemm_case(fast: bool, along: str, segments: tuple[int, ...], m: int, n: int, k: int, bias: bool = False) -> Case:
     stacking = Stacking(along, segments)
     tile = choose_stacked_tile(m, n, k, fast, stacking, out_bytes=2)
     return Case(
-        name=f"gemm_stacked {tile.name} {along} {segments}",
+        name=f"gemm_stacked {tile.name} {along} {segments}{' bias' * bias}",
         kernel=gemm_stacked_kernel,
         args=ARGS,
-        constants=stacked_options(tile, n, stacking),
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "c", "N", "K"),
+        constants=stacked_options(tile, n, stacking, bias),
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "N", "K"),
         has=("wgmma.mma_async", ".f32.e5m2.e4m3"),
         lacks=("fma.",),
         writes=("c",),
@@ -217,6 +232,7 @@ def quantize_case(by_columns: bool) -> Case:
 
 CASES = [
     gemm_case(True, "N", (14336, 14336), 8192, 28672, 4096),
+    gemm_case(False, "N", (4096, 1024, 1024), 8192, 6144, 4096, bias=True),
     gemm_case(False, "M", (4096, 1024, 1024), 6144, 4096, 8192),
     gemm_case(True, "K", (4096, 1024, 1024), 8192, 4096, 6144),
     gemm_case(False, "K", (14336, 14336), 8192, 4096, 28672),
@@ -249,7 +265,7 @@ def test_machine_code_of_the_specialized_kernel(fast: bool, along: str, segments
     a, b = MIXES["e5m2.e4m3"]
     options = specialized_options(False, 2, fast, Stacking(along, segments))
     warps = options.pop("num_warps")
-    args = {**ARGS, "a": a, "b": b, "bias": "*bf16"}
+    args = {**ARGS, "a": a, "b": b}
     aligned = ("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", "N")
     report = compile_for(gemm_specialized_kernel, args, {**options, "addend": None}, aligned=aligned, num_warps=warps)
     assert report.warnings == () and report.spills == 0, report.log
@@ -275,14 +291,16 @@ def marked(function):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("segments", [PAIR, TRIPLE, (1024, 2048)], ids=str)
-@pytest.mark.parametrize("along", ["M", "N"])
+@pytest.mark.parametrize("along", ["M", "N", "N and a bias"])
 def test_bits_are_those_of_each_product(along: str, segments, out_dtype: torch.dtype, fast: bool) -> None:
+    bias = torch.randn(sum(segments), dtype=torch.bfloat16, device="cuda") if "bias" in along else None
+    along = along[0]
     operands = stacked_operands(*sizes(along, segments, 300, 264, 1040), along, segments, "cuda", spread=7.0)
     usual = next(t for t in TILES if t.fast == fast and t.split_k == 1 and t.fits(out_dtype.itemsize))
-    each = apart(*operands, out_dtype, along, segments, lambda *args: gemm_with_tile(usual, *args))
-    assert torch.equal(gemm_stacked(*operands, out_dtype, fast, along, segments), each)
+    each = apart(*operands, bias, out_dtype, along, segments, lambda *args: gemm_with_tile(usual, *args))
+    assert torch.equal(gemm_stacked(*operands, bias, out_dtype, fast, along, segments), each)
     c = torch.full_like(each, torch.nan)
-    stacked_specialized_out(*operands, fast, along, segments, out=c)
+    stacked_specialized_out(*operands, bias, fast=fast, along=along, segments=segments, out=c)
     assert torch.equal(c, each)
 
 
@@ -295,10 +313,10 @@ def test_one_sum_over_all_segments(segments, fast: bool, spread: float) -> None:
     operands = stacked_operands(*sizes("K", segments, 300, 264), "K", segments, "cuda", spread)
     want = in_float64(*operands, "K", segments)
     tolerance = 2e-2 if fast else 2**-8
-    got = gemm_stacked(*operands, torch.bfloat16, fast, "K", segments)
+    got = gemm_stacked(*operands, None, torch.bfloat16, fast, "K", segments)
     assert relative_error(got, want) < tolerance
     special = torch.full_like(got, torch.nan)
-    stacked_specialized_out(*operands, fast, "K", segments, out=special)
+    stacked_specialized_out(*operands, fast=fast, along="K", segments=segments, out=special)
     assert relative_error(special, want) < tolerance
     if not fast:
         assert torch.equal(special, got)
@@ -314,7 +332,7 @@ def test_a_segment_of_zeros_adds_nothing() -> None:
         operands = (x.to(E5M2), scales, b, sb)
         want = in_float64(*operands, "K", PAIR)
         for fast in (True, False):
-            assert relative_error(gemm_stacked(*operands, torch.bfloat16, fast, "K", PAIR), want) < 2e-2
+            assert relative_error(gemm_stacked(*operands, None, torch.bfloat16, fast, "K", PAIR), want) < 2e-2
 
 
 @marked
@@ -323,12 +341,12 @@ def test_a_large_product_is_right_and_repeats_itself(fast: bool) -> None:
     segments = (3584, 512, 512)
     assert is_specialized(8192, 4096, 4608, fast, "K")
     operands = stacked_operands(8192, 4096, 4608, "K", segments, "cuda", spread=0.1)
-    first = gemm_stacked(*operands, torch.bfloat16, fast, "K", segments)
+    first = gemm_stacked(*operands, None, torch.bfloat16, fast, "K", segments)
     a, sa, b, sb = operands
     want = in_float64(a[:300], sa, b, sb, "K", segments)
     assert relative_error(first[:300], want) < 2e-2
     for _ in range(20):
-        assert torch.equal(gemm_stacked(*operands, torch.bfloat16, fast, "K", segments), first)
+        assert torch.equal(gemm_stacked(*operands, None, torch.bfloat16, fast, "K", segments), first)
 
 
 @marked

@@ -60,7 +60,7 @@ def test_the_reference_is_what_it_is_made_of(gate: int) -> None:
     a, a_scale, b, b_scale = stacked(37, 128, 64)
     given = (a, a_scale, b, 0.02 * b_scale)
     c, partials = te.gemm_swiglu(*given, True, gate)
-    expected = gemm_stacked_reference(*given, torch.bfloat16, True, "N", (128, 128))
+    expected = gemm_stacked_reference(*given, None, torch.bfloat16, True, "N", (128, 128))
     assert torch.equal(c, expected)
     assert partials.max() == swiglu_reference(*halves(c, gate)).abs().max()
     assert partials.max() != swiglu_reference(*halves(c, 1 - gate)).abs().max()
@@ -206,7 +206,7 @@ def test_inductors_code_calls_it_and_takes_both_results(monkeypatch: pytest.Monk
 
 
 def unfused(given: tuple[torch.Tensor, ...], fast: bool, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
-    c = gemm_stacked(*given, torch.bfloat16, fast, "N", (given[2].shape[0] // 2,) * 2)
+    c = gemm_stacked(*given, None, torch.bfloat16, fast, "N", (given[2].shape[0] // 2,) * 2)
     return c, swiglu_partial_amaxes(*halves(c, gate)).max()
 
 
@@ -246,7 +246,7 @@ def test_gemm_takes_it_and_repeats_itself(fast: bool) -> None:
     given = stacked(8192, 4096, 1024, device="cuda")
     width = given[2].shape[0] // 2
     c = torch.empty(8192, 2 * width, dtype=torch.bfloat16, device="cuda")
-    stacked_specialized_out(*given, fast, "N", (width, width), out=c)
+    stacked_specialized_out(*given, fast=fast, along="N", segments=(width, width), out=c)
     options = (E4M3, True, True, False, 0.0, False)
     expected = swiglu_quantize(*halves(c, 0), *options)
     for _ in range(10):

@@ -55,9 +55,9 @@ quantize_1: (f8e5m2[256, 64], f8e5m2[64, 256], f32[1]) = te.quantize(tangents_1,
 gemm: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], swiglu_quantize[1], swiglu_quantize[2], None, bf16, fast_accum=False)
 gemm_1: bf16[256, 128] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
 swiglu_backward_quantize: (f8e5m2[256, 256], f32[2]) = te.swiglu_backward_quantize(gemm_1, slice, slice_1, e5m2[row], keep_output=False, stacked=True)
-gemm_stacked: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_stacked: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
 transpose: f8e5m2[256, 256] = te.transpose(swiglu_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, swiglu_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], bf16, fast_accum=False, along='M', segments=[128, 128])""",
+gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, swiglu_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False, along='M', segments=[128, 128])""",
     )
 
 

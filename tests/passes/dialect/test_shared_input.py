@@ -12,6 +12,8 @@ from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import capture_inference, capture_training, compiled_run
 from torch import Tensor, nn
 
+import te_dynamo
+
 HIDDEN = 64
 
 
@@ -45,6 +47,12 @@ class Rotary(Linears):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
+class Biased(Linears):
+    """As in Whisper: k has no bias."""
+
+    biases = (True, False, True)
+
+
 def lines(text: str, *operations: str) -> str:
     """The lines of a graph that call one of those operations, and what it returns."""
     kept = [line for line in text.splitlines() if any(f"= {name}(" in line for name in operations)]
@@ -66,7 +74,7 @@ def test_after() -> None:
         """\
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_stacked: (f8e4m3[512, 64], f8e4m3[64, 512], f32[3]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=False, along='N', segments=[256, 128, 128])
+gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], None, bf16, fast_accum=False, along='N', segments=[256, 128, 128])
 slice: bf16[32, 256] = aten.slice(gemm_stacked, 1, 0, 256)
 slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 256, 384)
 slice_2: bf16[32, 128] = aten.slice(gemm_stacked, 1, 384, 512)
@@ -74,8 +82,8 @@ slice_3: bf16[32, 256] = aten.slice(tangents_1, 1, 0, 256)
 slice_4: bf16[32, 128] = aten.slice(tangents_1, 1, 256, 384)
 slice_5: bf16[32, 128] = aten.slice(tangents_1, 1, 384, 512)
 quantize_stacked_1: (f8e5m2[32, 512], f8e5m2[512, 32], f32[3]) = te.quantize_stacked([clone_2, clone_1, clone], e5m2[row+column], by_columns=True)
-gemm_stacked_1: bf16[32, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_stacked_1[2], quantize_stacked[1], quantize_stacked[2], bf16, fast_accum=False, along='K', segments=[256, 128, 128])
-gemm_stacked_2: bf16[512, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize[1], quantize[2], bf16, fast_accum=False, along='M', segments=[256, 128, 128])
+gemm_stacked_1: bf16[32, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_stacked_1[2], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[256, 128, 128])
+gemm_stacked_2: bf16[512, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False, along='M', segments=[256, 128, 128])
 slice_6: bf16[128, 64] = aten.slice(gemm_stacked_2, start=384, end=512)
 slice_7: bf16[128, 64] = aten.slice(gemm_stacked_2, start=256, end=384)
 slice_8: bf16[256, 64] = aten.slice(gemm_stacked_2, start=0, end=256)""",
@@ -98,7 +106,7 @@ def test_a_result_that_backward_reads_does_not_keep_the_others_alive() -> None:
         text,
         """\
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], bf16, fast_accum=False, along='N', segments=[128, 128])
+gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], None, bf16, fast_accum=False, along='N', segments=[128, 128])
 gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)""",
     )
 
@@ -108,13 +116,37 @@ def test_inference_stacks_all() -> None:
     assert graphs["inference"].count("= te.gemm_stacked(") == 1 and "= te.gemm(" not in graphs["inference"]
 
 
+def test_biases_are_one() -> None:
+    """-0.0 where a linear has none: it changes no bit. The GEMM adds them."""
+    graphs = capture_training(Biased, (32, HIDDEN), "cpu")
+    text = lines(
+        graphs["forward"], "te.gemm", "te.gemm_stacked", "te.add_bias", "aten.cat", "aten.new_full", "aten.full"
+    )
+    assert_expected_inline(
+        text,
+        """\
+new_full: bf16[128] = aten.new_full(linears.0.bias, [128], -0.0)
+cat: bf16[512] = aten.cat([linears.0.bias, new_full, linears.2.bias])
+gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], cat, bf16, fast_accum=False, along='N', segments=[256, 128, 128])
+cat_1: bf16[32, 512] = aten.cat([add, add_1, add_2], -1)""",
+    )
+    assert graphs["joint"].count("= te.gemm_stacked(") == 3 and graphs["joint"].count("= te.bias_grad(") == 2
+
+
+def test_kept_weights_with_biases_are_one() -> None:
+    model = Biased().bfloat16()
+    x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    run = torch.compile(model, backend="te", options={"codegen": "eager"})
+    with torch.no_grad():
+        expected = run(x)
+        te_dynamo.freeze(model)
+        with te_dynamo.capture() as graphs:
+            assert torch.equal(run(x), expected)
+    assert "te.quantize_stacked(" not in graphs["inference"]
+    assert graphs["inference"].count("= te.gemm_stacked(") == 1 and "= te.gemm(" not in graphs["inference"]
+
+
 # -- refused -----------------------------------------------------------------------------------------
-
-
-class Biased(Linears):
-    """One linear of two has a bias."""
-
-    widths, biases = (128, 128), (False, True)
 
 
 class Narrow(Linears):
@@ -197,7 +229,7 @@ class OneFrozen(Linears):
         return self.mix(self.linears[0](x), F.linear(x, self.frozen))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", [Biased, Narrow, Four, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
+@pytest.mark.parametrize("model", [Narrow, Four, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
 def test_left_apart(model: type[nn.Module]) -> None:
     assert "stacked" not in capture_inference(model, (32, HIDDEN), "cpu")["inference"]
 
@@ -234,7 +266,7 @@ def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("model", [Linears, Rotary])
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
 def test_numbers_are_those_apart(model: type[nn.Module], dtype: torch.dtype) -> None:
     """Forward and the weights' gradients in every bit; the input's gradient is rounded once in place of three times."""
     torch.manual_seed(0)

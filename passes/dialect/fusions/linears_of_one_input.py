@@ -1,0 +1,268 @@
+"""Finds the linears that share an input in a graph of te operations: what fuse_shared_input (shared_input.py) makes one GEMM of."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.gemm import add_bias, gemm
+from te_dynamo.dialect.memory import RESHAPES, is_view
+from te_dynamo.dialect.quantize import quantize
+from te_dynamo.dialect.stacked import MOST_SEGMENTS
+from te_dynamo.passes.dialect.graph import calls, item_users
+
+__all__ = ["Linear", "Part", "Sum", "buffer_names", "groups_of_linears", "readers", "source_of"]
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A weight that is a part of a stack which the graph is given (passes/torch_ir/workspaces.py): the stack's buffers, and where."""
+
+    data: Node
+    scales: Node
+    transpose: Node | None
+    first: int
+    end: int
+    index: int
+
+    @property
+    def stack(self) -> tuple[Any, ...]:
+        return self.data, self.scales, self.transpose
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """One linear's nodes: te.quantize of the weight, te.gemm of forward, its te.add_bias; in backward te.quantize of dy, dgrad and wgrad."""
+
+    weight: Node | Part
+    product: Node
+    biased: Node | None
+    grad: Node | None
+    dgrad: Node | None
+    wgrad: Node | None
+
+    @property
+    def result(self) -> Node:
+        """What the linear's readers read."""
+        return self.biased or self.product
+
+    @property
+    def width(self) -> Any:
+        """N, the rows of the weight."""
+        if isinstance(self.weight, Part):
+            return self.weight.end - self.weight.first
+        return source_of(self.weight).meta["val"].shape[0]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the weights of a stack have in common."""
+        weight = self.weight
+        own = weight.stack if isinstance(weight, Part) else (weight.args[1], source_of(weight).meta["val"].dtype)
+        return *own, self.dgrad is None
+
+
+def groups_of_linears(graph: Graph) -> Iterator[list[Linear]]:
+    """Linears of one input, one configuration and one region of checkpointing; those that backward reads apart from others."""
+    in_backward = _reachable([n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name])
+    groups: dict[Any, list[Linear]] = {}
+    for product in calls(graph, gemm):
+        linear = _linear_of(product)
+        if linear is None:
+            continue
+        x, x_scale, _, _, _, _, fast_accum = product.args
+        result = linear.result
+        dtype = result.meta["val"].dtype
+        tag = result.meta.get("ac_graph_id"), str(result.meta.get("recompute"))
+        saved = result not in in_backward and any(user in in_backward for user in readers(result))
+        groups.setdefault((x, x_scale, dtype, fast_accum, tag, saved, linear.kind), []).append(linear)
+    yield from (group for group in groups.values() if 2 <= len(group) <= MOST_SEGMENTS)
+
+
+def _linear_of(product: Node) -> Linear | None:
+    """The linear whose forward product this is, if nothing else reads what it quantizes."""
+    _, _, data, scale, bias, _, _ = product.args
+    if _slice_of_input(data, 0) is not None:
+        return _linear_of_part(product)
+    weight = _quantize_behind(data, "data")
+    if weight is None or bias is not None or _quantize_behind(scale, "scale_inv") is not weight:
+        return None
+    if len(source_of(weight).meta["val"].shape) != 2 or not _from_an_input(source_of(weight)):
+        return None
+    by_name = _readers_by_name(weight)
+    transposed = by_name.get("transpose", set())
+    if by_name["data"] != {product} or len(transposed) > 1 or by_name["scale_inv"] != {product, *transposed}:
+        return None
+    if not transposed:
+        return Linear(weight, product, _biased(product), None, None, None)
+    (dgrad,) = transposed
+    if dgrad.target is not gemm or _quantize_behind(dgrad.args[2], "transpose") is not weight:
+        return None
+    return _with_backward(weight, product, dgrad)
+
+
+def _linear_of_part(product: Node) -> Linear | None:
+    """The linear of that forward product by a part of a given stack."""
+    _, _, data, scale, bias, _, _ = product.args
+    rows, scales = _slice_of_input(data, 0), _slice_of_input(scale, 0)
+    if rows is None or scales is None or bias is not None or set(data.users) != {product}:  # type: ignore[union-attr]
+        return None
+    (stack, first, end), (scale_inv, index, after) = rows, scales
+    dgrads = set(scale.users) - {product}  # type: ignore[union-attr]
+    if after != index + 1 or len(dgrads) > 1 or not _has_scale_a_part(stack, scale_inv):
+        return None
+    if not dgrads:
+        return Linear(Part(stack, scale_inv, None, first, end, index), product, _biased(product), None, None, None)
+    (dgrad,) = dgrads
+    copied: Any = dgrad.args[2] if dgrad.target is gemm and dgrad.args[3] is scale else None
+    columns = (
+        _slice_of_input(copied.args[0], 1) if copied is not None and copied.target is _aten.clone.default else None
+    )
+    if columns is None or columns[1:] != (first, end):
+        return None
+    return _with_backward(Part(stack, scale_inv, columns[0], first, end, index), product, dgrad)
+
+
+def _has_scale_a_part(stack: Node, scale_inv: Node) -> bool:
+    """Whether these are buffers of te.quantize_stacked: more scales than one, of a matrix."""
+    return stack.meta["val"].dim() == 2 and scale_inv.meta["val"].dim() == 1 and scale_inv.meta["val"].shape[0] > 1
+
+
+def _slice_of_input(node: Any, dim: int) -> tuple[Node, int, int] | None:
+    """(input, first, end) of a slice along `dim` of an input of the graph."""
+    if not (isinstance(node, Node) and node.target is _aten.slice.Tensor and node.args[1:2] == (dim,)):
+        return None
+    source, _, first, end = node.args if len(node.args) == 4 else (None,) * 4
+    is_input = isinstance(source, Node) and source.op == "placeholder"
+    return (source, first, end) if is_input and isinstance(first, int) and isinstance(end, int) else None  # type: ignore[return-value]
+
+
+def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | None:
+    """The linear with its dgrad and its wgrad, if nothing else reads the gradient that they quantize."""
+    grad = _quantize_behind(dgrad.args[0], "data")
+    if grad is None or dgrad.args[4] is not None:
+        return None
+    grad_readers = _readers_by_name(grad)
+    wgrads = grad_readers.get("transpose", set())
+    if grad_readers["data"] != {dgrad} or len(wgrads) > 1 or grad_readers["scale_inv"] != {dgrad, *wgrads}:
+        return None
+    wgrad = next(iter(wgrads), None)
+    if wgrad is not None and (wgrad.target is not gemm or _quantize_behind(wgrad.args[0], "transpose") is not grad):
+        return None
+    return Linear(weight, product, _biased(product), grad, dgrad, wgrad)
+
+
+def _biased(product: Node) -> Node | None:
+    """The te.add_bias of a parameter that alone reads the product."""
+    reader = next(iter(product.users)) if len(product.users) == 1 else None
+    if reader is None or reader.target is not add_bias or reader.args[0] is not product:
+        return None
+    return reader if _from_an_input(reader.args[1]) else None  # type: ignore[arg-type]
+
+
+def _quantize_behind(buffer: Any, name: str) -> Node | None:
+    """The te.quantize, of a format that stacks, whose buffer of that name this is."""
+    if not (isinstance(buffer, Node) and buffer.target is operator.getitem):
+        return None
+    node, index = buffer.args
+    if not (isinstance(node, Node) and node.target is quantize and node.args[1].stacks):  # type: ignore[union-attr]
+        return None
+    return node if buffer_names(node)[index] == name else None  # type: ignore[index]
+
+
+def buffer_names(quantized: Node) -> list[str]:
+    return quantized.args[1].buffer_names()  # type: ignore[union-attr]
+
+
+def _readers_by_name(quantized: Node) -> dict[str, set[Node]]:
+    """Buffer name -> who reads it, of a te.quantize."""
+    items = item_users(quantized)
+    return {
+        name: {user for item in items.get(i, ()) for user in item.users}
+        for i, name in enumerate(buffer_names(quantized))
+    }
+
+
+def source_of(quantized: Node) -> Node:
+    source = quantized.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def _from_an_input(node: Node) -> bool:
+    """Whether it is an input of the graph, cast or viewed: so it depends on no product of the group."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.op in ("placeholder", "get_attr")
+
+
+def _reachable(nodes: list[Node]) -> set[Node]:
+    """The nodes, and all that depends on them."""
+    reached, waiting = set(nodes), list(nodes)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in reached:
+                reached.add(user)
+                waiting.append(user)
+    return reached
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Who reads the node's value, through views; the output node if the graph returns it."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+@dataclasses.dataclass
+class Sum:
+    """dgrads that are only added to each other and to further terms of the same shape.
+
+    node: the sum. others: the terms that are no dgrads of the group, in the order in which they are added.
+    view: how a dgrad [M, K] becomes a term, None where it is one.
+    """
+
+    node: Node
+    others: list[Node]
+    view: Node | None
+
+    @classmethod
+    def of(cls, dgrads: list[Node]) -> Sum | None:
+        """None where a dgrad is read by something else."""
+        terms = [term for dgrad in dgrads if (term := _only_view(dgrad)) is not None]
+        above = [list(_additions(term)) for term in terms]
+        root = next((add for add in above[0] if all(add in adds for adds in above)), None) if above else None
+        if len(terms) < len(dgrads) or root is None:
+            return None
+        inner = {add for adds in above for add in adds[: adds.index(root) + 1]}
+        others = [side for add in inner for side in add.all_input_nodes if side not in inner and side not in terms]
+        return cls(root, sorted(others), terms[0] if terms[0] not in dgrads else None)
+
+
+def _only_view(node: Node) -> Node | None:
+    """The node behind its views, each the only reader of the one before."""
+    while len(node.users) == 1 and next(iter(node.users)).target in RESHAPES:
+        node = next(iter(node.users))
+    return node if len(node.users) == 1 else None
+
+
+def _additions(term: Node) -> Iterator[Node]:
+    """The sums that a term is part of, from the first on, as long as nothing else reads it or them."""
+    while len(term.users) == 1:
+        add = next(iter(term.users))
+        sides = add.all_input_nodes
+        if add.target is not _aten.add.Tensor or len(add.args) != 2 or add.kwargs or len(sides) != 2:
+            return
+        value = add.meta["val"]
+        if any(s.meta["val"].shape != value.shape or s.meta["val"].dtype != value.dtype for s in sides):
+            return
+        yield add
+        term = add
