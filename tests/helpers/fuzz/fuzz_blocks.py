@@ -251,6 +251,8 @@ ACTIVATIONS = {
     "F.gelu tanh": "F.gelu({x}, approximate='tanh')",
     "written silu": "({x} * torch.sigmoid({x}))",
     "written quick gelu": "({x} * torch.sigmoid(1.702 * {x}))",
+    "written gelu": "({x} * 0.5 * (1.0 + torch.erf({x} / 2**0.5)))",
+    "written gelu tanh": "(0.5 * {x} * (1.0 + torch.tanh({x} * 0.7978845608 * (1.0 + 0.044715 * {x} * {x}))))",
     "method relu": "{x}.relu()",
     "module": "nn.GELU()({x})",
     "tanh": "{x}.tanh()",

@@ -15,24 +15,20 @@ wherever it stops.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL, POW, SQUARE
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, left_norm, replace_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, calls, dtype_name, sole_user, tensor_of
 
 __all__ = ["match_written_rms_norm", "written_rms_norm"]
 
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16"}
-_MUL = ({operator.mul, torch.mul}, {"mul", "__mul__", "__rmul__", "multiply"})
-_ADD = ({operator.add, torch.add}, {"add", "__add__", "__radd__"})
-_POW = ({operator.pow, torch.pow}, {"pow", "__pow__"})
 _MEAN = ({torch.mean}, {"mean"})
-_SQUARE = ({torch.square}, {"square"})
 _RSQRT = ({torch.rsqrt}, {"rsqrt"})
 
 
@@ -90,11 +86,11 @@ def _read_root(node: fx.Node) -> _Root | None:
     """Reads upwards from r; None when r is not the reciprocal root of a mean square."""
     if calls(node, *_RSQRT):
         total = _only(node)
-    elif calls(node, *_POW) and _operands(node)[1:] == (-0.5,):
+    elif calls(node, *POW) and _operands(node)[1:] == (-0.5,):
         total = node.args[0]
     else:
         return None
-    if not calls(total, *_ADD) or total.kwargs:
+    if not calls(total, *ADD) or total.kwargs:
         return None
     mean, eps = _ordered(total, lambda operand: calls(operand, *_MEAN))
     if mean is None:
@@ -121,12 +117,12 @@ def _mean_of_last(mean: fx.Node) -> Any:
 
 def _squared(node: Any) -> fx.Node | None:
     """f of f ** 2, f * f or square(f)."""
-    if calls(node, *_SQUARE):
+    if calls(node, *SQUARE):
         return _only(node)
-    if calls(node, *_POW):
+    if calls(node, *POW):
         base, *power = _operands(node)
         return base if power in ([2], [2.0]) and isinstance(base, fx.Node) else None
-    if calls(node, *_MUL):
+    if calls(node, *MUL):
         operands = _operands(node)
         return operands[0] if len(operands) == 2 and operands[0] is operands[1] else None
     return None
@@ -136,7 +132,7 @@ def _product(root: _Root) -> fx.Node | None:
     """f * r, or x * r with x the tensor f was cast from: the same value, for r is fp32 and promotes it."""
     r = root.nodes[-1]
     for user in r.users:
-        if calls(user, *_MUL) and not user.kwargs:
+        if calls(user, *MUL) and not user.kwargs:
             other: Any = next((o for o in _operands(user) if o is not r), None)
             if other is not None and _before_casts(other)[0] is _before_casts(root.f)[0]:
                 return user
@@ -161,7 +157,7 @@ def _scaling(product: fx.Node, dtype: torch.dtype) -> _Scaling:
 
 def _read_weight(node: fx.Node, normed: fx.Node, found: _Scaling) -> bool:
     """Whether `node` is `normed` times an [N] tensor, without promoting it; adds what it found to `found`."""
-    if not calls(node, *_MUL) or node.kwargs or tensor_of(node) is None:
+    if not calls(node, *MUL) or node.kwargs or tensor_of(node) is None:
         return False
     value = tensor_of(normed)
     other: Any = next((o for o in _operands(node) if o is not normed), None)
@@ -170,7 +166,7 @@ def _read_weight(node: fx.Node, normed: fx.Node, found: _Scaling) -> bool:
         return False
     inner: list[fx.Node] = []
     if weight.dtype == torch.float32:  # what is cast up, or raised by one in fp32, te.rms_norm does itself
-        if calls(other, *_ADD) and not other.kwargs:
+        if calls(other, *ADD) and not other.kwargs:
             base, one = _ordered(other, lambda operand: tensor_of(operand) is not None)
             if isinstance(one, (int, float)) and one == 1:
                 inner, other, found.zero_centered = [other], base, True
