@@ -49,7 +49,7 @@ from te_dynamo.passes.torch_ir.match.mutation import written_by
 from te_dynamo.passes.torch_ir.match.patterns import activation as spellings
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL, RELU, written_formula
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, why_no_te_norm
-from te_dynamo.passes.torch_ir.match.patterns.rms_norm import written_rms_norm
+from te_dynamo.passes.torch_ir.match.patterns.written_norm import written_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, arguments, calls, fixed, left_as_plain, sole_user, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 
@@ -220,7 +220,7 @@ def _same_kind(*nodes: fx.Node) -> bool:
 
 def _norm(node: fx.Node) -> Link | None:
     """The norm whose first, only or most telling node is `node`, if the operations have it."""
-    norm = _te_norm(node) or called_norm(node) or written_rms_norm(node)
+    norm = _te_norm(node) or called_norm(node) or written_norm(node)
     if not isinstance(norm, Norm) or not all(isinstance(weight, fx.Node) for weight in norm.weights):
         return None
     eps, *flags = norm.options

@@ -29,8 +29,8 @@ from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
-from te_dynamo.passes.torch_ir.match.patterns.rms_norm import match_written_rms_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
+from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
 from te_dynamo.passes.torch_ir.match.where import module_path, path_prefix, sharing_prefixes
 from te_dynamo.recipe import Recipe
 
@@ -44,7 +44,7 @@ _PLAIN_BODIES = {
 _LINEARS = (match_expert_loop, match_grouped, match_linear, match_compound)
 """Matchers of linears, in order: a loop over experts before each of its linears becomes one of its own."""
 
-_AFTER_LINEARS = (match_norm, match_written_rms_norm, match_swiglu, match_written_activation, match_activation)
+_AFTER_LINEARS = (match_norm, match_written_norm, match_swiglu, match_written_activation, match_activation)
 """Matchers that look whether an FP8 linear is next to them, in order: swiglu before the silu inside it, the square of a relu before
 the relu."""
 

@@ -300,6 +300,12 @@ NORMS = {
     "olmo": ("{f} = {wide}", "{f} = {f} * " + _RSQRT, "{y} = ({g} * {f}).to({x}.dtype)"),
     "weight on the left": ("{f} = {wide}", "{f} = {g_wide} * ({f} * " + _RSQRT + ")", "{y} = {f}.to({x}.dtype)"),
     "no weight": ("{f} = {wide}", "{y} = ({f} * " + _RSQRT + ").to({x}.dtype)"),
+    "cohere": (
+        "{f} = {wide}",
+        "{y} = {f}.mean(-1, keepdim=True)",
+        "{f} = ({f} - {y}) * torch.rsqrt(({f} - {y}).pow(2).mean(-1, keepdim=True) + 1e-5)",
+        "{y} = ({g_wide} * {f}).to({x}.dtype)",
+    ),
     "F.rms_norm": ("{y} = F.rms_norm({x}, ({k},), {g}, 1e-5)",),
     "F.layer_norm": ("{y} = F.layer_norm({x}, ({k},), {g})",),
 }
