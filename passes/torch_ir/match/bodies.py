@@ -63,6 +63,7 @@ class Matcher:
         outside: why nothing in here may be rewritten, "" normally.
         """
         recipe_for = recipe_for or self._recipe_for_all_sharing
+        _drop_metadata_assertions(gm.graph)
         records: list[tuple[int, MatchRecord]] = []
         whole = {node: match_attention(node, recipe_for, outside) for node in list(gm.graph.nodes)}
         place = {node: index for index, node in enumerate(gm.graph.nodes)}
@@ -119,6 +120,13 @@ class Matcher:
         for call, path in zip(calls, paths, strict=True):
             for record in self._bodies[id(body)]:
                 yield call, dataclasses.replace(record, module=_moved(record.module, first, path))
+
+
+def _drop_metadata_assertions(graph: fx.Graph) -> None:
+    """Removes the assertions that torch.export writes before each cast: Dynamo's guards hold the same, and they would count as
+    readers of the tensors."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:

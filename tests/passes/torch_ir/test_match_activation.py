@@ -118,6 +118,40 @@ def test_the_activation_writes_fp8_forward_and_backward(mlp, kind):
     assert "te.activation_backward_quantize(" in backward and backward.count(f"'{kind}'") == 1
 
 
+class Exportable(nn.Module):
+    """A norm and an activation of each kind, each next to a linear; nothing else reads their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm, self.rms_norm = nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-5)
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(9))
+
+    def forward(self, x):
+        a, b, c, d, e, f, g, h, i = self.linears
+        x = d(F.relu(c(F.silu(b(F.gelu(a(self.layer_norm(x)), approximate="tanh"))))))
+        x = e(F.silu(x) * x.cos())
+        x = g(0.5 * (y := f(x)) * (1 + torch.tanh(ROOT * (y + 0.044715 * y**3))))
+        x = h(quick_gelu(x).view(-1, 32)) + h(x.relu().square().flatten(0, 1))
+        return i(cohere(self.rms_norm(x)))
+
+
+def cohere(x):
+    f = x.float()
+    mean = f.mean(-1, keepdim=True)
+    return ((f - mean) * torch.rsqrt((f - mean).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def test_an_exported_module_is_matched_as_the_module_is():
+    model, x = Exportable().bfloat16(), torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    plain, exported = Matched(model), Matched(torch.export.export(model, (x,)).module())
+    torch.testing.assert_close(exported(x), plain(x))
+    kinds = [(record.kind, record.matched, record.reason) for record in plain.records]
+    assert [(record.kind, record.matched, record.reason) for record in exported.records] == kinds
+    assert sum(matched for _, matched, _ in kinds) == 10 + 9, (
+        "linears; activations and norms, but the norm that no linear reads"
+    )
+
+
 class GLU(nn.Module):
     """Phi-3's MLP: gate and up in one linear."""
 
