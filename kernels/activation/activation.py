@@ -2,7 +2,7 @@
 
     gelu       x * Phi(x)                    gelu_tanh  x * sigmoid(2 * sqrt(2/pi) * (x + 0.044715 x^3))
     silu       x * sigmoid(x)                relu       max(x, 0)
-    quick_gelu x * sigmoid(1.702 x), of CLIP
+    quick_gelu x * sigmoid(1.702 x), of CLIP    relu2      max(x, 0)^2, squared ReLU
 
 All arithmetic is fp32 with one rounding, to the input's dtype, at the end. A fused function is two
 launches: the amax of the rounded result, then the result again, cast (kernels/tiles/fp8.py); the cheap function
@@ -57,7 +57,7 @@ __all__ = [
     "check_kind",
 ]
 
-KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
+KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2")
 
 
 FORWARD_TILE: Tile = (128, 64, 4)
@@ -80,6 +80,8 @@ def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
     value = x.to(torch.float32)
     if kind == "relu":
         value = F.relu(value)
+    elif kind == "relu2":
+        value = F.relu(value).square()
     elif kind == "silu":
         value = F.silu(value)
     elif kind == "quick_gelu":
@@ -95,6 +97,8 @@ def activation_backward_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) 
     grad, value = dy.to(torch.float32), x.to(torch.float32)
     if kind == "relu":
         dx = torch.ops.aten.threshold_backward(grad, value, 0)
+    elif kind == "relu2":
+        dx = torch.ops.aten.threshold_backward(grad * (value + value), value, 0)
     elif kind == "silu":
         dx = torch.ops.aten.silu_backward(grad, value)
     elif kind == "quick_gelu":

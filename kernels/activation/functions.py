@@ -69,6 +69,8 @@ def activate(x, KIND: tl.constexpr):
     """f(x) of that kind, fp32. NaN gives NaN."""
     if KIND == "relu":
         return tl.where(x <= 0.0, 0.0, x)
+    elif KIND == "relu2":
+        return tl.where(x <= 0.0, 0.0, x * x)
     elif KIND == "silu":
         return x * sigmoid(x)
     elif KIND == "quick_gelu":
@@ -85,6 +87,8 @@ def activate_backward(dy, x, KIND: tl.constexpr):
     """dy * f'(x) of that kind, fp32."""
     if KIND == "relu":
         return tl.where(x <= 0.0, 0.0, dy)
+    elif KIND == "relu2":
+        return tl.where(x <= 0.0, 0.0, mul_rn(dy, x + x))
     elif KIND == "silu":
         s = sigmoid(x)
         return mul_rn(dy, s * tl.fma(x, 1.0 - s, 1.0))

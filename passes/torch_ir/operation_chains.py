@@ -47,8 +47,9 @@ from te_dynamo.operations.run import Call
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.mutation import written_by
 from te_dynamo.passes.torch_ir.match.patterns import activation as spellings
+from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL, RELU, written_formula
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, why_no_te_norm
-from te_dynamo.passes.torch_ir.match.patterns.rms_norm import written_rms_norm
+from te_dynamo.passes.torch_ir.match.patterns.written_norm import written_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, arguments, calls, fixed, left_as_plain, sole_user, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 
@@ -56,9 +57,6 @@ __all__ = ["Link", "chains"]
 
 _te = torch.ops.te
 _LINEAR = _te.linear.default
-_POWERS = ({operator.pow, torch.pow}, {"pow", "__pow__"})
-_SQUARES = ({torch.square}, {"square"})
-_ADD = ({operator.add, torch.add}, {"add", "__add__", "__radd__"})
 _CHUNK = ({torch.chunk}, {"chunk"})
 _SIGMOID = ({torch.sigmoid, torch.nn.functional.sigmoid}, {"sigmoid"})
 
@@ -222,7 +220,7 @@ def _same_kind(*nodes: fx.Node) -> bool:
 
 def _norm(node: fx.Node) -> Link | None:
     """The norm whose first, only or most telling node is `node`, if the operations have it."""
-    norm = _te_norm(node) or called_norm(node) or written_rms_norm(node)
+    norm = _te_norm(node) or called_norm(node) or written_norm(node)
     if not isinstance(norm, Norm) or not all(isinstance(weight, fx.Node) for weight in norm.weights):
         return None
     eps, *flags = norm.options
@@ -260,7 +258,8 @@ def _activation(node: fx.Node, x: fx.Node) -> Link | None:
         return None
     nodes = [node]
     square = sole_user(node)
-    if isinstance(op, ReLU) and square is not None and _squares(square, node):
+    formula = written_formula(square)
+    if formula is not None and formula.nodes == (node, square) and formula.kind == "relu2":
         op, nodes = SReLU(), [node, square]
     return Link([op], x, nodes[-1], nodes) if _same_kind(x, *nodes) else None
 
@@ -273,18 +272,11 @@ def _activation_op(node: fx.Node, x: fx.Node) -> BasicOperation | None:
         op = GELU((arguments(node, "input", "approximate") or {}).get("approximate", "none"))
     elif calls(node, {_te.silu.default} | spellings.SILU):
         op = SiLU()
-    elif calls(node, {_te.relu.default} | spellings.RELU, {"relu", "relu_"}):
+    elif calls(node, {_te.relu.default} | RELU[0], RELU[1]):
         op = ReLU()
+    elif calls(node, {_te.relu2.default}):
+        op = SReLU()
     return None if node.all_input_nodes != [x] or written_by(node) else op
-
-
-def _squares(node: fx.Node, x: fx.Node) -> bool:
-    """Whether `node` is x ** 2, torch.square(x) or x * x."""
-    if calls(node, *_POWERS):
-        return not node.kwargs and len(node.args) == 2 and node.args[0] is x and node.args[1] in (2, 2.0)
-    if calls(node, *_SQUARES):
-        return node.all_input_nodes == [x] and len(node.args) == 1
-    return calls(node, *spellings.MUL) and node.args == (x, x) and not node.kwargs
 
 
 # ---- gated activations
@@ -309,7 +301,7 @@ def _as_gated(node: fx.Node) -> _Gated | None:
     if calls(node, {_te.swiglu.default}):
         gate, up = node.args
         return SwiGLU(), (gate, up), [node]  # type: ignore[return-value]
-    if not calls(node, *spellings.MUL) or node.kwargs or len(node.args) != 2:
+    if not calls(node, *MUL) or node.kwargs or len(node.args) != 2:
         return None
     for f, up in (node.args, node.args[::-1]):
         if isinstance(f, fx.Node) and isinstance(up, fx.Node) and len(f.all_input_nodes) == 1:
@@ -396,7 +388,7 @@ def _halves(node: fx.Node, value: fx.Node) -> Link | None:
 
 def _is_sum(node: fx.Node, value: fx.Node) -> bool:
     """Whether `node` is value + another tensor of its shape and dtype, a new tensor."""
-    if not calls(node, *_ADD) or node.kwargs or len(node.args) != 2 or written_by(node):
+    if not calls(node, *ADD) or node.kwargs or len(node.args) != 2 or written_by(node):
         return False
     a, b = node.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b or value not in (a, b):

@@ -1,4 +1,4 @@
-"""Activations: `te.gelu`, `te.quick_gelu`, `te.silu`, `te.relu`, their gradients, and each of them with a quantized result.
+"""Activations: `te.gelu`, `te.quick_gelu`, `te.silu`, `te.relu`, `te.relu2`, their gradients, and each of them with a quantized result.
 
 The user's function at Torch IR (te.gelu) becomes `te.activation(x, kind)` in the dialect, one operation with one kernel
 for every kind. All arithmetic is in fp32 with one rounding to x's dtype.
@@ -22,6 +22,7 @@ __all__ = [
     "gelu",
     "quick_gelu",
     "relu",
+    "relu2",
     "silu",
 ]
 
@@ -31,7 +32,7 @@ __all__ = [
 
 @te_op(reference=kernels.activation_reference, kernel=kernels.activation)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """kind(x): "gelu" (erf), "gelu_tanh", "quick_gelu", "silu" or "relu"."""
+    """kind(x): "gelu" (erf), "gelu_tanh", "quick_gelu", "silu", "relu" or "relu2"."""
     return like(x)
 
 
@@ -113,7 +114,27 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return like(x)
 
 
-for _overload, _expansion in ((gelu, _gelu), (quick_gelu, _quick_gelu), (silu, _silu), (relu, _relu)):
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    return activation(x, "relu2")
+
+
+def _relu2_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    return activation_backward(dy.contiguous(), *ctx.saved_tensors, "relu2")
+
+
+@te_op(reference=_relu2, setup_context=_save_x, backward=_relu2_backward)
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2, squared ReLU (Nemotron, NanoChat)."""
+    return like(x)
+
+
+for _overload, _expansion in (
+    (gelu, _gelu),
+    (quick_gelu, _quick_gelu),
+    (silu, _silu),
+    (relu, _relu),
+    (relu2, _relu2),
+):
     expand_in_compiler(_overload, _expansion)
 
 

@@ -29,6 +29,7 @@ PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "swiglu": lambda x: F.silu(x) * x.cos(),
 }
 

@@ -5,6 +5,7 @@ Random weights of the library's own initialisation; no file is fetched.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "Phi3": ("Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0}, 1.0),
     "GPTNeoX": ("GPTNeoXForCausalLM", COMMON, 1.0),
     "Bert": ("BertForMaskedLM", COMMON, 1.0),
+    # gelu written out by tanh.
+    "Phi": ("PhiForCausalLM", COMMON, 1.0),
+    "Albert": ("AlbertForMaskedLM", {**COMMON, "embedding_size": 64}, 1.0),
+    # LayerNorm written out in fp32; of what was cast to fp32; with a weight around zero.
+    "Cohere": ("CohereForCausalLM", {**COMMON, "pad_token_id": 0}, 1.0),
+    "Olmo": ("OlmoForCausalLM", {**COMMON, "pad_token_id": 0}, 1.0),
+    # Its activation is relu squared.
+    "Nemotron": ("NemotronForCausalLM", GROUPED, 1.0),
     # Its layers are Conv1D, written as addmm.
     "GPT2": ("GPT2LMHeadModel", {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}, 1.0),
     # The router is four columns wide: left, with that reason.
@@ -75,6 +84,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     # A short convolution between two linears.
     "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, 1.0),
 }
+
+
+WRITTEN: dict[str, dict[str, int]] = {
+    "GPT2": {"layer_norm": 5, "gelu": 2},
+    "Phi": {"layer_norm": 3, "gelu": 2},
+    "Albert": {"layer_norm": 6, "gelu": 3},
+    "Cohere": {"layer_norm": 3, "swiglu": 2},
+    "Olmo": {"layer_norm": 5, "swiglu": 2},
+    "Nemotron": {"layer_norm": 5, "relu2": 2},
+}
+"""Of families that write their norms and activations as formulas: how many of each are te operations, that is all."""
 
 
 def build(family: str) -> torch.nn.Module:
@@ -105,6 +125,9 @@ def test_trains_unmodified(family: str) -> None:
     explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
     assert explanation.coverage >= FAMILIES[family][2]
     assert all(row.matched or row.reason for row in explanation.linears)
+    if family in WRITTEN:
+        assert Counter(row.kind for row in explanation.norms_activations if row.matched) == WRITTEN[family]
+        assert all(row.matched for row in explanation.norms_activations)
 
 
 def test_experts_that_are_not_bf16() -> None:

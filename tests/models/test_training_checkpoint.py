@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.checkpointed import Checkpointed, selective
-from helpers.models.small_models import GeluMLP, QuickGeluMLP, Residual
+from helpers.models.small_models import GeluMLP, QuickGeluMLP, Residual, SquaredReluMLP
 from helpers.models.training import CODEGENS, assert_close, block, gradients, te, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -138,7 +138,9 @@ def test_a_policy_that_lists_nothing_of_ours_changes_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mlp", "activation"), [(GeluMLP, aten.gelu.default), (QuickGeluMLP, aten.mul.Tensor)], ids=["gelu", "quick_gelu"]
+    ("mlp", "activation"),
+    [(GeluMLP, aten.gelu.default), (QuickGeluMLP, aten.mul.Tensor), (SquaredReluMLP, aten.pow.Tensor_Scalar)],
+    ids=["gelu", "quick_gelu", "relu2"],
 )
 def test_a_policy_that_saves_biased_products_and_activations(mlp: type[nn.Module], activation: Any) -> None:
     model = Residual(mlp()).bfloat16()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -204,7 +206,25 @@ class QuickGeluMLP(GeluMLP):
         return self.fc2(h * torch.sigmoid(1.702 * h))
 
 
-def test_quick_gelu_is_fused_as_gelu_is(graphs: dict[str, str]) -> None:
-    quick = snapshot(QuickGeluMLP, SHAPE, "cpu")
+class NewGeluMLP(GeluMLP):
+    """GPT-2's MLP."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc1(self.norm(x))
+        return self.fc2(0.5 * h * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0)))))
+
+
+class SquaredReluMLP(GeluMLP):
+    """Nemotron's MLP."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.square(torch.relu(self.fc1(self.norm(x)))))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [(QuickGeluMLP, "quick_gelu"), (NewGeluMLP, "gelu_tanh"), (SquaredReluMLP, "relu2")]
+)
+def test_a_formula_is_fused_as_gelu_is(graphs: dict[str, str], model: type[GeluMLP], kind: str) -> None:
+    written = snapshot(model, SHAPE, "cuda")
     for stage in ("forward", "backward"):
-        assert "'gelu'" in graphs[stage] and quick[stage] == graphs[stage].replace("'gelu'", "'quick_gelu'")
+        assert "'gelu'" in graphs[stage] and written[stage] == graphs[stage].replace("'gelu'", f"'{kind}'")

@@ -25,8 +25,9 @@ forward, backward and what is saved.
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     experts.py      a loop over experts that each take a piece of one split
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
-    rms_norm.py     RMSNorm written out in the model
+    written_norm.py RMSNorm and LayerNorm written out in the model
     activation.py   gelu, silu, relu, silu(a) * b
+    formulas.py     activations written out in the model
     sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of

@@ -18,15 +18,19 @@ from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.checkpoint import ask_for_what_was_replaced
 from te_dynamo.passes.torch_ir.match.mutation import effects_known
-from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation, match_swiglu
+from te_dynamo.passes.torch_ir.match.patterns.activation import (
+    match_activation,
+    match_swiglu,
+    match_written_activation,
+)
 from te_dynamo.passes.torch_ir.match.patterns.attention import match_attention
 from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
 from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
-from te_dynamo.passes.torch_ir.match.patterns.rms_norm import match_written_rms_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
+from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
 from te_dynamo.passes.torch_ir.match.where import module_path, path_prefix, sharing_prefixes
 from te_dynamo.recipe import Recipe
 
@@ -40,8 +44,9 @@ _PLAIN_BODIES = {
 _LINEARS = (match_expert_loop, match_grouped, match_linear, match_compound)
 """Matchers of linears, in order: a loop over experts before each of its linears becomes one of its own."""
 
-_AFTER_LINEARS = (match_norm, match_written_rms_norm, match_swiglu, match_activation)
-"""Matchers that look whether an FP8 linear is next to them, in order: swiglu before the silu inside it."""
+_AFTER_LINEARS = (match_norm, match_written_norm, match_swiglu, match_written_activation, match_activation)
+"""Matchers that look whether an FP8 linear is next to them, in order: swiglu before the silu inside it, the square of a relu before
+the relu."""
 
 
 class Matcher:
@@ -58,6 +63,7 @@ class Matcher:
         outside: why nothing in here may be rewritten, "" normally.
         """
         recipe_for = recipe_for or self._recipe_for_all_sharing
+        _drop_metadata_assertions(gm.graph)
         records: list[tuple[int, MatchRecord]] = []
         whole = {node: match_attention(node, recipe_for, outside) for node in list(gm.graph.nodes)}
         place = {node: index for index, node in enumerate(gm.graph.nodes)}
@@ -114,6 +120,13 @@ class Matcher:
         for call, path in zip(calls, paths, strict=True):
             for record in self._bodies[id(body)]:
                 yield call, dataclasses.replace(record, module=_moved(record.module, first, path))
+
+
+def _drop_metadata_assertions(graph: fx.Graph) -> None:
+    """Removes the assertions that torch.export writes before each cast: Dynamo's guards hold the same, and they would count as
+    readers of the tensors."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_dynamo.dialect.activation import gelu, quick_gelu, relu, silu
+from te_dynamo.dialect.activation import gelu, quick_gelu, relu, relu2, silu
 from te_dynamo.dialect.grouped_linear import grouped_linear, grouped_linear_with_workspace
 from te_dynamo.dialect.linear import linear, linear_with_workspace
 from te_dynamo.dialect.norm import layer_norm, rms_norm
@@ -105,6 +105,7 @@ _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
     quick_gelu: lambda x: iter([(_aten.mul.Tensor, (x, x))]),
     silu: _same(_aten.silu.default),
     relu: _same(_aten.relu.default),
+    relu2: lambda x: iter([(_aten.pow.Tensor_Scalar, (x, 2))]),
     swiglu: _same(_aten.mul.Tensor),
 }
 """What a te operation of the matcher stands for, given its arguments: of several the one whose result is the operation's."""

@@ -50,12 +50,18 @@ def tensor_of(node: Any) -> torch.Tensor | None:
 
 
 def calls(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:
-    """Whether a node calls one of these functions or tensor methods."""
+    """Whether a node calls one of these functions or tensor methods, or the aten operation of that name, as a module that
+    torch.export made does."""
     if not isinstance(node, fx.Node):
         return False
-    return (node.op == "call_function" and node.target in functions) or (
-        node.op == "call_method" and node.target in methods
-    )
+    if node.op == "call_method":
+        return node.target in methods
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+        name = node.target.overloadpacket.__name__
+        return node.target in functions or name in methods or any(getattr(f, "__name__", "") == name for f in functions)
+    return node.target in functions
 
 
 def arguments(node: fx.Node, *names: str) -> dict[str, Any] | None:

@@ -251,6 +251,8 @@ ACTIVATIONS = {
     "F.gelu tanh": "F.gelu({x}, approximate='tanh')",
     "written silu": "({x} * torch.sigmoid({x}))",
     "written quick gelu": "({x} * torch.sigmoid(1.702 * {x}))",
+    "written gelu": "({x} * 0.5 * (1.0 + torch.erf({x} / 2**0.5)))",
+    "written gelu tanh": "(0.5 * {x} * (1.0 + torch.tanh({x} * 0.7978845608 * (1.0 + 0.044715 * {x} * {x}))))",
     "method relu": "{x}.relu()",
     "module": "nn.GELU()({x})",
     "tanh": "{x}.tanh()",
@@ -298,6 +300,12 @@ NORMS = {
     "olmo": ("{f} = {wide}", "{f} = {f} * " + _RSQRT, "{y} = ({g} * {f}).to({x}.dtype)"),
     "weight on the left": ("{f} = {wide}", "{f} = {g_wide} * ({f} * " + _RSQRT + ")", "{y} = {f}.to({x}.dtype)"),
     "no weight": ("{f} = {wide}", "{y} = ({f} * " + _RSQRT + ").to({x}.dtype)"),
+    "cohere": (
+        "{f} = {wide}",
+        "{y} = {f}.mean(-1, keepdim=True)",
+        "{f} = ({f} - {y}) * torch.rsqrt(({f} - {y}).pow(2).mean(-1, keepdim=True) + 1e-5)",
+        "{y} = ({g_wide} * {f}).to({x}.dtype)",
+    ),
     "F.rms_norm": ("{y} = F.rms_norm({x}, ({k},), {g}, 1e-5)",),
     "F.layer_norm": ("{y} = F.layer_norm({x}, ({k},), {g})",),
 }

@@ -305,6 +305,7 @@ CASES: dict[str, Case] = {
     "quick_gelu": (te.quick_gelu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
     "silu": (te.silu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
     "relu": (te.relu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
+    "relu2": (te.relu2, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
     "linear": (
         te.linear,
         lambda: (bf16(2, 8, 64), bf16(32, 64), bf16(32), LINEAR),

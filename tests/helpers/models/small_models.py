@@ -15,6 +15,7 @@ __all__ = [
     "GemmaRMSNorm",
     "Llama",
     "Residual",
+    "SquaredReluMLP",
     "SwiGLU",
     "WrittenRMSNorm",
     "another_form",
@@ -74,6 +75,13 @@ class QuickGeluMLP(GeluMLP):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         return self.down(h * torch.sigmoid(1.702 * h))
+
+
+class SquaredReluMLP(GeluMLP):
+    """Nemotron's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)).square())
 
 
 class Attention(nn.Module):

@@ -30,6 +30,8 @@ def exact(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The activation in float64, in forms that do not cancel."""
     if kind == "relu":
         return torch.relu(x)  # its derivative at 0 is 0, that of clamp 1
+    if kind == "relu2":
+        return torch.relu(x).square()
     if kind == "silu":
         return x * torch.sigmoid(x)
     if kind == "quick_gelu":
@@ -71,6 +73,7 @@ def test_reference_is_exact_to_rounding(kind, dtype):
 def test_backward_reference_is_autograd(kind):
     functional = {
         "relu": F.relu,
+        "relu2": lambda x: F.relu(x).square(),
         "silu": F.silu,
         "gelu": F.gelu,
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -137,13 +140,14 @@ def test_row_stride_of_views():
 @needs_cuda
 @pytest.mark.parametrize("kind", act.KINDS)
 def test_kernels_are_exact_to_rounding_for_every_bfloat16(kind):
-    x = all_bfloat16(torch.finfo(torch.bfloat16).max, "cuda")
+    x = all_bfloat16(1e19 if kind == "relu2" else torch.finfo(torch.bfloat16).max, "cuda")
     assert_within_rounding(act.activation(x, kind), exact(x.double(), kind).nan_to_num(0.0))
     x = all_bfloat16(1e15, "cuda")  # the float64 derivative overflows past this, ours must not
     actual = act.activation_backward(torch.ones_like(x), x, kind)
     assert_within_rounding(actual, exact_backward(x.double(), kind), atol=1e-6)
     large = torch.tensor([[3e38, -3e38]], device="cuda", dtype=torch.bfloat16)
-    assert act.activation_backward(torch.ones_like(large), large, kind).tolist() == [[1.0, 0.0]]
+    slope = math.inf if kind == "relu2" else 1.0  # 2 x is beyond fp32 there
+    assert act.activation_backward(torch.ones_like(large), large, kind).tolist() == [[slope, 0.0]]
 
 
 @gpu

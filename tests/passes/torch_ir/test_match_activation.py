@@ -1,13 +1,15 @@
-"""Stage 1 on activations: gelu, silu, relu, quick_gelu and swiglu in their spellings, and where they are left."""
+"""Stage 1 on activations: gelu, silu, relu, quick_gelu, relu2 and swiglu in their spellings, and where they are left."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs.matching import Matched
-from helpers.models.small_models import QuickGeluMLP
+from helpers.models.small_models import QuickGeluMLP, SquaredReluMLP
 from torch import nn
 
 from te_dynamo.testing import capture_on_fake_cuda
@@ -15,6 +17,7 @@ from te_dynamo.testing import capture_on_fake_cuda
 torch.manual_seed(0)
 
 WEIGHT = torch.randn(32, 32)
+ROOT = math.sqrt(2 / math.pi)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,17 @@ WEIGHT = torch.randn(32, 32)
         (lambda x: torch.sigmoid(1.702 * x) * x, "te.quick_gelu(x)"),
         (lambda x: torch.sigmoid(x * 1.702) * x, "te.quick_gelu(x)"),
         (lambda x: x.mul(x.mul(1.702).sigmoid()), "te.quick_gelu(x)"),
+        (lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))), "te.gelu(x, 'tanh')"),
+        (lambda x: x * 0.5 * (1 + (ROOT * (x + 0.044715 * x**3)).tanh()), "te.gelu(x, 'tanh')"),
+        (lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))), "te.gelu(x, 'tanh')"),
+        (lambda x: x * (1 + F.tanh(0.79788456 * x * (1 + x.square() * 0.044715))) / 2, "te.gelu(x, 'tanh')"),
+        (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "te.gelu(x, 'none')"),
+        (lambda x: (x / 2).mul(x.mul(0.5**0.5).erf().add(1)), "te.gelu(x, 'none')"),
+        (lambda x: F.relu(x).square(), "te.relu2(x)"),
+        (lambda x: torch.square(x.relu()), "te.relu2(x)"),
+        (lambda x: torch.pow(F.relu(x), 2), "te.relu2(x)"),
+        (lambda x: F.relu(x + x.cos()) ** 2, "te.relu2(add)"),
+        (lambda x: (h := torch.relu(x)) * h, "te.relu2(x)"),
         (lambda x: F.silu(x) * x.cos(), "te.swiglu(x, cos)"),
         (lambda x: x.cos() * F.silu(x), "te.swiglu(x, cos)"),
         (lambda x: x * torch.sigmoid(x) * x.cos(), "te.swiglu(x, cos)"),
@@ -49,7 +63,7 @@ def test_spellings(activation, call):
     y.sum().backward()
     assert call in compiled.text()
     assert [record.matched for record in compiled.records] == [True, True]
-    assert "sigmoid" not in compiled.text() and "= silu(" not in compiled.text()
+    assert not any(function in compiled.text() for function in ("sigmoid", "tanh(", "erf(", "= relu(", "= silu("))
 
 
 def quick_gelu(x):
@@ -72,15 +86,70 @@ def test_what_is_no_quick_gelu(formula):
     assert {record.kind for record in compiled.records} == {"linear"} and "te.quick_gelu" not in compiled.text()
 
 
-def test_quick_gelu_writes_fp8_forward_and_backward():
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.04 * x**3))),
+        lambda x: 0.5 * x * (1 + torch.erf(x)),
+        lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))) * x,
+        lambda x: 0.5 * x.cos() * (1 + torch.erf(x / math.sqrt(2))),
+        lambda x: 0.5 * x * torch.add(1 + 0 * x, torch.erf(x / math.sqrt(2)), alpha=2),
+        lambda x: 0.5 * x * (1 + (t := torch.erf(x / math.sqrt(2)))) + t,
+        lambda x: torch.relu(x) ** 2.5,
+        lambda x: torch.relu(x) * x.cos(),
+        lambda x: x.clone().relu_().square(),
+    ],
+)
+def test_what_is_no_formula(formula):
+    compiled, x = Matched(lambda x: F.linear(formula(x), WEIGHT)), torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), F.linear(formula(x), WEIGHT))
+    assert "te.gelu" not in compiled.text() and "te.relu2" not in compiled.text()
+
+
+@pytest.mark.parametrize(("mlp", "kind"), [(QuickGeluMLP, "quick_gelu"), (SquaredReluMLP, "relu2")])
+def test_the_activation_writes_fp8_forward_and_backward(mlp, kind):
     graphs = capture_on_fake_cuda(
-        lambda: QuickGeluMLP(256).bfloat16(),
+        lambda: mlp(256).bfloat16(),
         lambda device: (torch.empty(8192, 256, dtype=torch.bfloat16, device=device, requires_grad=True),),
         options={"codegen": "eager"},
     )
     forward, backward = graphs["forward"], graphs["backward"]
-    assert "te.activation_quantize(" in forward and forward.count("'quick_gelu'") == 1
-    assert "te.activation_backward_quantize(" in backward and backward.count("'quick_gelu'") == 1
+    assert "te.activation_quantize(" in forward and forward.count(f"'{kind}'") == 1
+    assert "te.activation_backward_quantize(" in backward and backward.count(f"'{kind}'") == 1
+
+
+class Exportable(nn.Module):
+    """A norm and an activation of each kind, each next to a linear; nothing else reads their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm, self.rms_norm = nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-5)
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(9))
+
+    def forward(self, x):
+        a, b, c, d, e, f, g, h, i = self.linears
+        x = d(F.relu(c(F.silu(b(F.gelu(a(self.layer_norm(x)), approximate="tanh"))))))
+        x = e(F.silu(x) * x.cos())
+        x = g(0.5 * (y := f(x)) * (1 + torch.tanh(ROOT * (y + 0.044715 * y**3))))
+        x = h(quick_gelu(x).view(-1, 32)) + h(x.relu().square().flatten(0, 1))
+        return i(cohere(self.rms_norm(x)))
+
+
+def cohere(x):
+    f = x.float()
+    mean = f.mean(-1, keepdim=True)
+    return ((f - mean) * torch.rsqrt((f - mean).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def test_an_exported_module_is_matched_as_the_module_is():
+    model, x = Exportable().bfloat16(), torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    plain, exported = Matched(model), Matched(torch.export.export(model, (x,)).module())
+    torch.testing.assert_close(exported(x), plain(x))
+    kinds = [(record.kind, record.matched, record.reason) for record in plain.records]
+    assert [(record.kind, record.matched, record.reason) for record in exported.records] == kinds
+    assert sum(matched for _, matched, _ in kinds) == 10 + 9, (
+        "linears; activations and norms, but the norm that no linear reads"
+    )
 
 
 class GLU(nn.Module):

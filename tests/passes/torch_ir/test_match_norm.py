@@ -10,6 +10,8 @@ from expecttest import assert_expected_inline
 from helpers.graphs.matching import Matched
 from torch import nn
 
+from te_dynamo.testing import capture_on_fake_cuda
+
 torch.manual_seed(0)
 
 EPS = 1e-06
@@ -56,6 +58,28 @@ def no_weight(x, w):
     return (f * (f * f).mean(-1, keepdim=True).add(EPS).rsqrt()).to(x.dtype)
 
 
+def cohere(x, w):
+    f = x.to(torch.float32)
+    mean = f.mean(-1, keepdim=True)
+    variance = (f - mean).pow(2).mean(-1, keepdim=True)
+    f = (f - mean) * torch.rsqrt(variance + EPS)
+    return (w.to(torch.float32) * f).to(x.dtype)
+
+
+def one_difference(x, w):
+    f = x.float()
+    f = f - torch.mean(f, -1, keepdim=True)
+    return (f * ((f * f).mean(-1, keepdim=True) + EPS).rsqrt() * w + w).type_as(x)
+
+
+def layer_norm_in_fp32(x, w):
+    return F.layer_norm(x.float(), x.shape[-1:], w.float(), w.float(), EPS).type_as(x)
+
+
+def olmo(x, w):
+    return F.layer_norm(x.to(dtype=torch.float32), x.shape[-1:], None, None, eps=EPS).to(x.dtype)
+
+
 def compile_before_linear(norm, dtype=torch.bfloat16, **kwargs):
     weight = WEIGHT.to(dtype)
     return Matched(lambda x, w: F.linear(norm(x, w), weight), **kwargs)
@@ -85,6 +109,64 @@ def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dt
     cast_before_weight = cast_before_weight and dtype != torch.float32
     assert f"te.rms_norm(x, {operand}, {EPS}, {cast_before_weight}, {zero_centered})" in compiled.text()
     assert compiled.text().count("\n") == 4 and compiled.records[0].kind == "rms_norm"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("norm", "parameters"),
+    [(cohere, "w, None"), (one_difference, "w, w"), (layer_norm_in_fp32, "w, w"), (olmo, "None, None")],
+)
+def test_written_layer_norms(norm, parameters, dtype):
+    x = torch.randn(2, 4, 32, dtype=dtype, requires_grad=True)
+    w = torch.randn(32, dtype=dtype, requires_grad=True)
+    compiled = compile_before_linear(norm, dtype, run="aot")
+    y = compiled(x, w)
+    torch.testing.assert_close(y, F.linear(norm(x, w), WEIGHT.to(dtype)))
+    y.sum().backward()
+    assert f"te.layer_norm(x, {parameters}, {EPS})" in compiled.text()
+    assert compiled.text().count("\n") == 4 and compiled.records[0].kind == "layer_norm"
+
+
+@pytest.mark.parametrize("norm", [cohere, layer_norm_in_fp32, olmo])
+def test_a_written_layer_norm_is_fused_as_a_called_one_is(norm):
+    called = {
+        cohere: lambda x, w: F.layer_norm(x, (256,), w, None, EPS),
+        layer_norm_in_fp32: lambda x, w: F.layer_norm(x, (256,), w, w, EPS),
+        olmo: lambda x, w: F.layer_norm(x, (256,), None, None, EPS),
+    }[norm]
+    written, expected = (_graphs_on_fake_cuda(function) for function in (norm, called))
+    assert "te.layer_norm_quantize(" in written["forward"]
+    assert written["forward"] == expected["forward"] and written["backward"] == expected["backward"]
+
+
+def _graphs_on_fake_cuda(norm):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.linear = nn.Parameter(torch.ones(256)), nn.Linear(256, 256)
+
+        def forward(self, x):
+            return self.linear(norm(x, self.weight))
+
+    return capture_on_fake_cuda(
+        lambda: Block().bfloat16(),
+        lambda device: (torch.empty(8192, 256, dtype=torch.bfloat16, device=device, requires_grad=True),),
+        options={"codegen": "eager"},
+    )
+
+
+def test_a_mean_that_is_read_elsewhere_leaves_an_rms_norm():
+    def norm(x):
+        f = x - x.mean(-1, keepdim=True)
+        return f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + EPS), f
+
+    def forward(x):
+        y, f = norm(x)
+        return F.linear(y, WEIGHT) + f.sum()
+
+    compiled, x = Matched(forward), torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), forward(x))
+    assert f"te.rms_norm(f, None, {EPS}, False, False)" in compiled.text()
 
 
 def test_snapshot():
@@ -178,9 +260,16 @@ def rounded_one_plus_weight(x, w):
     return (1 + w) * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
+def layer_norm_rounded_before_its_weight(x, w):
+    f = x.float()
+    f = f - f.mean(-1, keepdim=True)
+    return w * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
+        (layer_norm_rounded_before_its_weight, "it rounds to bf16 before its weight or bias too"),
         (keeps_variance, "its intermediate value variance is used elsewhere too"),
         (computes_in_bf16, "it computes in bf16, te.rms_norm in fp32"),
         (tensor_eps, "its eps is not a Python number"),

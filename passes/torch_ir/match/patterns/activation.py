@@ -1,14 +1,13 @@
-"""gelu, quick_gelu, silu, relu and silu(gate) * up -> te.gelu, te.quick_gelu, te.silu, te.relu, te.swiglu.
+"""gelu, quick_gelu, silu, relu, relu squared and silu(gate) * up -> te.gelu, te.quick_gelu, te.silu, te.relu, te.relu2, te.swiglu.
 
     s = torch.nn.functional.silu(gate)
     y = s * up                                    ->    y = te.swiglu(gate, up)
 
-silu may be written `a * sigmoid(a)`; quick_gelu is written `a * sigmoid(1.702 * a)`.
+Activations written out as formulas: formulas.py.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses, written_by
+from te_dynamo.passes.torch_ir.match.patterns.formulas import MUL, RELU, written_formula
 from te_dynamo.passes.torch_ir.match.readers import comes_from_linear, why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
@@ -31,13 +31,20 @@ from te_dynamo.passes.torch_ir.match.values import (
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 
-__all__ = ["GELU", "MUL", "RELU", "SILU", "match_activation", "match_swiglu"]
+__all__ = ["GELU", "SILU", "match_activation", "match_swiglu", "match_written_activation"]
 
 GELU = {F.gelu, torch._C._nn.gelu}
 SILU = {F.silu, torch._C._nn.silu}
-RELU = {F.relu, torch.relu, F.relu_, torch.relu_}
-_SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
-MUL = ({operator.mul, torch.mul}, {"mul", "__mul__", "__rmul__", "multiply"})
+
+_te = torch.ops.te
+_WRITTEN: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+    "silu": ("silu", _te.silu.default, ()),
+    "quick_gelu": ("quick_gelu", _te.quick_gelu.default, ()),
+    "gelu": ("gelu", _te.gelu.default, ("none",)),
+    "gelu_tanh": ("gelu", _te.gelu.default, ("tanh",)),
+    "relu2": ("relu2", _te.relu2.default, ()),
+}
+"""{kind of a formula: (kind of its record, operation, options)}"""
 
 
 def match_swiglu(node: fx.Node) -> MatchRecord | None:
@@ -48,31 +55,35 @@ def match_swiglu(node: fx.Node) -> MatchRecord | None:
             continue
         if len(silu.users) != 1:
             return _record("swiglu", node, f"its intermediate value {silu} is used elsewhere too")
-        return _replace("swiglu", torch.ops.te.swiglu.default, (gate, up), (), (*inner, node))
+        return _replace("swiglu", _te.swiglu.default, (gate, up), (), (*inner, node))
     return None
 
 
+def match_written_activation(node: fx.Node) -> MatchRecord | None:
+    """Replaces an activation written out, where that pays; None when `node` is not the last operation of one."""
+    formula = written_formula(node)
+    if formula is None:
+        return None
+    kind, op, options = _WRITTEN[formula.kind]
+    return _replace(kind, op, (formula.x,), options, formula.nodes)
+
+
 def match_activation(node: fx.Node) -> MatchRecord | None:
-    """Replaces gelu, quick_gelu, silu or relu where that pays; None when `node` is none of them."""
+    """Replaces a call of gelu, silu or relu where that pays; None when `node` is none of them."""
     if calls(node, GELU):
         given = arguments(node, "input", "approximate") or {}
         approximate = given.get("approximate", "none")
-        return _replace("gelu", torch.ops.te.gelu.default, (given.get("input"),), (approximate,), (node,))
-    nodes: tuple[fx.Node, ...]
-    if calls(node, RELU, {"relu", "relu_"}):
-        kind, op = "relu", torch.ops.te.relu.default
-        x, nodes = (arguments(node, "input", "inplace") or {}).get("input"), (node,)
+        return _replace("gelu", _te.gelu.default, (given.get("input"),), (approximate,), (node,))
+    if calls(node, *RELU):
+        kind, op = "relu", _te.relu.default
+    elif calls(node, SILU):
+        kind, op = "silu", _te.silu.default
     else:
-        x, nodes = _silu_of(node)
-        kind, op = "silu", torch.ops.te.silu.default
-        if x is None:
-            x, nodes = _quick_gelu_of(node)
-            kind, op = "quick_gelu", torch.ops.te.quick_gelu.default
-        if x is None:
-            return None
+        return None
     if written_by(node):
         return _record(kind, node, "it works in place")
-    return _replace(kind, op, (x,), (), nodes)
+    x = (arguments(node, "input", "inplace") or {}).get("input")
+    return _replace(kind, op, (x,), (), (node,))
 
 
 def _replace(
@@ -116,21 +127,8 @@ def _silu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """(a, nodes) of silu(a) or a * sigmoid(a); (None, ()) of anything else."""
     if calls(node, SILU):
         return (arguments(node, "input", "inplace") or {}).get("input"), (node,)
-    for sigmoid, a in _factors(node):
-        if calls(sigmoid, *_SIGMOID) and sigmoid.args == (a,) and len(sigmoid.users) == 1:
-            return a, (sigmoid, node)
-    return None, ()
-
-
-def _quick_gelu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
-    """(a, nodes) of a * sigmoid(1.702 * a); (None, ()) of anything else."""
-    for sigmoid, a in _factors(node):
-        if calls(sigmoid, *_SIGMOID) and len(sigmoid.args) == len(sigmoid.users) == 1 and not sigmoid.kwargs:
-            scaled: Any = sigmoid.args[0]
-            product = calls(scaled, *MUL) and len(scaled.users) == 1 and not scaled.kwargs
-            if product and scaled.args in ((1.702, a), (a, 1.702)):
-                return a, (scaled, sigmoid, node)
-    return None, ()
+    formula = written_formula(node)
+    return (formula.x, formula.nodes) if formula is not None and formula.kind == "silu" else (None, ())
 
 
 def _factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:

@@ -3,7 +3,9 @@
     y = layer_norm(x, (N,), weight, bias, eps)    ->    y = te.layer_norm(x, weight, bias, eps)[0]
     y = rms_norm(x, (N,), weight, eps)            ->    y = te.rms_norm(x, weight, eps, False, False)[0]
 
-RMSNorm written out in a model: rms_norm.py.
+A norm of x.float(), cast back to x's dtype, is the norm of x: both compute in fp32 and round once.
+
+Norms written out in a model: written_norm.py.
 """
 
 from __future__ import annotations
@@ -30,14 +32,25 @@ from te_dynamo.passes.torch_ir.match.values import (
     is_number,
     left_as_plain,
     number,
+    sole_user,
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 
-__all__ = ["Norm", "called_norm", "left_norm", "match_norm", "replace_norm", "why_no_te_norm"]
+__all__ = [
+    "Norm",
+    "before_casts",
+    "called_norm",
+    "is_cast",
+    "left_norm",
+    "match_norm",
+    "replace_norm",
+    "why_no_te_norm",
+]
 
 _LAYER_NORM = {F.layer_norm, torch.layer_norm}
 _RMS_NORM = {F.rms_norm, torch.rms_norm}
+_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +99,28 @@ def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
             kind, node, f"it normalizes {len(given['normalized_shape'])} dimensions; te.{kind} takes the last"
         )
     if kind == "layer_norm":
-        return Norm(kind, x, (given.get("weight"), given.get("bias")), (given.get("eps", 1e-5),), (node,))
+        return _of_what_was_cast(
+            Norm(kind, x, (given.get("weight"), given.get("bias")), (given.get("eps", 1e-5),), (node,))
+        )
     eps = given.get("eps")
     # None is the epsilon of the precision the mean is computed in, whatever torch's documentation says of
     # x's own
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    return Norm(kind, x, (given.get("weight"),), (eps, False, False), (node,))
+    return _of_what_was_cast(Norm(kind, x, (given.get("weight"),), (eps, False, False), (node,)))
+
+
+def _of_what_was_cast(norm: Norm) -> Norm:
+    """The norm from x to the cast back to its dtype, where `norm` is of x.float() and read by that cast alone; else `norm`."""
+    x, casts = before_casts(norm.x)
+    back = sole_user(norm.last)
+    if not casts or not is_cast(back) or back.args[0] is not norm.last or tensor_of(back).dtype != tensor_of(x).dtype:
+        return norm
+    if tensor_of(norm.last).dtype != torch.float32:
+        return norm
+    weights = [before_casts(weight) for weight in norm.weights]
+    casts += [cast for _, its_casts in weights for cast in its_casts]
+    nodes = tuple(sorted({*casts, norm.last, back}))
+    return dataclasses.replace(norm, x=x, weights=tuple(weight for weight, _ in weights), nodes=nodes)
 
 
 def replace_norm(norm: Norm) -> MatchRecord:
@@ -133,6 +162,23 @@ def _reason(norm: Norm) -> str:
     if not is_number(norm.options[0]):
         return "its eps is not a Python number"
     return ""
+
+
+def before_casts(node: Any) -> tuple[Any, list[fx.Node]]:
+    """(what was cast to fp32, the casts): through casts that lose nothing; the node itself when none was."""
+    casts = []
+    while is_cast(node) and tensor_of(node).dtype == torch.float32 and tensor_of(node.args[0]).dtype in FLOATS:
+        casts.append(node)
+        node = node.args[0]
+    return node, casts
+
+
+def is_cast(node: Any) -> bool:
+    """Whether a node changes its input's dtype and nothing else."""
+    if not calls(node, set(), _CASTS):
+        return False
+    before, after = tensor_of(node.args[0]), tensor_of(node)
+    return before is not None and after is not None and before.device == after.device and before.layout == after.layout
 
 
 def left_norm(kind: str, node: fx.Node, reason: str) -> MatchRecord:
