@@ -73,7 +73,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     # LayerNorm behind the embedding, a GELU of its own, q, k and v in one.
     "Bloom": ("BloomForCausalLM", {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}, 1.0),
     # A short convolution between two linears.
-    "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, 1.0),
+    "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, 0.99),
+    # Projections by einsums with weights of three dimensions. Scores by positions, which parameters alone make, are left.
+    "XLNet": (
+        "XLNetLMHeadModel",
+        {"vocab_size": 128, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128},
+        0.9,
+    ),
 }
 
 
@@ -105,6 +111,11 @@ def test_trains_unmodified(family: str) -> None:
     explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
     assert explanation.coverage >= FAMILIES[family][2]
     assert all(row.matched or row.reason for row in explanation.linears)
+    flops = explanation.to_dict()["matrix_flops"]
+    assert flops["has_a_row"] >= 0.99
+    assert sum(row.flops for report in explanation.reports for row in report.matches) == pytest.approx(
+        flops["by_weight"], rel=0.01
+    )
 
 
 def test_experts_that_are_not_bf16() -> None:

@@ -54,7 +54,7 @@ from te_dynamo.passes.torch_ir.match.bodies import Matcher
 from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
 from te_dynamo.passes.torch_ir.match.origins import origins_known
 from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
-from te_dynamo.passes.torch_ir.match.root import in_whole_model
+from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
 
 __all__ = ["match"]
 
@@ -68,7 +68,10 @@ def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: 
     """
     by_step = options.weight_cache == "step"
     with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step), origins_known():
-        report.matches.extend(Matcher(options).match(gm))
+        records = Matcher(options).match(gm)
+        for record in records:
+            record.shared = also_run_at(record.module)
+        report.matches.extend(records)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             report.fusions.extend(fused_operations(module.graph))

@@ -227,5 +227,5 @@ def _contraction(node: fx.Node) -> Product | None:
         return None
     x, weight = found.operands[1 - index], found.operands[index]
     return Product(
-        x, weight, None, False, found.sizes(index), found.reason(index) or why_no_linear(x, weight), (found, index)
+        x, weight, None, False, found.sizes(index), why_no_linear(x, weight) or found.reason(index), (found, index)
     )
