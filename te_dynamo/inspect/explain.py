@@ -7,7 +7,7 @@ import dataclasses
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.capture import capture
+from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -34,14 +35,22 @@ class GraphBreak:
 class Explanation:
     """What was matched, fused, lowered and left. str(), to_html() for people, to_dict() for programs."""
 
-    def __init__(self, reports: list[Report], graph_breaks: list[GraphBreak]) -> None:
+    def __init__(
+        self,
+        reports: list[Report],
+        graph_breaks: list[GraphBreak],
+        matrix_flops: MatrixFlops | None = None,
+        left_out: Sequence[MatchRecord] = (),
+    ) -> None:
         self.reports = reports
         self.graph_breaks = graph_breaks
+        self.matrix_flops = matrix_flops
+        self._left_out = left_out
 
     @property
     def linears(self) -> list[MatchRecord]:
-        """A record for each linear of each graph, in the model's order."""
-        return [match for report in self.reports for match in report.matches if match.kind == "linear"]
+        """A record for each product by a weight: of each graph, in the model's order, then those that are in no graph."""
+        return [*_linears(self.reports), *self._left_out]
 
     @property
     def norms_activations(self) -> list[MatchRecord]:
@@ -65,18 +74,35 @@ class Explanation:
         return (
             f"coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
+            f"{self._share_with_rows()}"
             f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}"
         )
 
+    def _share_with_rows(self) -> str:
+        if self.matrix_flops is None or not self.matrix_flops.total:
+            return ""
+        share = _percent(share_with_rows(self.matrix_flops, self.linears))
+        of_activations = self.matrix_flops.activations / self.matrix_flops.total
+        beside = f" or are products of activations ({_percent(of_activations)})" if of_activations else ""
+        return f"{share} of the model's matrix FLOPs have a row{beside}; "
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: "coverage", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
+        """Plain data: "coverage", "matrix_flops", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
         "graphs", "notes".
 
         "linears" and "norms_activations" hold MatchRecord's fields, "weights" WorkspaceRecord's: the quantized weights that are
-        kept between calls; "graphs" is the number of Dynamo graphs.
+        kept between calls; "graphs" is the number of Dynamo graphs. "matrix_flops" are those of one forward, as torch counts them: "by_weight"
+        and of "activations", and which share of both "has_a_row" or is one of activations; None where the forward cannot be counted.
         """
+        flops = self.matrix_flops
         return {
             "coverage": self.coverage,
+            "matrix_flops": flops
+            and {
+                "by_weight": flops.by_weight.total(),
+                "activations": flops.activations,
+                "has_a_row": share_with_rows(flops, self.linears),
+            },
             "linears": [dataclasses.asdict(match) for match in self.linears],
             "norms_activations": [dataclasses.asdict(match) for match in self.norms_activations],
             "fusions": [
@@ -176,7 +202,8 @@ def explain(
                    module that `model.compile()` compiled in place.
     options, mode: as for torch.compile.
 
-    Runs forward and, where an output requires grad, backward. Left as they were: parameters, `.grad`,
+    Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
+    not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
     buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, torch's
     caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
     the arguments), tensor hooks, which run, and the entry that this compilation adds in Dynamo's table of
@@ -192,8 +219,24 @@ def explain(
     with warnings.catch_warnings(), capture() as graphs, _unchanged(target, args, kwargs), _not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         _run(compiled, target, args, kwargs)
-    breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
-    return Explanation(graphs.reports, breaks)
+        breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
+        flops = _matrix_flops(target, args, kwargs)
+    rows = _linears(graphs.reports)
+    counted = flops is not None and isinstance(target, nn.Module)
+    left_out = list(rows_of_modules_left_out(target, flops, rows)) if counted else []  # type: ignore[arg-type]
+    return Explanation(graphs.reports, breaks, flops, left_out)
+
+
+def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
+    """None where the model runs compiled alone, or once alone."""
+    try:
+        return count_matrix_flops(target, args, kwargs)
+    except Exception:
+        return None
+
+
+def _linears(reports: Sequence[Report]) -> list[MatchRecord]:
+    return [match for report in reports for match in report.matches if match.kind == "linear"]
 
 
 def _run(compiled: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> None:

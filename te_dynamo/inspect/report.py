@@ -10,7 +10,7 @@ __all__ = ["MatchRecord", "Report", "WorkspaceRecord", "coverage"]
 
 @dataclasses.dataclass
 class MatchRecord:
-    """One matched, or deliberately left, piece of the user's model.
+    """One matched, or deliberately left, piece of the user's model. A product by a weight is a "linear", a convolution too.
 
     kind:    "linear", "rms_norm", "layer_norm", "gelu", "silu", "relu" or "swiglu".
     module:  path of the module that holds it ("layers.0.mlp.down_proj"), "" where the graph gives none.
@@ -22,6 +22,7 @@ class MatchRecord:
     flops:   2*M*N*K for a linear (size hints where dynamic), else 0.
     dtype:   the user's precision, "bf16".
     groups:  experts of a grouped linear, whose N x K the shape holds; 0 for any other.
+    shared:  behind graph breaks, the paths at which other modules of the same class may run the same graph.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class MatchRecord:
     flops: int = 0
     dtype: str = ""
     groups: int = 0
+    shared: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_text(net):
     assert_expected_inline(
         str(explain(net, torch.ones(4, 8))),
         """\
-coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 1 graph, 0 graph breaks
+coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks
 
 linears
 
@@ -216,3 +216,88 @@ def test_command_line_refuses_a_wrong_target(capsys, target):
         command_line.main(["explain", target])
     assert stopped.value.code == 2
     assert target in capsys.readouterr().err
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+class Disabled(Layer):
+    @torch._dynamo.disable
+    def forward(self, x):
+        return self.fc(x)
+
+
+class Scattered(nn.Module):
+    """Layers that share a graph behind breaks, one that Dynamo skips, a recurrent layer, an attention by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.skipped, self.rnn = Disabled(), nn.LSTM(32, 32)
+        self.cache = []
+
+    def forward(self, x):
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        x = self.rnn(self.skipped(x))[0]
+        self.kept = x
+        return (x @ x.t()).softmax(-1) @ x
+
+
+@pytest.fixture
+def te(monkeypatch):
+    module = importlib.import_module("te_dynamo.inspect.explain")
+    monkeypatch.setattr(module, "_te_backend", lambda: torch._dynamo.lookup_backend("te"))
+
+
+def test_every_product_of_the_model_has_a_row(te):
+    model = Scattered()
+    found = explain(model, torch.randn(8, 32), options={"codegen": "eager"})
+    assert [(row.module, row.matched) for row in found.linears] == [
+        *((f"layers.{i}.fc", True) for i in range(3)), ("skipped.fc", False), ("rnn", False),
+    ]  # fmt: skip
+    skipped, rnn = (row.reason for row in found.linears[3:])
+    assert skipped.startswith("Dynamo left the code that runs it as it is")
+    assert rnn.startswith("Dynamo leaves nn.LSTM as it is; with torch._dynamo.config.allow_rnn = True")
+    by_weight = 2 * 8 * 32 * 32 * (4 + 8)
+    assert found.to_dict()["matrix_flops"] == {
+        "by_weight": by_weight, "activations": 2 * 2 * 8 * 8 * 32, "has_a_row": 1.0,
+    }  # fmt: skip
+    assert "100.0% of the model's matrix FLOPs have a row or are products of activations (4.0%)" in found.headline
+
+
+def test_a_row_that_is_missing_shows_in_the_share():
+    """The backend of these tests has no row for `@`."""
+    found = explain(lambda x, w: F.linear(x, w) @ w, torch.randn(4, 32), nn.Parameter(torch.randn(32, 32)))
+    assert found.to_dict()["matrix_flops"]["has_a_row"] == 0.5
+
+
+def test_counting_leaves_no_fake_tensor_behind(te):
+    class Keeps(Layer):
+        def forward(self, x, cache):
+            self.seen = self.fc(x)
+            cache.append(self.seen)
+            return self.seen.sum()
+
+    model, cache = Keeps(), []
+    explain(model, torch.randn(8, 32), cache, options={"codegen": "eager"})
+    with torch.autocast("cpu", torch.bfloat16):
+        explain(model, torch.randn(8, 32), cache, options={"codegen": "eager"})
+        assert type(model.fc(torch.randn(8, 32))) is torch.Tensor
+    assert type(model.seen) is torch.Tensor and [type(value) for value in cache] == [torch.Tensor] * 2
+
+
+def test_data_that_decides_what_runs_is_counted_by_a_real_forward(te):
+    class Chooses(Layer):
+        def forward(self, x):
+            return self.fc(x[x[:, 0] > 0]) if x.sum() > 0 else x
+
+    found = explain(Chooses(), torch.ones(8, 32), options={"codegen": "eager"})
+    assert found.to_dict()["matrix_flops"] == {"by_weight": 2 * 8 * 32 * 32, "activations": 0, "has_a_row": 1.0}

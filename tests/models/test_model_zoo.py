@@ -82,7 +82,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     # LayerNorm behind the embedding, a GELU of its own, q, k and v in one.
     "Bloom": ("BloomForCausalLM", {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}, 1.0),
     # A short convolution between two linears.
-    "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, 1.0),
+    "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, 0.99),
+    # Projections by einsums with weights of three dimensions. Scores by positions, which parameters alone make, are left.
+    "XLNet": (
+        "XLNetLMHeadModel",
+        {"vocab_size": 128, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128},
+        0.9,
+    ),
 }
 
 
@@ -128,6 +134,11 @@ def test_trains_unmodified(family: str) -> None:
     if family in WRITTEN:
         assert Counter(row.kind for row in explanation.norms_activations if row.matched) == WRITTEN[family]
         assert all(row.matched for row in explanation.norms_activations)
+    flops = explanation.to_dict()["matrix_flops"]
+    assert flops["has_a_row"] >= 0.99
+    assert sum(row.flops for report in explanation.reports for row in report.matches) == pytest.approx(
+        flops["by_weight"], rel=0.01
+    )
 
 
 def test_experts_that_are_not_bf16() -> None:

@@ -13,12 +13,14 @@ forward, backward and what is saved.
     readers.py      what "next to a matched linear" means
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
     where.py        module path and source line of a node
+    origins.py      which tensors are made of parameters alone
     root.py         where in the whole model these paths begin, behind a graph break too
     values.py       what a node calls, which tensor it gives, how a te node replaces it
 
     patterns/
     linear.py       linears: always tried, always recorded
-    products.py     the ways in which models write them: F.linear, x @ weight, addmm, einsum
+    products.py     the ways in which models write them: F.linear, x @ weight, addmm
+    contractions.py einsum, tensordot, inner
     compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
     attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
     shards.py       F.linear of DTensors: te.linear of the rank's shards
@@ -51,8 +53,9 @@ from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.bodies import Matcher
 from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
+from te_dynamo.passes.torch_ir.match.origins import origins_known
 from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
-from te_dynamo.passes.torch_ir.match.root import in_whole_model
+from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
 
 __all__ = ["match"]
 
@@ -65,8 +68,11 @@ def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: 
     the graph's paths begin, and which weights are frozen.
     """
     by_step = options.weight_cache == "step"
-    with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step):
-        report.matches.extend(Matcher(options).match(gm))
+    with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step), origins_known():
+        records = Matcher(options).match(gm)
+        for record in records:
+            record.shared = also_run_at(record.module)
+        report.matches.extend(records)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             report.fusions.extend(fused_operations(module.graph))

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from te_dynamo.passes.torch_ir.match.where import OWNERS, clean_path, parameter_name, path_prefix, sharing_prefixes
 
-__all__ = ["compiled_model", "in_whole_model"]
+__all__ = ["also_run_at", "compiled_model", "in_whole_model"]
 
 
 @contextlib.contextmanager
@@ -63,6 +63,12 @@ def _of_one_class(root: nn.Module | None, prefix: str | None, alike: set[str]) -
     if classes.get(prefix, nn.Module).__module__.startswith("torch.nn."):
         return ()
     return tuple(sorted(other for other in alike if classes.get(other) is classes.get(prefix)))
+
+
+def also_run_at(path: str) -> tuple[str, ...]:
+    """The paths that stand for `path` in the other modules that may run this graph."""
+    prefix = path_prefix.get() or ""
+    return tuple(other + path.removeprefix(prefix) for other in sharing_prefixes.get() if other != prefix)
 
 
 def compiled_model() -> nn.Module | None:

@@ -101,6 +101,15 @@ STYLES: dict[str, tuple[str, str]] = {
     "chunk": ("2nk", "F.linear({x}, {w}.chunk(2)[0], {b})"),
     "scaled": ("nk", "F.linear({x}, {w} * 0.5, {b})"),
     "matmul by a chunk": ("k2n", "{x} @ {w}[:, {n}:]"),
+    "matmul by one of two": ("2kn", "{x} @ {w}[1]"),
+    "matmul by one unbound": ("2kn", "{x} @ {w}.unbind(0)[1]"),
+    "matmul by a view": ("1kn", "{x} @ {w}.view({k}, {n})"),
+    "matmul scaled": ("kn", "{x} @ ({w} * 0.5)"),
+    "matmul by a copy": ("nk", "{x} @ {w}.t().contiguous()"),
+    "tensordot": ("kn", "torch.tensordot({x}, {w}, dims=1)"),
+    "inner": ("nk", "torch.inner({x}, {w})"),
+    "einsum from heads": ("3D", "torch.einsum('...hd,hdn->...n', {x}.unflatten(-1, (-1, 1)), {w})"),
+    "einsum to heads": ("3D", "torch.einsum('...k,khd->...hd', {x}, {w}).flatten(-2)"),
 }
 """How the weight is stored, and the product. Without {b} in it a bias is added behind it."""
 
@@ -114,10 +123,16 @@ _PARTS = {
     "columns": (lambda n, k: (n, 2 * k), "{w}[:, :{k}]"),
     "matmul by a chunk": (lambda n, k: (k, 2 * n), "{w}[:, {n}:].t()"),
     "scaled": (lambda n, k: (n, k), "({w} * 0.5)"),
+    "matmul by one of two": (lambda n, k: (2, k, n), "{w}[1].t()"),
+    "matmul by one unbound": (lambda n, k: (2, k, n), "{w}[1].t()"),
+    "matmul by a view": (lambda n, k: (1, k, n), "{w}.view({k}, {n}).t()"),
+    "matmul scaled": (lambda n, k: (k, n), "({w}.t() * 0.5)"),
+    "einsum from heads": (lambda n, k: (k, 1, n), "{w}.flatten(0, 1).t()"),
+    "einsum to heads": (lambda n, k: (k, n, 1), "{w}.flatten(1).t()"),
 }
 
-MATCHED = set(STYLES) - {"matmul by a chunk"}
-"""Those that the documentation says are matched wherever sizes and dtypes allow it."""
+MATCHED = set(STYLES)
+"""Those that the documentation says are matched wherever sizes and dtypes allow it: all so far."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.graphs.matching import Matched
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class Baddbmm(nn.Module):
@@ -19,12 +20,28 @@ class Baddbmm(nn.Module):
         return torch.baddbmm(x.new_zeros(1), x.expand(2, *x.shape), self.weight)
 
 
+class Addbmm(Baddbmm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(1).addbmm(x.expand(2, *x.shape), self.weight)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(32, 64)), nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.multi_dot([x, self.a, self.b])
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str, list[tuple[str, ...]]]] = {
     "gru_cell": (lambda: nn.GRUCell(32, 16), "gru_cell", [("4", "48", "32"), ("4", "48", "16")]),
     "lstm_cell": (lambda: nn.LSTMCell(32, 16), "lstm_cell", [("4", "64", "32"), ("4", "64", "16")]),
     "rnn_cell": (lambda: nn.RNNCell(32, 16), "rnn_tanh_cell", [("4", "16", "32"), ("4", "16", "16")]),
     "bilinear": (lambda: nn.Bilinear(32, 32, 16), "bilinear", [("4", "16", "1024")]),
     "baddbmm": (Baddbmm, "baddbmm", [("8", "16", "32")]),
+    "addbmm": (Addbmm, "addbmm", [("8", "16", "32")]),
+    "multi_dot": (Chain, "linalg_multi_dot", [("4", "64", "32"), ("4", "16", "64")]),
 }
 
 
@@ -36,6 +53,38 @@ def test_recorded(case: str) -> None:
     compiled = Matched(model)
     torch.testing.assert_close(compiled(*inputs), model(*inputs))
     assert [record.shape for record in compiled.records] == sizes
+    assert set(compiled.reasons()) == {f"inside torch.{name}, which te_dynamo does not take apart"}
+
+
+CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...], tuple[str, ...]]] = {
+    "1x1": (nn.Conv2d(32, 16, 1), (2, 32, 4, 4), ("32", "16", "32")),
+    "grouped": (nn.Conv1d(32, 32, 3, groups=32), (2, 32, 10), ("16", "32", "3")),
+    "transposed": (nn.ConvTranspose2d(32, 16, 2, stride=2), (2, 32, 4, 4), ("32", "64", "32")),
+    "same": (nn.Conv3d(4, 8, 3, padding="same"), (1, 4, 3, 3, 3), ("27", "8", "108")),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions(case: str) -> None:
+    """Counted as torch's own counter does."""
+    model, shape, sizes = CONVOLUTIONS[case]
+    compiled, x = Matched(model), torch.randn(shape)
+    torch.testing.assert_close(compiled(x), model(x))
+    (record,) = compiled.records
+    assert record.shape == sizes and record.reason.startswith("a convolution; te_dynamo has linears in recipes")
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert record.flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("layer", "name"), [(nn.LSTM, "lstm"), (nn.GRU, "gru"), (nn.RNN, "rnn_tanh")])
+def test_recurrent_layers_that_are_traced(layer: type[nn.Module], name: str) -> None:
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = Matched(layer(32, 16))
+        compiled(torch.randn(5, 4, 32))
+    assert [record.shape[1:] for record in compiled.records] == [
+        (str(16 * {"lstm": 4, "gru": 3}.get(name, 1)), k) for k in ("32", "16")
+    ]
     assert set(compiled.reasons()) == {f"inside torch.{name}, which te_dynamo does not take apart"}
 
 

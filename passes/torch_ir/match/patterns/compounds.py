@@ -1,10 +1,11 @@
 """Calls of torch's that multiply by weights in a form that te.linear does not have: recorded, so that none is silent.
 
-    torch.gru_cell(x, (h), w_ih, w_hh, ..)     nn.GRUCell, nn.LSTMCell, nn.RNNCell: two products, a row each
-    torch.bilinear(a, b, weight)               nn.Bilinear
-    torch.baddbmm(bias, x, weight)             by a parameter of three dimensions
-
-(nn.LSTM, nn.GRU and nn.RNN are not traced: Dynamo breaks the graph there, which `explain` lists.)
+torch.gru_cell(x, (h), w_ih, w_hh, ..)     nn.GRUCell, nn.LSTMCell, nn.RNNCell: two products, a row each
+torch.lstm(x, (h), [w_ih, w_hh, ..], ..)   nn.LSTM, nn.GRU, nn.RNN, which Dynamo traces with allow_rnn alone: a row for each matrix
+torch.bilinear(a, b, weight)               nn.Bilinear
+torch.baddbmm(bias, x, weight), addbmm     by a weight of three dimensions
+torch.linalg.multi_dot([x, a, b])          a row for each weight, as if multiplied from the left
+torch.conv2d(x, weight, ..)                every convolution, as the matrix product of its windows
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
 __all__ = ["match_compound"]
 
 _CELLS = {torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+_LAYERS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _BILINEAR = {torch.bilinear, F.bilinear}
+_BATCHED = {torch.baddbmm, torch.addbmm}
+_CHAINS = {torch.linalg.multi_dot, torch.chain_matmul}
+_aten = torch.ops.aten
+_CONVOLUTIONS = {
+    torch.conv1d, torch.conv2d, torch.conv3d, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default,
+    _aten.convolution.default,
+}  # fmt: skip
+_TRANSPOSED = {torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d}
+_OF_CONVOLUTIONS = "a convolution; te_dynamo has linears in recipes, no convolutions"
 
 
 def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
@@ -37,7 +48,8 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
         record, recipe = linear_record(node, weight, sizes, recipe_for)
         if recipe is not None:
             name = getattr(node.target, "__name__", node.target)
-            record.reason = outside or f"inside torch.{name}, which te_dynamo does not take apart"
+            apart = f"inside torch.{name}, which te_dynamo does not take apart"
+            record.reason = outside or (_OF_CONVOLUTIONS if calls(node, _CONVOLUTIONS | _TRANSPOSED) else apart)
         record.matched, record.recipe = False, ""
         records.append(record)
     return records
@@ -49,15 +61,38 @@ def _weights(node: fx.Node) -> list[tuple[Any, Sizes]]:
         return [(weight, _sizes(node.args[0], weight)) for weight in node.args[2:4]]
     if calls(node, _BILINEAR):
         return [(weight, _sizes(node.args[0], weight)) for weight in node.args[2:3]]
-    if calls(node, {torch.baddbmm}, {"baddbmm"}) and len(node.args) == 3 and is_parameter(node.args[2], rank=3):
-        x, weight = tensor_of(node.args[1]), tensor_of(node.args[2])
-        return [
-            (
-                node.args[2],
-                () if x is None or weight is None else (math.prod(x.shape[:-1]), weight.shape[2], weight.shape[1]),
-            )
-        ]
-    return []
+    if calls(node, _LAYERS):  # its list of tensors: the matrices, and biases
+        lists = (argument for argument in node.args if isinstance(argument, (tuple, list)))
+        weights = [w for given in lists for w in given if is_parameter(w, rank=2)]
+        return [(weight, _sizes(node.args[0], weight)) for weight in weights]
+    if calls(node, _BATCHED, {"baddbmm", "addbmm"}) and len(node.args) == 3 and is_parameter(node.args[2], rank=3):
+        return [(node.args[2], _by_columns(node.args[1], node.args[2]))]
+    if calls(node, _CHAINS):
+        first, *others = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args  # type: ignore[misc]
+        return [(weight, _by_columns(first, weight)) for weight in others if is_parameter(weight)]
+    return _of_convolution(node)
+
+
+def _of_convolution(node: fx.Node) -> list[tuple[Any, Sizes]]:
+    transposed = calls(node, _TRANSPOSED) or (calls(node, {_aten.convolution.default}) and bool(node.args[6]))
+    if not transposed and not calls(node, _CONVOLUTIONS):
+        return []
+    operand, weight = (node.kwargs.get(name, node.args[i : i + 1]) for i, name in enumerate(("input", "weight")))
+    operand, weight = (found[0] if isinstance(found, tuple) else found for found in (operand, weight))
+    windows, kernel = tensor_of(operand if transposed else node), tensor_of(weight)  # a product for each place of these
+    if windows is None or kernel is None:
+        return [(weight, ())]
+    places, inner = math.prod(windows.shape) // kernel.shape[0], math.prod(kernel.shape[1:])
+    n, k = (inner, kernel.shape[0]) if transposed else (kernel.shape[0], inner)
+    return [(weight, (places, n, k))]
+
+
+def _by_columns(x: Any, weight: Any) -> Sizes:
+    """(M, N, K) of the product of x [.., K] and a weight [.., K, N]."""
+    rows, value = tensor_of(x), tensor_of(weight)
+    if rows is None or value is None or value.dim() < 2:
+        return ()
+    return (math.prod(rows.shape[:-1]), value.shape[-1], value.shape[-2])
 
 
 def _sizes(x: Any, weight: Any) -> Sizes:

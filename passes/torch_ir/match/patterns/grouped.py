@@ -23,8 +23,9 @@ from te_dynamo._compat import attribute_read
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
+from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, hint, linear_record, named_by_rule
-from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter
+from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter, takes_groups, why_no_linear
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
@@ -45,7 +46,14 @@ __all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reaso
 _GROUPED = {F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default}
 _FALLBACK = "transformers::grouped_mm_fallback"
 """What transformers calls in a compiled model whose experts are not bf16, which torch's own does not take."""
-_BATCHED = {torch.bmm, torch.matmul, operator.matmul}
+_BATCHED = {
+    torch.bmm,
+    torch.matmul,
+    torch.linalg.matmul,
+    operator.matmul,
+    torch.ops.aten.bmm,
+    torch.ops.aten.bmm.default,
+}
 _BATCHED_METHODS = {"bmm", "matmul", "__matmul__"}
 
 
@@ -128,10 +136,9 @@ def _operands(node: fx.Node) -> dict[str, Any] | None:
     if node.op == "call_function" and _qualified_name(node.target) == _FALLBACK:
         given = arguments(node, "input", "weight", "offs")
         return given and {"mat_a": given["input"], "mat_b": given["weight"], "offs": given["offs"]}
-    if calls(node, _BATCHED, _BATCHED_METHODS) and len(node.args) == 2 and is_parameter(node.args[1], rank=3):
-        x = tensor_of(node.args[0])
-        if x is not None and x.dim() == 3 and x.shape[0] == tensor_of(node.args[1]).shape[0]:
-            return {"mat_a": node.args[0], "mat_b": node.args[1]}
+    batched = calls(node, _BATCHED, _BATCHED_METHODS) and len(node.args) == 2
+    if batched and takes_groups(*node.args) and is_parameter(node.args[1]):
+        return {"mat_a": node.args[0], "mat_b": node.args[1]}
     return None
 
 
@@ -156,6 +163,8 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
     ranks = (tensor_of(x).dim(), tensor_of(weight).dim())
     if ranks != ((3, 3) if offs is None else (2, 3)):
         return f"a grouped GEMM of {ranks[0]}-D by {ranks[1]}-D operands; te.grouped_linear takes tokens by experts, 2-D by 3-D"
+    if origin_of(weight) is Origin.PRODUCT:
+        return why_no_linear(x, weight)
     if given.get("bias") is not None:
         return "a grouped GEMM with a bias; add the bias to its result"
     dtypes = [tensor_of(operand).dtype for operand in (x, weight, node)]

@@ -18,8 +18,10 @@ from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.autocast import may_be_autocast
+from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_autocast
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
+from te_dynamo.passes.torch_ir.match.origins import parameter_below
+from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
@@ -69,6 +71,8 @@ def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> st
     operands = (product.x, product.weight, product.bias)
     if not all(isinstance(operand, fx.Node) for operand in operands if operand is not None) or None in operands[:2]:
         return "its operands are not all tensors of the graph"
+    if product.contraction is not None:
+        return _rewrite_contraction(node, product, recipe, named)
     if any(map(is_shared, operands)):
         return _rewrite_shards(node, product, recipe, named)
     if reason := _reason(node, product, recipe):
@@ -95,6 +99,26 @@ def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool
         erase_unused(node.graph, [whole, linear, *filter(None, (shards.x, shards.weight, shards.bias))])
         return f"of its shards: {reason}"
     node.replace_all_uses_with(whole)
+    erase_unused(node.graph, [node])
+    return ""
+
+
+def _rewrite_contraction(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
+    assert product.contraction is not None
+    if reason := left_as_plain(node, product.x, product.weight):
+        return reason
+    before = node.prev
+    with node.graph.inserting_before(node), autocast_around(node):
+        linear, whole = emit_contraction(node, *product.contraction)
+    node.meta[LEFT_FOR_COST] = ""  # x has one reader here, not two
+    inner = product_of(linear)
+    reason = "its operands are no tensors" if inner is None else _rewrite(linear, inner, recipe, named)
+    if reason:
+        node.meta[LEFT_FOR_COST] = linear.meta.get(LEFT_FOR_COST, "")
+        while node.prev is not before:
+            node.graph.erase_node(node.prev)
+        return reason
+    node.replace_all_uses_with(node.prev if whole is linear else whole)  # what is in the place of `linear` now
     erase_unused(node.graph, [node])
     return ""
 
@@ -199,7 +223,9 @@ def _reads(node: fx.Node, x: fx.Node) -> bool:
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies."""
-    record = MatchRecord("linear", module_path(node, without_casts(weight)), source_line(node))
+    record = MatchRecord(
+        "linear", module_path(node, parameter_below(weight) or without_casts(weight)), source_line(node)
+    )
     recipe, why = recipe_for(record.module)
     record.reason = why if recipe is None else ""
     record.recipe = "" if recipe is None else recipe.describe()

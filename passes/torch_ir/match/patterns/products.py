@@ -1,12 +1,12 @@
 """The ways in which a model writes a linear, read as x, weight and bias.
 
     F.linear(x, weight, bias)                        weight [N, K]
-    x @ weight, torch.matmul, torch.mm               a 2-D parameter [K, N]
+    x @ weight, torch.matmul, torch.mm               a 2-D weight [K, N], made of parameters alone (origins.py)
     torch.addmm(bias, x, weight)                     the same; GPT-2's Conv1D
-    torch.einsum("btd,dn->btn", x, weight)           the same, or [N, K] by "nd"
+    torch.einsum, torch.tensordot, torch.inner       contractions.py
     x @ weight.t(), .T, .mT, transpose(0, 1)         the parameter as it is stored, [N, K]
 
-Attention's own products have no parameter and are none of these. A linear in a form that te.linear does not compute
+A product of two tensors that depend on the model's input, such as attention's, is none of these. A linear in a form that te.linear does not compute
 (weight @ x, alpha=2) comes with the reason.
 """
 
@@ -22,21 +22,37 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo._compat import attribute_read
+from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
+from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, contraction_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
 
-__all__ = ["LINEAR", "Product", "Sizes", "is_parameter", "product_of", "transpositions", "without_casts"]
+__all__ = [
+    "LINEAR",
+    "Product",
+    "Sizes",
+    "is_parameter",
+    "product_of",
+    "takes_groups",
+    "transpositions",
+    "why_no_linear",
+    "without_casts",
+]
 
 Sizes = tuple[Any, ...]
 """(M, N, K), each an int or a SymInt; () where the graph does not say."""
 
 _aten = torch.ops.aten
 
-LINEAR = {F.linear, torch._C._nn.linear, _aten.linear.default}
+LINEAR = {F.linear, torch._C._nn.linear, _aten.linear, _aten.linear.default}
 
 # The overloads are those of a model that torch.export has decomposed.
-_ADDMM = {torch.addmm, _aten.addmm.default}
-_MATMUL = {torch.matmul, torch.mm, operator.matmul, _aten.matmul.default, _aten.mm.default}
-_MATMUL_METHODS = {"matmul", "mm", "__matmul__"}
+_ADDMM = {torch.addmm, _aten.addmm, _aten.addmm.default}
+_MATMUL = {
+    torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv, operator.matmul,
+    _aten.matmul, _aten.matmul.default, _aten.mm, _aten.mm.default, _aten.bmm, _aten.bmm.default,
+}  # fmt: skip
+_MATMUL_METHODS = {"matmul", "mm", "bmm", "mv", "__matmul__"}
+_SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec"}
 _SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, _aten.transpose.int}
 _PERMUTES = {torch.permute, _aten.permute.default}
 _SWAP_METHODS = {"transpose", "swapaxes", "swapdims"}
@@ -52,6 +68,7 @@ class Product:
 
     transposed: the weight is [K, N].
     reason: why te.linear does not compute it, "" where it may.
+    contraction: of a product by letters these, and which operand is the weight; None for any other.
     """
 
     x: Any
@@ -60,6 +77,7 @@ class Product:
     transposed: bool
     sizes: Sizes
     reason: str = ""
+    contraction: tuple[Contraction, int] | None = None
 
 
 def product_of(node: fx.Node) -> Product | None:
@@ -71,11 +89,11 @@ def product_of(node: fx.Node) -> Product | None:
     elif calls(node, _ADDMM, {"addmm"}):
         found = _addmm(node)
     elif calls(node, _MATMUL, _MATMUL_METHODS):
-        second = "mat2" if node.target in (torch.mm, "mm") else "other"
+        second = _SECOND.get(getattr(node.target, "__name__", str(node.target)), "other")
         given = arguments(node, "input", second, "out") or {}
         found = _matmul(given.get("input"), given.get(second), _writes(given))
     else:
-        found = _einsum(node) if calls(node, {torch.einsum}) else None
+        return _contraction(node)
     return found and _as_stored(found)
 
 
@@ -88,22 +106,23 @@ def without_casts(node: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
-def is_parameter(node: Any, rank: int = 2) -> bool:
-    """Whether an operand of that rank is a weight: a parameter, or a leaf that learns, below transposes and casts."""
-    weight, value = without_casts(node), tensor_of(node)
-    if weight is None or value is None or value.dim() != rank or weight.op not in ("placeholder", "get_attr"):
+def is_parameter(node: Any, rank: int | None = None) -> bool:
+    """Whether an operand, of that rank, is a weight: made of parameters alone, or a leaf that learns, below transposes and casts."""
+    value = tensor_of(node)
+    if value is None or (rank is not None and value.dim() != rank):
         return False
-    leaf = tensor_of(weight)
-    return _is_module_parameter(weight) or (leaf is not None and leaf.is_leaf and leaf.requires_grad)
+    return origin_of(node) in (Origin.PARAMETER, Origin.PRODUCT) or _is_leaf_that_learns(without_casts(node))
 
 
-def _is_module_parameter(node: fx.Node | None) -> bool:
-    """Whether an input of the graph is an nn.Parameter, of a body too, or what FSDP has in the place of one."""
-    return node is not None and (
-        isinstance(tensor_of(node), torch.nn.Parameter)
-        or (isinstance(node.type, type) and issubclass(node.type, torch.nn.Parameter))
-        or "_parameters_" in str(node.target)
-    )
+def _is_leaf_that_learns(node: fx.Node | None) -> bool:
+    leaf = tensor_of(node)
+    return leaf is not None and node.op == "placeholder" and leaf.is_leaf and leaf.requires_grad  # type: ignore[union-attr]
+
+
+def takes_groups(x: Any, weight: Any) -> bool:
+    """Whether x @ weight is a product of each group's tokens with its own weight: [G, m, K] by [G, K, N]."""
+    a, b = tensor_of(x), tensor_of(weight)
+    return a is not None and b is not None and a.dim() == b.dim() == 3 and fixed(a.shape[0]) == fixed(b.shape[0])
 
 
 def transpositions(node: Any) -> list[fx.Node]:
@@ -159,26 +178,37 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     if a is None or b is None or a.dim() < 1 or b.dim() < 1:
         return None
     position = _position_of_weight(left, right)
+    if position is None or (position == 1 and takes_groups(left, right)):
+        return None
+    batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    m, n = a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1
     if position == 1:
-        return Product(left, right, None, True, _sizes(left, right, True), reason or _unsure(left, right))
-    if position == 0:  # the columns of x are the rows of a linear
-        rows = math.prod(b.shape[:-2]) * (b.shape[-1] if b.dim() > 1 else 1)
-        reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
-        return Product(right, left, None, False, (rows, *a.shape), reason)
-    return None
+        if b.dim() > 2:
+            reason = (
+                reason
+                or f"its weight has {b.dim()} dimensions; write x @ weight with a 2-D one to have it in the recipe"
+            )
+        return Product(left, right, None, True, (batch * m, n, a.shape[-1]), reason or why_no_linear(left, right))
+    # the columns of x are the rows of a linear
+    reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
+    return Product(right, left, None, False, (batch * n, m, a.shape[-1]), reason)
 
 
 def _position_of_weight(*operands: Any) -> int | None:
-    """Which of two operands is the weight: a model's parameter rather than an input that learns, the right rather than the left."""
+    """Which of two operands is the weight: a model's parameter rather than an input that learns, a parameter rather than what products
+    made of some, the right rather than the left."""
     weights = [i for i in (1, 0) if is_parameter(operands[i])]
-    return max(weights, key=lambda i: _is_module_parameter(without_casts(operands[i])), default=None)
+    return min(weights, key=lambda i: origin_of(operands[i]), default=None)
 
 
-def _unsure(x: Any, weight: Any) -> str:
+def why_no_linear(x: Any, weight: Any) -> str:
     """Why x @ weight may be something else than a linear; "" where it is one."""
-    if not _is_module_parameter(without_casts(weight)):
+    origin = origin_of(weight)
+    if origin is Origin.INPUT:
         return "its weight is an input that learns, no nn.Parameter; write F.linear to have it in the recipe"
-    both = is_parameter(x) and _is_module_parameter(without_casts(x))
+    if origin is Origin.PRODUCT:
+        return "its weight is a product of parameters; write F.linear to have it in the recipe"
+    both = origin_of(x) in (Origin.PARAMETER, Origin.PRODUCT)
     return "a product of two parameters, no linear of an input" if both else ""
 
 
@@ -190,43 +220,12 @@ def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
     return (math.prod(rows), b.shape[1 if transposed else 0], a.shape[-1])
 
 
-def _einsum(node: fx.Node) -> Product | None:
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    index = _position_of_weight(*operands) if len(operands) == 2 else None
-    if index is None or not isinstance(equation, str) or any(tensor_of(o) is None for o in operands):
+def _contraction(node: fx.Node) -> Product | None:
+    found = contraction_of(node)
+    index = _position_of_weight(*found.operands) if found is not None else None
+    if found is None or index is None:
         return None
-    x, weight = operands[1 - index], operands[index]
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    transposed = _contracts_last(terms[1 - index], terms[index], output) if len(terms) == 2 else None
-    if transposed is not None and fixed(tensor_of(x).shape[-1]) == tensor_of(weight).shape[0 if transposed else 1]:  # type: ignore[union-attr]
-        return Product(x, weight, None, transposed, _sizes(x, weight, transposed), _unsure(x, weight))
-    reason = f"einsum {equation!r}; write 'btk,kn->btn' or x @ weight to have it in the recipe"
-    return Product(x, weight, None, False, _einsum_sizes(terms, operands, weight, output), reason)
-
-
-def _einsum_sizes(terms: list[str], operands: list[Any], weight: Any, output: str) -> Sizes:
-    """(M, N, K) of an einsum, whatever the order of its dimensions."""
-    if "." in "".join(terms) or not output:
-        return ()
-    extent = {
-        c: s
-        for o, term in zip(operands, terms, strict=True)
-        for c, s in zip(term, tensor_of(o).shape, strict=True)  # type: ignore[union-attr]
-    }
-    held = set(terms[operands.index(weight)])
-    n, k = (math.prod(extent[c] for c in held if (c in output) == kept) for kept in (True, False))
-    return (math.prod(size for c, size in extent.items() if c not in held), n, k)
-
-
-def _contracts_last(x: str, weight: str, output: str) -> bool | None:
-    """Whether "x,weight->output" is a linear of x's last dimension by a weight [K, N] (True) or [N, K] (False); else None."""
-    if len(set(weight)) != 2 or len(weight) != 2 or not x[-1:].isalpha() or x[-1] not in weight:
-        return None
-    k, rows = x[-1], x[:-1].removeprefix("...")
-    n = weight.replace(k, "")
-    if len({*rows, k, n}) != len(rows) + 2 or "." in rows or output != x[:-1] + n:
-        return None
-    return weight[0] == k
+    x, weight = found.operands[1 - index], found.operands[index]
+    return Product(
+        x, weight, None, False, found.sizes(index), why_no_linear(x, weight) or found.reason(index), (found, index)
+    )

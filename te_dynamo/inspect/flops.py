@@ -1,0 +1,182 @@
+"""The FLOPs of a model's matrix products as torch's own counter has them: what the rows of `explain` must add up to.
+
+The model's forward runs once more, eagerly, on fake tensors where it can. So code that Dynamo does not compile counts too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_dynamo.inspect.report import MatchRecord
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+__all__ = ["MatrixFlops", "count_matrix_flops", "rows_of_modules_left_out", "share_with_rows"]
+
+
+@dataclasses.dataclass
+class MatrixFlops:
+    """FLOPs of the products of one forward.
+
+    by_weight:   those with an operand that is made of parameters alone, by the path of the module that ran them.
+    activations: those of two tensors that depend on the model's input, such as attention's.
+    """
+
+    by_weight: Counter[str] = dataclasses.field(default_factory=Counter)
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.by_weight.total() + self.activations
+
+
+def count_matrix_flops(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
+    """Of one forward of `target`, on fake tensors; on the real ones where these do not do, since data decides what runs."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    attributes = [dict(vars(module)) for module in modules]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # nn.TransformerEncoderLayer as one call, which the counter has no formula for
+    try:
+        if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+                return _count(target, *_copied((args, kwargs)))
+        return _count(target, args, kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        torch.clear_autocast_cache()
+        for module, own in zip(
+            modules, attributes, strict=True
+        ):  # a model may keep tensors of a call, fake ones of this
+            vars(module).clear()
+            vars(module).update(own)
+
+
+def _copied(tree: Any) -> Any:
+    """A copy of all but the tensors: what the call puts into a cache that it was given stays out of the user's."""
+    return copy.deepcopy(tree, {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)})
+
+
+def share_with_rows(found: MatrixFlops, rows: Sequence[MatchRecord]) -> float:
+    """Which share of the FLOPs is a row's, or of a product of activations, 0 to 1. A row without a size, since data decides it, stands
+    for what its module did."""
+    unknown = {row.module for row in rows if not row.flops}
+    counted = sum(row.flops for row in rows) + sum(found.by_weight[module] for module in unknown)
+    return (min(counted, found.by_weight.total()) + found.activations) / found.total if found.total else 1.0
+
+
+def rows_of_modules_left_out(
+    target: nn.Module, found: MatrixFlops, rows: Sequence[MatchRecord]
+) -> Iterator[MatchRecord]:
+    """A record for each module that multiplied by weights and has no row: it ran the graph of another one, or Dynamo left it as it is."""
+    if share_with_rows(found, rows) == 1.0:
+        return
+    modules = dict(target.named_modules(remove_duplicate=False))
+    known = {id(modules[row.module]) for row in rows if row.module in modules}
+    for path, flops in found.by_weight.items():
+        if id(modules.get(path)) in known or any(row.module.startswith(f"{path}." if path else "") for row in rows):
+            continue
+        if twin := next((row for row in rows if path in row.shared), None):
+            yield dataclasses.replace(twin, module=path, flops=flops)
+        else:
+            yield MatchRecord("linear", path, matched=False, reason=_why_left_out(modules.get(path)), flops=flops)
+
+
+def _why_left_out(module: nn.Module | None) -> str:
+    if isinstance(module, nn.RNNBase):
+        return (
+            f"Dynamo leaves nn.{type(module).__name__} as it is; with torch._dynamo.config.allow_rnn = True Inductor compiles it, "
+            "in the model's precision"
+        )
+    return "Dynamo left the code that runs it as it is: it is disabled for the compiler, or breaks the graph where it begins"
+
+
+def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
+    found, made = MatrixFlops(), _MadeOf(target)
+    mapping = {op: _noted(op, formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    made.parents = lambda: counter.mod_tracker.parents
+    with torch.no_grad(), made, counter:
+        target(*args, **kwargs)
+    return found
+
+
+def _noted(op: Any, formula: Callable[..., int], made: _MadeOf, found: MatrixFlops) -> Callable[..., int]:
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        flops = int(formula(*args, **kwargs, out_val=out_val))
+        operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        if any(made.is_weight(operand) for operand in operands):
+            found.by_weight[made.module()] += flops
+        else:
+            found.activations += flops
+        return flops
+
+    count._get_raw = True  # type: ignore[attr-defined]
+    return count
+
+
+class _MadeOf(TorchDispatchMode):
+    """Follows which tensors are made of parameters alone, or of constants; all others depend on the model's input."""
+
+    parents: Callable[[], set[str]]
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        self._from_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        if isinstance(target, nn.Module):
+            self._from_parameters.update({buffer: False for buffer in target.buffers()})
+            self._from_parameters.update({parameter: True for parameter in target.parameters()})
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or bool(self._from_parameters.get(tensor))
+
+    def module(self) -> str:
+        """The path of the module whose forward runs, the innermost."""
+        names = self.parents() - {"Global"}
+        innermost = max(names, key=lambda name: name.count("."), default="").split(".")
+        return ".".join(part for part in innermost[1:] if part not in _WRAPPERS)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if all(isinstance(o, nn.Parameter) or o in self._from_parameters for o in operands):
+            from_parameters = any(map(self.is_weight, operands))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf not in self._from_parameters:
+                    self._from_parameters[leaf] = from_parameters
+        return result
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Tokens by experts, [M, K] by [G, K, N]; [G, m, K] by [G, K, N]."""
+    return 2 * x.numel() * weight.shape[-1]
+
+
+def _recurrent(x: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Each matrix of a layer multiplies every step of every sequence."""
+    matrices = [leaf for leaf in tree_leaves(args) if isinstance(leaf, nn.Parameter) and leaf.dim() == 2]
+    return 2 * (x.numel() // x.shape[-1]) * sum(matrix.numel() for matrix in matrices)
+
+
+_aten = torch.ops.aten
+_MORE: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._grouped_mm: _grouped_mm,
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten._cudnn_rnn: _recurrent,
+}
+"""What torch's counter has no formula for."""
