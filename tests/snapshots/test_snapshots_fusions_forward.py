@@ -136,7 +136,7 @@ def gate_and_up(b: Builder, gate: int) -> fx.Node:
     """te.swiglu_quantize of the two parts of a stacked product, the gate's being that of the number."""
     x = b.read(b.call(te.quantize.default, b.inputs[0], BOTH), 0, 2)
     weights = b.read(b.call(te.quantize_stacked.default, b.inputs[1:], BOTH, False), 0, 2)
-    y = b.call(te.gemm_stacked.default, *x, *weights, torch.bfloat16, True, "N", [128, 128])
+    y = b.call(te.gemm_stacked.default, *x, *weights, None, torch.bfloat16, True, "N", [128, 128])
     parts = [b.call(aten.view.default, b.call(aten.slice.Tensor, y, 1, n, n + 128), [4, 8, 128]) for n in (0, 128)]
     return b.call(te.swiglu_quantize.default, parts[gate], parts[1 - gate], BOTH, False)
 

@@ -22,6 +22,7 @@ from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_aut
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
+from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
 from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
@@ -133,14 +134,21 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
         weight_transposed=product.transposed,
     )
     graph, written = node.graph, node.all_input_nodes
+    n = out.shape[-1]
+    missing = padding(n, recipe.alignment)
     with graph.inserting_before(node):
-        operands = [o if o is None else _cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias)]
-        saved = emit(graph, torch.ops.te.linear.default, (*operands, config), node)
+        x, weight, bias = (o and _cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias))
+        if missing:
+            weight = padded(weight, missing, 1 if product.transposed else 0, node)
+            bias = bias and padded(bias, missing, 0, node)
+        saved = emit(graph, torch.ops.te.linear.default, (x, weight, bias, config), node)
         new = emit_getitem(graph, saved, 0)
+        if missing:
+            new = columns_of(new, n, node)
         if batch_first is not None:
             new = emit_method(graph, "contiguous", (emit_method(graph, "transpose", (new, 0, 1), node),), node)
     node.replace_all_uses_with(new)
-    swaps = [x] if batch_first is not None else []
+    swaps = [product.x] if batch_first is not None else []
     erase_unused(graph, [node, *swaps, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
 
 
@@ -192,7 +200,8 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
-    if n % recipe.alignment or k % recipe.alignment or not n or not k:
+    aligned = n + padding(n, recipe.alignment)
+    if aligned % recipe.alignment or k % recipe.alignment or not n or not k:
         return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
     if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
@@ -202,6 +211,7 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
     m, n, k = map(hint, product.sizes)
+    n += padding(n, recipe.alignment)
     out, x, weight = tensor_of(node), product.x, product.weight
     if out.device.type != "cuda" or out.dtype.itemsize != 2 or not m or is_kept(weight):
         return ""
