@@ -10,6 +10,7 @@ from torch.fx import Graph
 from te_dynamo.dialect.activation import activation_quantize
 from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
+from te_dynamo.dialect.norm_modulate import layer_norm_modulate_quantize
 from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
@@ -26,6 +27,7 @@ _ONE_RESULT_QUANTIZED = (
     quantize_bias_grad,
     rms_norm_quantize,
     layer_norm_quantize,
+    layer_norm_modulate_quantize,
     add_rms_norm_quantize,
     add_layer_norm_quantize,
     activation_quantize,

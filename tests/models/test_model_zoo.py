@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import te_dynamo
 
@@ -147,3 +148,63 @@ def test_experts_that_are_not_bf16() -> None:
     tokens = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(1))
     explanation = te_dynamo.explain(model, options={"codegen": "eager"}, input_ids=tokens, labels=tokens)
     assert explanation.coverage >= FAMILIES["Mixtral"][2] and {row.groups for row in explanation.linears} == {0, 4}
+
+
+def test_swin() -> None:
+    """The norm before attention is cut into windows, each with its reason; the one before the MLP is fused."""
+    fields = {
+        "image_size": 32,
+        "patch_size": 2,
+        "embed_dim": 32,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    }
+    torch.manual_seed(0)
+    model = transformers.SwinModel(transformers.SwinConfig(**fields)).bfloat16().eval()
+    pixels = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="te", options={"codegen": "eager"})
+    expected, actual = (run(pixel_values=pixels).last_hidden_state.float() for run in (model, compiled))
+    assert (actual - expected).norm() / expected.norm() < 0.2
+    explanation = te_dynamo.explain(model, options={"codegen": "eager"}, pixel_values=pixels)
+    assert explanation.coverage == 1.0
+    before_mlp = [row for row in explanation.norms_activations if row.module.endswith("layernorm_after")]
+    before_windows = [row for row in explanation.norms_activations if row.module.endswith("layernorm_before")]
+    assert len(before_mlp) == len(before_windows) == 4 and all(row.matched for row in before_mlp)
+    assert all(row.reason.startswith("the FP8 linear reads it permuted or padded") for row in before_windows)
+
+
+class DiTBlock(torch.nn.Module):
+    """A block of DiT (Peebles and Xie): adaLN-Zero around attention and around an MLP."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = (torch.nn.LayerNorm(width, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.ada, self.qkv = torch.nn.Linear(width, 6 * width), torch.nn.Linear(width, 3 * width)
+        self.out, self.up = torch.nn.Linear(width, width), torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, dim=1)
+        h = self.norm1(x) * (1 + scale1.unsqueeze(1)) + shift1.unsqueeze(1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        x = x + gate1.unsqueeze(1) * self.out(h)
+        h = self.norm2(x) * (1 + scale2.unsqueeze(1)) + shift2.unsqueeze(1)
+        return x + gate2.unsqueeze(1) * self.down(F.gelu(self.up(h), approximate="tanh"))
+
+
+def test_dit_block() -> None:
+    torch.manual_seed(0)
+    model = DiTBlock().bfloat16()
+    args = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((4, 32, 64), (4, 64))]
+    inputs = [*args, *model.parameters()]
+    compiled = torch.compile(model, backend="te", options={"codegen": "eager"})
+    expected, actual = (torch.autograd.grad(run(*args).float().square().mean(), inputs) for run in (model, compiled))
+    for ours, eager in zip(actual, expected, strict=True):
+        assert (ours - eager).float().norm() / eager.float().norm() < 0.3
+    explanation = te_dynamo.explain(model, *args, options={"codegen": "eager"})
+    assert explanation.coverage == 1.0
+    matched = Counter(row.kind for row in explanation.norms_activations if row.matched)
+    assert matched == {"silu": 1, "layer_norm_modulate": 2, "gelu": 1} and len(explanation.norms_activations) == 4

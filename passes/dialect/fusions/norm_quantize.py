@@ -12,16 +12,21 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
+from te_dynamo.dialect.norm_modulate import layer_norm_modulate, layer_norm_modulate_quantize
 from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
 __all__ = ["fuse_norm_quantize"]
 
-_FUSED = {rms_norm: rms_norm_quantize, layer_norm: layer_norm_quantize}
+_FUSED = {
+    rms_norm: rms_norm_quantize,
+    layer_norm: layer_norm_quantize,
+    layer_norm_modulate: layer_norm_modulate_quantize,
+}
 
 
 def fuse_norm_quantize(graph: Graph) -> int:
-    """te.rms_norm or te.layer_norm + te.quantize -> one operation."""
+    """te.rms_norm, te.layer_norm or te.layer_norm_modulate + te.quantize -> one operation."""
     fired = 0
     for node in calls(graph, *_FUSED):
         results = item_users(node)

@@ -27,6 +27,7 @@ forward, backward and what is saved.
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     experts.py      a loop over experts that each take a piece of one split
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
+    modulated_norm.py  a LayerNorm scaled and shifted for each sample (adaLN)
     written_norm.py RMSNorm and LayerNorm written out in the model
     activation.py   gelu, silu, relu, silu(a) * b
     formulas.py     activations written out in the model

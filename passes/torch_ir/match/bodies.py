@@ -28,6 +28,7 @@ from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
 from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
+from te_dynamo.passes.torch_ir.match.patterns.modulated_norm import match_modulated_norm
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
@@ -44,9 +45,16 @@ _PLAIN_BODIES = {
 _LINEARS = (match_expert_loop, match_grouped, match_linear, match_compound)
 """Matchers of linears, in order: a loop over experts before each of its linears becomes one of its own."""
 
-_AFTER_LINEARS = (match_norm, match_written_norm, match_swiglu, match_written_activation, match_activation)
-"""Matchers that look whether an FP8 linear is next to them, in order: swiglu before the silu inside it, the square of a relu before
-the relu."""
+_AFTER_LINEARS = (
+    match_modulated_norm,
+    match_norm,
+    match_written_norm,
+    match_swiglu,
+    match_written_activation,
+    match_activation,
+)
+"""Matchers that look whether an FP8 linear is next to them, in order: a modulated norm before the norm inside it, swiglu before the silu,
+the square of a relu before the relu."""
 
 
 class Matcher:

@@ -19,6 +19,7 @@ from te_dynamo.dialect.activation import gelu, quick_gelu, relu, relu2, silu
 from te_dynamo.dialect.grouped_linear import grouped_linear, grouped_linear_with_workspace
 from te_dynamo.dialect.linear import linear, linear_with_workspace
 from te_dynamo.dialect.norm import layer_norm, rms_norm
+from te_dynamo.dialect.norm_modulate import layer_norm_modulate
 from te_dynamo.dialect.swiglu import swiglu
 
 __all__ = ["ask_for_what_was_replaced"]
@@ -101,6 +102,7 @@ _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
     layer_norm: lambda x, weight, bias, eps: iter(
         [(_aten.native_layer_norm.default, (x, [x.shape[-1]], weight, bias, eps))]
     ),
+    layer_norm_modulate: lambda x, *_: iter([(_aten.add.Tensor, (x, x))]),
     gelu: _same(_aten.gelu.default),
     quick_gelu: lambda x: iter([(_aten.mul.Tensor, (x, x))]),
     silu: _same(_aten.silu.default),

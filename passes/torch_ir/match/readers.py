@@ -20,6 +20,8 @@ _VIEW_METHODS = {
     "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
     "to", "type_as", "float", "half", "bfloat16",
 }  # fmt: skip
+_MOVES = {torch.permute, torch.transpose, torch.swapaxes, torch.roll, F.pad, torch._C._nn.pad}
+_MOVE_METHODS = {"permute", "transpose", "swapaxes", "roll"}
 _PARTS = {torch.chunk, torch.split, torch.tensor_split}
 _PART_METHODS = {"chunk", "split", "tensor_split"}
 
@@ -42,7 +44,22 @@ def why_not_read_by_linear(node: fx.Node) -> str:
                     queue.append(user)
                 elif any(_is_te_linear(reader) and reader.args[0] is user for reader in user.users):
                     cast = f"it is {_dtype(node)}, the FP8 linear reading it {_dtype(user)}; left to Inductor"
-    return other or cast or "no FP8 linear reads its output; left to Inductor"
+    return other or cast or _why_not_read_in_order(node)
+
+
+def _why_not_read_in_order(node: fx.Node) -> str:
+    """The reason where no linear reads `node` as it lies: one may read it with its rows moved, as Swin's windows are."""
+    seen, queue = {node}, [node]
+    while queue:
+        current = queue.pop()
+        for user in current.users:
+            if _is_te_linear(user) and user.args[0] is current:
+                return "the FP8 linear reads it permuted or padded, and fused kernels keep the rows' order; left to Inductor"
+            moves = calls(user, _MOVES, _MOVE_METHODS) and user.args[:1] == (current,)
+            if user not in seen and (moves or _keeps_elements(user, current)):
+                seen.add(user)
+                queue.append(user)
+    return "no FP8 linear reads its output; left to Inductor"
 
 
 def comes_from_linear(node: fx.Node) -> bool:

@@ -321,6 +321,10 @@ NORMS = {
         "{f} = ({f} - {y}) * torch.rsqrt(({f} - {y}).pow(2).mean(-1, keepdim=True) + 1e-5)",
         "{y} = ({g_wide} * {f}).to({x}.dtype)",
     ),
+    "modulated": (
+        "{f} = {x}.mean(tuple(range(1, {x}.dim() - 1)) or 0, keepdim=True)",
+        "{y} = F.layer_norm({x}, ({k},)) * (1 + {g} * {f}) + {f}",
+    ),
     "F.rms_norm": ("{y} = F.rms_norm({x}, ({k},), {g}, 1e-5)",),
     "F.layer_norm": ("{y} = F.layer_norm({x}, ({k},), {g})",),
 }

@@ -154,6 +154,17 @@ CASES: dict[str, Case] = {
         lambda: (bf16(19, 64), bf16(64), None, 1e-5, BOTH, False),
         "norm_rows_kernel -> mean, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
     ),
+    "layer_norm_modulate": (
+        te.layer_norm_modulate,
+        lambda: (bf16(2, 19, 64), bf16(2, 1, 64), bf16(2, 1, 64), 1e-5, True),
+        "modulated_norm_rows_kernel -> y, mean, rstd",
+    ),
+    "layer_norm_modulate_quantize": (
+        te.layer_norm_modulate_quantize,
+        lambda: (bf16(2, 19, 64), bf16(2, 1, 64), bf16(2, 1, 64), 1e-5, True, BOTH, True),
+        "modulated_norm_rows_kernel -> mean, rstd, partials\n"
+        "modulated_norm_cast_kernel -> y, data, transpose, scale_inv",
+    ),
     "activation": (te.activation, lambda: (bf16(19, 64), "gelu"), "activation_write_kernel -> y"),
     "activation_backward": (
         te.activation_backward,

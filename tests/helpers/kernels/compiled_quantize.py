@@ -17,7 +17,7 @@ POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "dbia
 
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
 
-SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride"}
+SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_stride", "rows_of_sample"}
 
 
 def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16"):

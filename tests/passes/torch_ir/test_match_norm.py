@@ -232,6 +232,19 @@ def test_dropout_between_stops_and_views_do_not():
     assert compiled.reasons("rms_norm") == [""]
 
 
+def windows(x):
+    """Swin's: shifted, cut into windows of 2 x 2."""
+    x = torch.roll(F.pad(x.view(2, 4, 4, 32), (0, 0, 0, 0)), shifts=(-1, -1), dims=(1, 2))
+    return x.view(2, 2, 2, 2, 2, 32).permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, 4, 32)
+
+
+@pytest.mark.parametrize("move", [windows, lambda x: torch.permute(x, (1, 0, 2)).flatten(0, 1)])
+def test_a_norm_whose_rows_are_moved_is_left_with_that_reason(move):
+    compiled, x = Matched(lambda x: F.linear(move(F.layer_norm(x, (32,))), WEIGHT)), torch.randn(2, 16, 32)
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert compiled.reasons("layer_norm")[0].startswith("the FP8 linear reads it permuted or padded, and fused kernels")
+
+
 def test_autocast_norm_is_left_with_the_dtypes():
     linear, norm = nn.Linear(32, 16), nn.LayerNorm(32)
     compiled = Matched(lambda x: linear(norm(x)))

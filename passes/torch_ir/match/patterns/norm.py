@@ -60,6 +60,8 @@ class Norm:
     nodes:   the user's nodes, `last` at the end.
     weights: weight for rms_norm, (weight, bias) for layer_norm; [N] each, or None.
     options: what follows them in the operation's schema, eps first.
+
+    Of layer_norm_modulate, weight and bias are [B, 1, .., N].
     """
 
     kind: str
@@ -155,7 +157,8 @@ def _reason(norm: Norm) -> str:
     if columns is None:
         return f"its last dimension is dynamic ({x.shape[-1]})"
     for weight in norm.weights:
-        if weight is not None and tuple(tensor_of(weight).shape) != (columns,):
+        expected = (columns,) if norm.kind != "layer_norm_modulate" else tuple(tensor_of(weight).shape)
+        if weight is not None and tuple(tensor_of(weight).shape) != expected:
             return f"its weight or bias has shape {list(tensor_of(weight).shape)}; expected [{columns}]"
         if weight is not None and tensor_of(weight).dtype not in FLOATS:
             return f"its weight or bias is {dtype_name(tensor_of(weight).dtype)}"
