@@ -88,7 +88,10 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
         ({"rules": ("lm_head", None)}, "rules[0] must be (regular expression, recipe or None), got 'lm_head'"),
         ({"rules": [("mlp", None), ("head",)]}, "rules[1] must be (regular expression, recipe or None), got ('head',)"),
         ({"rules": [("mlp", None), ("(", None)]}, "rules[1]: '(' is not a regular expression: missing )"),
-        ({"rules": [("mlp", None), ("a", "fp8")]}, "unknown recipe 'fp8'; did you mean 'mxfp8'? (in rules[1"),
+        (
+            {"rules": [("mlp", None), ("a", "fp8")]},
+            "unknown recipe 'fp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'mxfp8', 'nvfp4' (in rules[1",
+        ),
     ],
     ids=str,
 )

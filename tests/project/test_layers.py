@@ -20,7 +20,7 @@ PACKAGES = {
 }
 """Folder in the repository -> the package it is installed as."""
 
-TOP = {"te_dynamo/__init__.py", "te_dynamo/__main__.py", "te_dynamo/backend.py"}
+TOP = {"te_dynamo/__init__.py", "te_dynamo/__main__.py", "te_dynamo/backend.py", "te_dynamo/entry.py"}
 """The pipeline, the public names and the command line know every room."""
 
 KERNEL_ROOMS = {
