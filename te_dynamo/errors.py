@@ -36,14 +36,16 @@ class InvalidOptionError(TeError, ValueError):
     def unknown(
         cls, what: str, name: object, known: Iterable[object], others: Iterable[str] = (), others_are: str = ""
     ) -> InvalidOptionError:
-        """Names the unknown thing and the nearest valid ones; without a near one all of `known`.
+        """Names the unknown thing and the nearest valid ones; all of `known` too where they are few, or where none is near.
 
         others: valid too but too many to list; `others_are` says what they are.
         """
         known = sorted(known, key=str)
         near = difflib.get_close_matches(str(name), [*(k for k in known if isinstance(k, str)), *others], n=3)
         valid = ", ".join([*map(repr, known), *([others_are] if others_are else [])])
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid: {valid}"
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+        if not near or (len(known) <= 4 and not others_are):
+            hint = f"{hint} valid: {valid}".strip()
         return cls(f"te_dynamo: unknown {what} {name!r}; {hint}")
 
 

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-__all__ = ["H200", "Device", "device_of"]
+__all__ = ["DEVICES", "H200", "Device", "device_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Device:
 
 
 H200 = Device((9, 0), 132)
+
+DEVICES = {"h200": H200}
+"""Those whose times are known (passes/torch_ir/match/cost.py), by the names that `te_dynamo.explain(device=...)` takes."""
 
 
 @functools.cache

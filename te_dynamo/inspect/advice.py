@@ -14,6 +14,8 @@ With `require_coverage` too little in a recipe is a CoverageError.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import difflib
 import re
 import warnings
@@ -29,7 +31,7 @@ from te_dynamo.inspect.report import MatchRecord, Report, coverage
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.options import Options
 
-__all__ = ["advise", "require_coverage", "warn_if_emulated", "warn_if_left_for_cost"]
+__all__ = ["advise", "require_coverage", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
 
 _QUANTIZED_BY = (
     "torchao",
@@ -58,6 +60,17 @@ class _Model:
 _models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
 _told_of_functions: set[str] = set()
 _told_once: set[str] = set()
+_unheard: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_unheard", default=False)
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nothing is told and nothing is remembered as told: of a run for a device that is not here."""
+    token = _unheard.set(True)
+    try:
+        yield
+    finally:
+        _unheard.reset(token)
 
 
 def advise(model: nn.Module | None, whole: bool, options: Options, report: Report) -> None:
@@ -66,6 +79,8 @@ def advise(model: nn.Module | None, whole: bool, options: Options, report: Repor
     model: the module that was compiled, None for a function.
     whole: whether the graph is all of it, as far as Dynamo knows yet.
     """
+    if _unheard.get():
+        return
     known = _Model(_told_of_functions) if model is None else _models.setdefault(model, _Model(set()))
     for text in _advice(model, known, whole, options, report):
         report.notes.append(text)
@@ -93,7 +108,7 @@ def warn_if_left_for_cost(reasons: Sequence[str]) -> None:
 
 
 def _warn_once(subject: str, text: str) -> None:
-    if subject not in _told_once:
+    if subject not in _told_once and not _unheard.get():
         _told_once.add(subject)
         warnings.warn(text, stacklevel=3)
 

@@ -16,12 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from te_dynamo.errors import UnsupportedError
-from te_dynamo.inspect.capture import capture
+from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.inspect.advice import unheard
+from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.kernels.runtime.device import DEVICES
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
+
+_DEFAULT_GPU = "h200"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +46,14 @@ class Explanation:
         graph_breaks: list[GraphBreak],
         matrix_flops: MatrixFlops | None = None,
         left_out: Sequence[MatchRecord] = (),
+        device: str = "",
+        on_gpu: Explanation | str | None = None,
     ) -> None:
         self.reports = reports
         self.graph_breaks = graph_breaks
         self.matrix_flops = matrix_flops
+        self.device = device  # that it was rewritten for without running on it, "" for a run
+        self.on_gpu = on_gpu  # of a run without a GPU: what one would do, or why that is not known
         self._left_out = left_out
 
     @property
@@ -64,18 +73,28 @@ class Explanation:
 
     @property
     def headline(self) -> str:
-        """One line: coverage, recipes, counts."""
+        """One line: coverage, recipes, counts; of a run without a GPU, what one would take."""
         matched = [match for match in self.linears if match.matched]
         recipes = ", ".join(dict.fromkeys(match.recipe for match in matched if match.recipe)) or "no recipe"
         kept = sum(weight.nbytes for weight in self._kept_weights())
         weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
         unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
         uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
+        here = f"on an {self.device.upper()}, where it was not run: " if self.device else ""
         return (
-            f"coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
+            f"{here}coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
             f"{self._share_with_rows()}"
-            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}"
+            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{self._on_gpu()}"
+        )
+
+    def _on_gpu(self) -> str:
+        if not isinstance(self.on_gpu, Explanation):
+            return ""
+        there = self.on_gpu.linears
+        return (
+            f"; an {self.on_gpu.device.upper()} would take {sum(match.matched for match in there)} of {_count(len(there), 'linear')}, "
+            f"{_percent(self.on_gpu.coverage)}"
         )
 
     def _share_with_rows(self) -> str:
@@ -87,16 +106,19 @@ class Explanation:
         return f"{share} of the model's matrix FLOPs have a row{beside}; "
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: "coverage", "matrix_flops", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
+        """Plain data: "coverage", "device", "on_gpu", "matrix_flops", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
         "graphs", "notes".
 
         "linears" and "norms_activations" hold MatchRecord's fields, "weights" WorkspaceRecord's: the quantized weights that are
         kept between calls; "graphs" is the number of Dynamo graphs. "matrix_flops" are those of one forward, as torch counts them: "by_weight"
         and of "activations", and which share of both "has_a_row" or is one of activations; None where the forward cannot be counted.
+        "device" is what `explain` was given; "on_gpu" is another such dictionary: of a run without a GPU what an H200 would do.
         """
         flops = self.matrix_flops
         return {
             "coverage": self.coverage,
+            "device": self.device,
+            "on_gpu": self.on_gpu.to_dict() if isinstance(self.on_gpu, Explanation) else None,
             "matrix_flops": flops
             and {
                 "by_weight": flops.by_weight.total(),
@@ -131,7 +153,10 @@ class Explanation:
 
     def _notes(self) -> list[str]:
         """Each once, though several graphs have it."""
-        return list(dict.fromkeys(note for report in self.reports for note in report.notes))
+        notes = [note for report in self.reports for note in report.notes]
+        if isinstance(self.on_gpu, str):
+            notes.append(f"what an {_DEFAULT_GPU.upper()} would take is not known: {self.on_gpu}")
+        return list(dict.fromkeys(notes))
 
     def _fusions(self) -> Counter[tuple[str, str]]:
         counts: Counter[tuple[str, str]] = Counter()
@@ -193,6 +218,7 @@ def explain(
     *args: Any,
     options: dict[str, Any] | None = None,
     mode: str | None = None,
+    device: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
@@ -201,6 +227,10 @@ def explain(
                    a module's own options and mode where none are given. A function does not keep its options, nor does a
                    module that `model.compile()` compiled in place.
     options, mode: as for torch.compile.
+    device:        "h200": what a GPU of that name would do, whatever the machine. The model is rewritten for it on fake tensors, with the
+                   rule of what costs more than it saves there, and no kernel is listed. Raises InputError for another name.
+
+    Without a GPU the headline also has what an H200 would take.
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
@@ -212,19 +242,59 @@ def explain(
     target, own = _unwrap(model)
     if options is None and mode is None:
         options, mode = own.get("options"), own.get("mode")
+    if device is not None:
+        if device not in DEVICES:
+            raise InputError(
+                f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(DEVICES)}"
+            )
+        return _explain_for(device, target, args, kwargs, options, mode)
+    found = _explain_here(target, args, kwargs, options, mode)
+    if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in _tensors((args, kwargs))):
+        try:
+            found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
+        except Exception as error:  # of the model's own code too, where it asks for values
+            found.on_gpu = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return found
+
+
+def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
+    with _unchanged(target, args, kwargs):
+        graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
+    return Explanation(graphs.reports, breaks, flops, left_out)
+
+
+def _explain_for(
+    device: str, target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None
+) -> Explanation:
+    """Of the graphs that such a GPU would run, made from fake tensors: no code is generated, since none can be compiled for it here."""
+    options = {**(options or {}), "codegen": "eager"}
+    options.pop("require_coverage", None)
+    with (
+        _unchanged(target, args, kwargs),
+        unheard(),
+        fake_cuda(device),
+        moved(target, (args, kwargs)) as (args, kwargs),
+    ):
+        graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
+    return Explanation(graphs.reports, breaks, flops, left_out, device)
+
+
+def _compile_and_run(
+    target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None
+) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
+    """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     breaks_before = len(_graph_break_log())
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
     compiled = torch.compile(target, backend=backend, options=options, mode=mode)
-    with warnings.catch_warnings(), capture() as graphs, _unchanged(target, args, kwargs), _not_in_place(target):
+    with warnings.catch_warnings(), capture() as graphs, _not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         _run(compiled, target, args, kwargs)
         breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
         flops = _matrix_flops(target, args, kwargs)
-    rows = _linears(graphs.reports)
     counted = flops is not None and isinstance(target, nn.Module)
-    left_out = list(rows_of_modules_left_out(target, flops, rows)) if counted else []  # type: ignore[arg-type]
-    return Explanation(graphs.reports, breaks, flops, left_out)
+    rows = _linears(graphs.reports)
+    return graphs, breaks, (flops, list(rows_of_modules_left_out(target, flops, rows)) if counted else [])  # type: ignore[arg-type]
 
 
 def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:

@@ -22,9 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_dynamo.inspect.report import MatchRecord
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
 __all__ = ["MatrixFlops", "count_matrix_flops", "rows_of_modules_left_out", "share_with_rows"]
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclasses.dataclass

@@ -1,35 +1,18 @@
-"""Compiling for CUDA on a machine without one: what the graph snapshots of the tests are taken with.
-
-Fake tensors carry device "cuda" through every build of torch, but training graphs need more:
-
-- autograd asks a CUDA device guard for streams while it builds a graph. CUDA builds without a device get a
-  no-op guard from torch itself; for CPU-only builds the CPU's, which does nothing either, is put in its
-  place (te_dynamo/testing/device_guard.py).
-- the C++ engine asks for a CUDA context before it runs a backward pass, so AOTAutograd's call of
-  `torch.autograd.grad` is answered by a walk over the same autograd nodes in Python (`grad`).
-- donated buffers are off: AOTAutograd refuses them when the engine is not what calls its backward.
-- Inductor stops after its last graph pass, before it generates code, and the graph runs as it is.
-- torch finds out which arguments a Triton kernel writes by compiling it for Triton's active device: that, and
-  what torch tells of the device, is an H200.
-"""
+"""The graphs of a model for CUDA on a machine without one: what graph snapshots are taken with."""
 
 from __future__ import annotations
 
-import contextlib
-import heapq
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from te_dynamo.inspect.capture import Captured, capture
-from te_dynamo.testing.device_guard import ensure_device_guard
+from te_dynamo.inspect.fake_cuda import fake_cuda, grad, move
 
-__all__ = ["capture_on_fake_cuda", "fake_cuda", "grad"]
+__all__ = ["capture_on_fake_cuda", "fake_cuda"]
 
 
 def capture_on_fake_cuda(
@@ -54,7 +37,7 @@ def capture_on_fake_cuda(
     """
     model = make_model()
     with capture() as graphs, fake_cuda():
-        _move(model)
+        move(model)
         inputs = make_inputs("cuda")
         compiled = torch.compile(model, backend=backend, **compile_kwargs)
         with torch.set_grad_enabled(backward):
@@ -65,202 +48,5 @@ def capture_on_fake_cuda(
     return graphs
 
 
-@contextlib.contextmanager
-def fake_cuda() -> Iterator[None]:
-    """Inside, tensors are fake, and `torch.compile` traces forward and backward graphs for "cuda"."""
-    import torch._functorch.config
-    import torch._inductor.config
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    ensure_device_guard()
-    with (
-        FakeTensorMode(shape_env=ShapeEnv()),
-        mock.patch("torch.autograd.grad", grad),
-        # Backward is compiled with forward: what is compiled later is copied first, with the real tensors of torch.tensor(1.0).
-        torch._functorch.config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
-        torch._inductor.config.patch(joint_graph_constant_folding=False),  # it makes real tensors
-        mock.patch("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT", -1),  # so does this, of torch.tensor(1.0)
-        mock.patch("torch.cuda._lazy_init", lambda: None),  # torch.tensor(..., device="cuda") and x[[0, 1]] call it
-        _inductor_passes_only(),
-        _an_h200(),
-    ):
-        yield
-
-
-def grad(
-    outputs: Tensor | Sequence[Tensor],
-    inputs: Tensor | Sequence[Tensor],
-    grad_outputs: Sequence[Tensor | None] | None = None,
-    create_graph: bool = False,
-    **_: Any,
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` without the C++ engine: same nodes, same order, ones for a missing grad_output.
-
-    An input that no output depends on gets None. Of the other arguments of `torch.autograd.grad` none
-    changes a trace.
-    """
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    wanted = [_edge(tensor) for tensor in inputs]
-    roots = [_edge(tensor) for tensor in outputs]
-    needed, waiting = _plan({node for node, _ in roots}, {node for node, _ in wanted})
-    arrived: dict[Node, dict[int, Tensor]] = {}
-    for position, (root, output) in enumerate(zip(roots, outputs, strict=True)):
-        given = grad_outputs[position] if grad_outputs is not None else None
-        _accumulate(arrived, root, torch.ones_like(output) if given is None else given)
-
-    ready = [(-node._sequence_nr(), id(node), node) for node in needed if not waiting[node]]
-    heapq.heapify(ready)
-    results: dict[tuple[Node, int], Tensor] = {}
-    with torch.set_grad_enabled(create_graph):
-        while ready:
-            node = heapq.heappop(ready)[2]  # the engine's order: the youngest node first
-            grads = arrived.pop(node, {})
-            results.update({(node, slot): value for slot, value in grads.items()})
-            for edge, value in _call(node, grads, needed):
-                if value is not None:
-                    _accumulate(arrived, edge, value)
-                waiting[edge[0]] -= 1
-                if not waiting[edge[0]]:
-                    heapq.heappush(ready, (-edge[0]._sequence_nr(), id(edge[0]), edge[0]))
-    return tuple(results.get(edge) for edge in wanted)
-
-
-def _edge(tensor: Tensor) -> tuple[Node, int]:
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge[0], edge[1]
-
-
-def _plan(roots: set[Node], wanted: set[Node]) -> tuple[set[Node], dict[Node, int]]:
-    """(the nodes on a path from a root to a wanted node, how many gradients each waits for)"""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack = [(node, False) for node in roots]
-    while stack:
-        node, finished = stack.pop()
-        if finished:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
-    needed = wanted & seen
-    for node in order:  # children come before their parents
-        if any(child in needed for child, _ in node.next_functions):
-            needed.add(node)
-    waiting = dict.fromkeys(needed, 0)
-    for node in needed:
-        for child, _ in node.next_functions:
-            if child in needed:
-                waiting[child] += 1
-    return needed, waiting
-
-
-def _call(node: Node, grads: dict[int, Tensor], needed: set[Node]) -> list[tuple[tuple[Node, int], Tensor | None]]:
-    """(edge, gradient) for each needed edge below `node`; gradients None where nothing arrived at `node`."""
-    edges: list[Any] = [edge for edge in node.next_functions if edge[0] is not None]
-    if not any(child in needed for child, _ in edges):
-        return []
-    values: list[Tensor | None] = [None] * len(edges)
-    if grads:
-        arguments = [grads.get(slot) for slot in range(len(node._input_metadata))]
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            if type(node).__name__ == "CompiledFunctionBackward":  # AOTAutograd's, which counts on the engine's zeros
-                arguments = [
-                    torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
-                    for grad, meta in zip(arguments, node._input_metadata, strict=True)
-                ]
-            # Not callable, and it answers for arguments that are no tensors too: those have no edge.
-            result = _as_list(node.apply(*arguments))
-            values = [value for value, wanted in zip(result, node.needs_input_grad, strict=False) if wanted]
-        else:
-            result = _as_list(node(*arguments))  # type: ignore[operator]
-            values = [value for value, edge in zip(result, node.next_functions, strict=True) if edge[0] is not None]
-    return [(edge, value) for edge, value in zip(edges, values, strict=True) if edge[0] in needed]
-
-
-def _as_list(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def _accumulate(arrived: dict[Node, dict[int, Tensor]], edge: tuple[Node, int], value: Tensor) -> None:
-    node, slot = edge
-    metadata = node._input_metadata[slot]
-    if len(metadata.shape) != value.dim() or any(
-        a is not b and a != b for a, b in zip(metadata.shape, value.shape, strict=True)
-    ):
-        value = value.sum_to_size(metadata.shape)  # a broadcast operand
-    if value.dtype != metadata.dtype:
-        value = value.to(metadata.dtype)
-    slots = arrived.setdefault(node, {})
-    slots[slot] = value if slot not in slots else slots[slot] + value
-
-
-class _PassesDone(BaseException):
-    """Not an Exception: Inductor wraps those into its own."""
-
-
-@contextlib.contextmanager
-def _inductor_passes_only() -> Iterator[None]:
-    from functorch.compile import make_boxed_func
-    from torch._inductor import compile_fx
-
-    compile_inner: Any = compile_fx._compile_fx_inner  # type: ignore[attr-defined]
-    post_grad: Any = compile_fx._recursive_post_grad_passes  # type: ignore[attr-defined]
-
-    def passes_then_stop(gm: Any, *args: Any, **kwargs: Any) -> None:
-        post_grad(gm, *args, **kwargs)
-        raise _PassesDone
-
-    def without_codegen(gm: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return compile_inner(gm, *args, **kwargs)
-        except _PassesDone:
-            gm.recompile()
-            return make_boxed_func(gm.forward)
-
-    with (
-        mock.patch.object(compile_fx, "_recursive_post_grad_passes", passes_then_stop),
-        mock.patch.object(compile_fx, "_compile_fx_inner", without_codegen),
-    ):
-        yield
-
-
-def _move(model: nn.Module) -> None:
-    """Replaces every tensor of `model` by a fake one on "cuda"; `Module.to` cannot under a fake mode."""
-    moved: dict[int, Tensor] = {}  # tied parameters stay tied
-
-    def move(tensor: Tensor) -> Tensor:
-        if id(tensor) not in moved:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-            parameter = isinstance(tensor, nn.Parameter)
-            moved[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
-        return moved[id(tensor)]
-
-    for module in model.modules():
-        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for tensors in owners:
-            tensors.update({name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)})
-
-
-@contextlib.contextmanager
-def _an_h200() -> Iterator[None]:
-    """Torch and Triton describe the device as an H200, as far as compiling asks."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    capability = (9, 0)
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
-    target = GPUTarget("cuda", 90, 32)
-    active = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
-    with (
-        mock.patch.object(driver, "_active", active),  # driver.reset_active() fails where there is no device
-        mock.patch("torch.cuda.get_device_properties", lambda device=None: properties),
-        mock.patch("torch.cuda.get_device_capability", lambda device=None: capability),
-    ):
-        yield
-
-
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

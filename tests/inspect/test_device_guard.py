@@ -1,4 +1,4 @@
-"""te_dynamo/testing/device_guard.py: torch's array of guards is written where it is known, and nowhere else."""
+"""te_dynamo/inspect/device_guard.py: torch's array of guards is written where it is known, and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.testing import device_guard, fake_cuda
+from te_dynamo.inspect import device_guard
+from te_dynamo.testing import fake_cuda
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libc10.so"
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from expecttest import assert_expected_inline
 from helpers.graphs.fake_backend import recording_backend
 from torch import nn
 
+import te_dynamo
 import te_dynamo.__main__ as command_line
-from te_dynamo.errors import UnsupportedError
+from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.explain import Explanation, explain
 
 
@@ -51,7 +53,8 @@ def test_text(net):
     assert_expected_inline(
         str(explain(net, torch.ones(4, 8))),
         """\
-coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks
+coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks; an H200 would
+take 1 of 2 linears, 66.7%
 
 linears
 
@@ -301,3 +304,69 @@ def test_data_that_decides_what_runs_is_counted_by_a_real_forward(te):
 
     found = explain(Chooses(), torch.ones(8, 32), options={"codegen": "eager"})
     assert found.to_dict()["matrix_flops"] == {"by_weight": 2 * 8 * 32 * 32, "activations": 0, "has_a_row": 1.0}
+
+
+# ---- what a GPU would do
+
+
+def small():
+    """Two linears which a GPU runs faster in bf16."""
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
+
+
+CODEGEN = {"codegen": "eager"}
+
+
+@pytest.mark.cost_rule
+def test_without_a_gpu_the_headline_says_what_one_would_take(te):
+    model, x = small(), torch.randn(8, 64).bfloat16()
+    weights = [*model.parameters()]
+    found = explain(model, x, options=CODEGEN)
+    assert found.coverage == 1.0 and found.headline.endswith("; an H200 would take 0 of 2 linears, 0.0%")
+    assert found.to_dict()["on_gpu"]["coverage"] == 0.0 and found.to_dict()["device"] == ""
+    assert all(a is b and type(a) is nn.Parameter for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.cost_rule
+def test_for_a_device_its_rule_of_cost_is_asked(te):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 256)).bfloat16()
+        x = torch.empty(4096, 4096).bfloat16()
+    found = explain(model, x, device="h200")
+    assert [row.matched for row in found.linears] == [True, False]
+    assert "bf16 takes" in found.linears[1].reason
+    assert found.headline.startswith("on an H200, where it was not run: coverage")
+    assert "lowered" not in str(found) and found.to_dict()["device"] == "h200"
+    assert found.to_dict()["matrix_flops"]["has_a_row"] == 1.0
+    assert model[0].weight.is_meta
+
+
+def test_a_frozen_weight_is_frozen_on_that_device_too(te):
+    model, x = te_dynamo.freeze(small()), torch.randn(8, 64).bfloat16()
+    with torch.no_grad():
+        assert explain(model, x, device="h200").coverage == 1.0
+
+
+def test_what_is_not_known_is_a_note(te):
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.fc(x) if x.sum().item() > 0 else x
+
+    found = explain(Asks(), torch.ones(8, 32), options=CODEGEN)
+    (note,) = found.to_dict()["notes"]
+    assert found.to_dict()["on_gpu"] is None and note.startswith("what an H200 would take is not known: ")
+
+
+def test_another_device_is_refused(net):
+    with pytest.raises(InputError, match="device 'b300' is none whose times are known: h200"):
+        explain(net, torch.ones(4, 8), device="b300")
+
+
+def test_nothing_is_told_of_a_device_that_is_not_here(te):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explain(small(), torch.randn(8, 64).bfloat16(), device="h200")

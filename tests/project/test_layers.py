@@ -20,7 +20,7 @@ PACKAGES = {
 }
 """Folder in the repository -> the package it is installed as."""
 
-TOP = {"te_dynamo/__init__.py", "te_dynamo/__main__.py", "te_dynamo/backend.py"}
+TOP = {"te_dynamo/__init__.py", "te_dynamo/__main__.py", "te_dynamo/backend.py", "te_dynamo/entry.py"}
 """The pipeline, the public names and the command line know every room."""
 
 KERNEL_ROOMS = {
@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "te_dynamo/weights": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/operations": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/nn": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
-    "te_dynamo/inspect": {"te_dynamo", "lowering", "lowering/inductor", "kernels/runtime"},
+    "te_dynamo/inspect": {"te_dynamo", "te_dynamo/weights", "lowering", "lowering/inductor", "kernels/runtime"},
     "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect"},
     "passes/dialect": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "passes/torch_ir": {

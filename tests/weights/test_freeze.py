@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import te_dynamo
 from te_dynamo.errors import KeptWeightError
+from te_dynamo.inspect.fake_cuda import move
 from te_dynamo.testing import fake_cuda
-from te_dynamo.testing.fake_cuda import _move
 from te_dynamo.weights import cache as weight_cache
 from te_dynamo.weights.freeze import _watched
 from te_dynamo.weights.frozen import is_dropped
@@ -78,7 +78,7 @@ def test_stacked_linears_have_one_workspace(codegen: str, drop: bool, quantized)
 def test_on_a_gpu_the_stacks_are_one_gemm_each() -> None:
     model = block(512)
     with te_dynamo.capture() as graphs, fake_cuda():
-        _move(model)
+        move(model)
         te_dynamo.freeze(model)
         with torch.no_grad():
             torch.compile(model, backend="te")(torch.randn(1, 2048, 512, device="cuda", dtype=torch.bfloat16))

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["autocast_around", "may_be_autocast"]
+__all__ = ["autocast_around", "is_body", "may_be_autocast"]
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
@@ -18,7 +18,7 @@ _EXIT = torch.amp.autocast_mode._exit_autocast
 def may_be_autocast(node: fx.Node, device: torch.device) -> bool:
     """True where autocast is on: when the model is called, or in a region of this graph around `node`. Also true inside the
     body of a higher-order op, whose surroundings are not seen from there."""
-    if _is_body(node.graph):
+    if is_body(node.graph):
         return True
     if torch.is_autocast_enabled(device.type):
         return True
@@ -30,7 +30,7 @@ def autocast_around(node: fx.Node) -> Iterator[None]:
     """Inside, autocast is as in the regions of this graph around `node`; in the body of a higher-order op, whose surroundings are
     not seen, as the dtype of its first result says."""
     result = next(v for v in tree_leaves(node.meta["example_value"]) if isinstance(v, torch.Tensor))
-    if _is_body(node.graph) and result.dtype in (torch.bfloat16, torch.float16):
+    if is_body(node.graph) and result.dtype in (torch.bfloat16, torch.float16):
         with torch.autocast(result.device.type, result.dtype):
             yield
         return
@@ -42,7 +42,8 @@ def autocast_around(node: fx.Node) -> Iterator[None]:
             _EXIT(mode)
 
 
-def _is_body(graph: fx.Graph) -> bool:
+def is_body(graph: fx.Graph) -> bool:
+    """Whether it is the graph of a higher-order op's body, not that of a function."""
     return not any(n.op == "placeholder" and hasattr(n, "_dynamo_source") for n in graph.nodes)
 
 

@@ -91,10 +91,8 @@ def linear_cost_reason(
         return ""
     weight = fp8 - _microseconds(times, len(work), flops * sum(work), read, 0, activations)
     keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
-    return (
-        f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us, {weight:.0f} of them to quantize its weight; "
-        f"{keep} {_BY_RULE}"
-    )
+    of_weight = f", {weight:.0f} of them to quantize its weight; {keep}" if round(weight) else ""
+    return f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us{of_weight} {_BY_RULE}"
 
 
 def _times(recipe: Recipe) -> tuple[_Times, _Times] | None:

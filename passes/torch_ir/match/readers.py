@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.passes.torch_ir.match.autocast import is_body
 from te_dynamo.passes.torch_ir.match.patterns.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
@@ -29,7 +30,7 @@ _PART_METHODS = {"chunk", "split", "tensor_split"}
 def why_not_read_by_linear(node: fx.Node) -> str:
     """ "" when a matched linear reads `node`, itself or through views that keep all its elements in order, and a fused
     kernel could write what it reads."""
-    seen, queue, cast, other = {node}, [node], "", ""
+    seen, queue, cast, other, apart = {node}, [node], "", "", ""
     while queue:
         current = queue.pop()
         for user in current.users:
@@ -38,13 +39,19 @@ def why_not_read_by_linear(node: fx.Node) -> str:
                 if quantizer.fused_producers:
                     return ""
                 other = f"no fused kernel writes {quantizer.describe()}; left to Inductor"
+            if isinstance(user.target, torch._ops.HigherOrderOperator) or (user.op == "output" and is_body(user.graph)):
+                apart = (
+                    "it is read across the border of a region (a checkpoint), where nothing is fused; left to Inductor"
+                )
             if user not in seen and _keeps_elements(user, current):
                 seen.add(user)
                 if _same_dtype(user, current):
                     queue.append(user)
                 elif any(_is_te_linear(reader) and reader.args[0] is user for reader in user.users):
                     cast = f"it is {_dtype(node)}, the FP8 linear reading it {_dtype(user)}; left to Inductor"
-    return other or cast or _why_not_read_in_order(node)
+                else:
+                    apart = f"it is {_dtype(node)} and goes on as {_dtype(user)}, and is not what an FP8 linear reads; left to Inductor"
+    return other or cast or apart or _why_not_read_in_order(node)
 
 
 def _why_not_read_in_order(node: fx.Node) -> str:

@@ -60,6 +60,12 @@ def test_the_reason_has_both_times_and_what_to_do() -> None:
     assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
 
 
+def test_a_weight_that_costs_nothing_need_not_be_kept() -> None:
+    assert linear_cost_reason(64, 64, 64, ("fprop",), Float8CurrentScaling()) == (
+        "M = 64, N = 64, K = 64: bf16 takes 1 us, FP8 13 us (estimated for an H200); a rule that names it has it in FP8 all the same"
+    )
+
+
 @pytest.mark.parametrize(
     "options", [{"rules": [("", FP8)]}, {"weight_cache": "step"}, {"recipe": "nvfp4"}, {"recipe": "mxfp8"}], ids=str
 )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs.matching import Matched
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from te_dynamo.testing import capture_on_fake_cuda
 
@@ -319,3 +320,39 @@ def test_not_a_norm_at_all(name):
     compiled = Matched(lambda x: F.linear(forward(x), WEIGHT))
     compiled(torch.randn(32, 32))
     assert [record.kind for record in compiled.records] == ["linear"]
+
+
+def test_a_norm_that_a_checkpoint_reads_says_so() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.RMSNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.linear, self.norm(x), use_reentrant=False)
+
+    compiled = Matched(Model())
+    compiled(torch.randn(4, 32))
+    assert compiled.reasons("rms_norm") == [
+        "it is read across the border of a region (a checkpoint), where nothing is fused; left to Inductor"
+    ]
+
+
+def test_a_gated_norm_in_fp32_says_so() -> None:
+    """Mamba2's: the weight comes after the cast, and what is normed is fp32 itself."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.linear = nn.Parameter(torch.ones(32)), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            h = x.float() * F.silu(gate.float())
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return self.linear(self.weight * h.to(x.dtype))
+
+    compiled = Matched(Model().bfloat16())
+    compiled(*(torch.randn(4, 32).bfloat16() for _ in range(2)))
+    assert compiled.reasons("rms_norm") == [
+        "it is fp32 and goes on as bf16, and is not what an FP8 linear reads; left to Inductor"
+    ]

@@ -1,0 +1,53 @@
+"""`te_dynamo.compile`: torch.compile(model, backend="te") whose options have types, and whose mistakes show where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+from te_dynamo.options import Options
+from te_dynamo.recipe import Recipe
+
+__all__ = ["compile"]
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+def compile(
+    model: Model,
+    *,
+    recipe: str | Recipe | None = "float8_current_scaling",
+    rules: Sequence[tuple[str, str | Recipe | None]] = (),
+    codegen: Literal["inductor", "eager"] = "inductor",
+    fusions: bool | Sequence[str] = True,
+    weight_cache: Literal["step"] | None = None,
+    weight_cache_check: bool = False,
+    low_memory: bool = True,
+    require_coverage: float = 0.0,
+    inductor: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> Model:
+    """`torch.compile(model, backend="te", options=...)`, with the options as keywords: `te_dynamo.options.Options` says what each does.
+
+    inductor: options of Inductor's own, beside those of `mode`.
+    mode, dynamic, fullgraph: as for torch.compile.
+
+    Raises InvalidOptionError at once for a wrong option, rule, recipe, fusion or mode, not at the model's first call.
+    """
+    from te_dynamo.passes.dialect.fuser import check_choice
+
+    own = {
+        "recipe": recipe, "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
+        "weight_cache_check": weight_cache_check, "low_memory": low_memory, "require_coverage": require_coverage,
+    }  # fmt: skip
+    parsed = Options.parse({**(inductor or {}), **own}, mode)
+    check_choice(parsed.fusions)
+    # torch takes a mode or options: the mode's are among them now.
+    compiled = torch.compile(
+        model, backend="te", options={**dict(parsed.inductor), **own}, dynamic=dynamic, fullgraph=fullgraph
+    )
+    return cast(Model, compiled)
