@@ -2,6 +2,7 @@
 
 from te_dynamo.dialect import (
     activation,
+    gated,
     gemm,
     grouped_linear,
     linear,
@@ -9,7 +10,6 @@ from te_dynamo.dialect import (
     norm_add,
     quantize,
     stacked,
-    swiglu,
 )
 from te_dynamo.dialect.define import KERNELS, is_te
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
@@ -20,6 +20,7 @@ __all__ = [
     "GroupedLinearConfig",
     "LinearConfig",
     "activation",
+    "gated",
     "gemm",
     "grouped_linear",
     "is_te",
@@ -28,5 +29,4 @@ __all__ = [
     "norm_add",
     "quantize",
     "stacked",
-    "swiglu",
 ]

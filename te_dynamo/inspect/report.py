@@ -12,7 +12,7 @@ __all__ = ["MatchRecord", "Report", "WorkspaceRecord", "coverage"]
 class MatchRecord:
     """One matched, or deliberately left, piece of the user's model.
 
-    kind:    "linear", "rms_norm", "layer_norm", "gelu", "silu", "relu" or "swiglu".
+    kind:    "linear", "rms_norm", "layer_norm", "gelu", "quick_gelu", "silu", "relu", or "gated silu" and its like.
     module:  path of the module that holds it ("layers.0.mlp.down_proj"), "" where the graph gives none.
     source:  the user's line, "file.py:17", "" where unknown.
     matched: whether it became a te operation.

@@ -44,11 +44,11 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.define import is_te
+from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.dialect.gemm import gemm
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import MOST_SEGMENTS, gemm_stacked, quantize_stacked, segments_stack, stacking_pays
-from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
 from te_dynamo.passes.dialect.graph import (
     call_like,
     calls,
@@ -63,7 +63,7 @@ from te_dynamo.passes.dialect.graph import (
 __all__ = ["fuse_shared_input"]
 
 _aten = torch.ops.aten
-_BY_ROWS = (swiglu, swiglu_backward)  # the te operations that read tensors with a row stride of their own
+_BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a row stride of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,11 +326,11 @@ def _additions(term: Node) -> Iterator[Node]:
 
 
 def _in_order(linears: list[_Linear]) -> list[_Linear]:
-    """As in the graph, but a gate before what it gates: te.swiglu_backward_quantize writes them so."""
+    """As in the graph, but a gate before what it gates: te.gated_backward_quantize writes them so."""
 
     def place(linear: _Linear) -> int:
         grad = None if linear.grad is None else _source(linear.grad)
-        if grad is None or grad.target is not operator.getitem or grad.args[0].target is not swiglu_backward:  # type: ignore[union-attr]
+        if grad is None or grad.target is not operator.getitem or grad.args[0].target is not gated_backward:  # type: ignore[union-attr]
             return 0
         return int(grad.args[1])  # type: ignore[arg-type]
 

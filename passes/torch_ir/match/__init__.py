@@ -26,7 +26,8 @@ forward, backward and what is saved.
     experts.py      a loop over experts that each take a piece of one split
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
     rms_norm.py     RMSNorm written out in the model
-    activation.py   gelu, silu, relu, silu(a) * b
+    activation.py   gelu, quick_gelu, silu, relu
+    gated.py        f(a) * b of such an f, or the sigmoid; F.glu
     sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of

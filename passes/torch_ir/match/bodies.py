@@ -18,10 +18,11 @@ from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.checkpoint import ask_for_what_was_replaced
 from te_dynamo.passes.torch_ir.match.mutation import effects_known
-from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation, match_swiglu
+from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation
 from te_dynamo.passes.torch_ir.match.patterns.attention import match_attention
 from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
 from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
+from te_dynamo.passes.torch_ir.match.patterns.gated import match_gated
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
@@ -40,8 +41,8 @@ _PLAIN_BODIES = {
 _LINEARS = (match_expert_loop, match_grouped, match_linear, match_compound)
 """Matchers of linears, in order: a loop over experts before each of its linears becomes one of its own."""
 
-_AFTER_LINEARS = (match_norm, match_written_rms_norm, match_swiglu, match_activation)
-"""Matchers that look whether an FP8 linear is next to them, in order: swiglu before the silu inside it."""
+_AFTER_LINEARS = (match_norm, match_written_rms_norm, match_gated, match_activation)
+"""Matchers that look whether an FP8 linear is next to them, in order: a gated unit before the activation inside it."""
 
 
 class Matcher:
