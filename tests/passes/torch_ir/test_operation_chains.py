@@ -427,7 +427,7 @@ quantize: (f8e4m3[128, 32], f8e4m3[32, 128], f32[1]) = te.quantize(cat, e4m3[row
 gemm: bf16[32, 128] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=False)
 reshape: bf16[2, 16, 128] = aten.reshape(gemm, [2, 16, 128])
 split: (bf16[2, 16, 64], bf16[2, 16, 64]) = aten.split(reshape, 64, -1)
-gated_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.gated_quantize(split[0], split[1], e4m3[row+column], keep_output=False)
+gated_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.gated_quantize(split[0], split[1], 'silu', e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(down.weight, e4m3[row+column])
 view: bf16[32, 32] = aten.view(x, [32, 32])
 gemm_add: bf16[32, 32] = te.gemm_add(gated_quantize[0], gated_quantize[2], quantize_1[0], quantize_1[2], None, view, bf16, fast_accum=False)
