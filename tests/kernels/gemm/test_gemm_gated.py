@@ -67,7 +67,8 @@ def test_the_reference_is_what_it_is_made_of(gate: int, kind: str) -> None:
     expected = gemm_stacked_reference(*given, torch.bfloat16, True, "N", (128, 128))
     assert torch.equal(c, expected)
     assert partials.max() == gated_reference(*halves(c, gate), kind).abs().max()
-    assert partials.max() != gated_reference(*halves(c, 1 - gate), kind).abs().max()
+    if kind != "relu":  # whose largest product is often that of two positive factors
+        assert partials.max() != gated_reference(*halves(c, 1 - gate), kind).abs().max()
     options = (kind, E4M3, True, True, False, 0.0, True)
     with_amax = gated_quantize_reference(*halves(c, gate), *options, partials)
     assert_same_bits(with_amax, gated_quantize_reference(*halves(c, gate), *options))
@@ -110,7 +111,7 @@ def bound_of(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 
 def value_of(gate: torch.Tensor, kind: str) -> torch.Tensor:
     """f(gate) in fp32 as the kernels find it: an activation of -inf is NaN, for it is -inf times zero."""
-    value = value_reference(gate.float(), kind)
+    value = value_reference(gate.double(), kind).float()  # torch's gelu of fp32 doubles x on the way, and overflows
     return value if kind in ("relu", "sigmoid") else torch.where(gate == -torch.inf, torch.nan, value)
 
 
