@@ -23,9 +23,9 @@ import torch
 import triton
 
 from te_dynamo.kernels.activation.activation import activation_backward_quantize
-from te_dynamo.kernels.activation.swiglu import swiglu_backward_quantize, swiglu_quantize
-from te_dynamo.kernels.activation.swiglu_halves import swiglu_backward_quantize_halves
-from te_dynamo.kernels.activation.swiglu_in_place import swiglu_backward_quantize_in_place
+from te_dynamo.kernels.activation.gated import gated_backward_quantize, gated_quantize
+from te_dynamo.kernels.activation.gated_halves import gated_backward_quantize_halves
+from te_dynamo.kernels.activation.gated_in_place import gated_backward_quantize_in_place
 from te_dynamo.kernels.norm.add import add_rms_norm_quantize
 from te_dynamo.kernels.norm.norm import rms_norm_quantize
 from te_dynamo.kernels.quantize.bias_grad import quantize_bias_grad
@@ -66,20 +66,20 @@ def current_cases(rows: int, columns: int) -> Iterator[Case]:
         3, 4, column_tiles,
     )  # fmt: skip
     yield "quantize_bias_grad", lambda tile: quantize_bias_grad(dy, *GRADIENT, tile=tile), 2, 2, column_tiles
-    yield "swiglu_quantize", lambda tile: swiglu_quantize(gate, x, *BOTH, False, tile=tile), 4, 2, column_tiles
+    yield "swiglu_quantize", lambda tile: gated_quantize(gate, x, "silu", *BOTH, False, tile=tile), 4, 2, column_tiles
     yield (
         "swiglu_backward_quantize",
-        lambda tile: swiglu_backward_quantize(dy, gate, x, *GRADIENT, False, tile=tile),
+        lambda tile: gated_backward_quantize(dy, gate, x, "silu", *GRADIENT, False, tile=tile),
         6, 4, column_tiles,
     )  # fmt: skip
     yield (
         "swiglu_backward_quantize_halves",
-        lambda tile: swiglu_backward_quantize_halves(dy, gate, x, *GRADIENT, False, True, tile=tile),
+        lambda tile: gated_backward_quantize_halves(dy, gate, x, "silu", *GRADIENT, False, True, tile=tile),
         6, 4, column_tiles,
     )  # fmt: skip
     yield (
         "swiglu_backward_quantize_in_place",
-        lambda tile: swiglu_backward_quantize_in_place(dy, gate, x, torch.float8_e5m2, False, 0.0),
+        lambda tile: gated_backward_quantize_in_place(dy, gate, x, "silu", torch.float8_e5m2, False, 0.0),
         6, 2, lambda: iter(()),
     )  # fmt: skip
     codes = x.to(torch.float8_e5m2)

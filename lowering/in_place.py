@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.gemm import gemm_add
 from te_dynamo.dialect.memory import may_be_overwritten
-from te_dynamo.dialect.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
-from te_dynamo.kernels.activation.swiglu_in_place import (
+from te_dynamo.kernels.activation.gated_in_place import (
     COLUMNS_MULTIPLE,
     MOST_COLUMNS,
-    swiglu_backward_quantize_in_place,
+    gated_backward_quantize_in_place,
 )
 from te_dynamo.kernels.gemm.add import gemm_add_in_place, is_aligned
 from te_dynamo.kernels.gemm.choose import choose_for
@@ -33,7 +33,7 @@ def launches_in_place(node: Node) -> Callable[..., Any] | None:
     cannot hold the result."""
     if node.target is gemm_add:
         return gemm_add_in_place if sum_fits_addend(node) else None
-    return _swiglu_backward_in_place(node)
+    return _gated_backward_in_place(node)
 
 
 def sum_fits_addend(node: Node) -> bool:
@@ -49,15 +49,15 @@ def sum_fits_addend(node: Node) -> bool:
     )
 
 
-def _swiglu_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
+def _gated_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:
     """The launcher that writes the gradients of both halves into dy's memory; None where there is none."""
-    if node.target is swiglu_backward_quantize and node.args[5:] == (True,):
+    if node.target is gated_backward_quantize and node.args[6:] == (True,):
         run: Callable[..., list[torch.Tensor]] = _run_stacked
-    elif node.target is swiglu_backward_quantize_halves:
+    elif node.target is gated_backward_quantize_halves:
         run = _run_halves
     else:
         return None
-    dy, _, _, quantizer, keep_output = node.args[:5]
+    dy, _, _, _, quantizer, keep_output = node.args[:6]
     assert isinstance(dy, Node) and isinstance(quantizer, Float8CurrentScalingQuantizer)
     value = dy.meta["val"]
     rows_alone = not quantizer.columnwise and not keep_output
@@ -75,21 +75,23 @@ def _run_stacked(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     quantizer: Float8CurrentScalingQuantizer,
     keep_output: bool,
     stacked: bool,
 ) -> list[torch.Tensor]:
-    return _run_halves(dy, gate, up, quantizer, keep_output, None)
+    return _run_halves(dy, gate, up, kind, quantizer, keep_output, None)
 
 
 def _run_halves(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     quantizer: Float8CurrentScalingQuantizer,
     keep_output: bool,
     gate_first: bool | None,
 ) -> list[torch.Tensor]:
-    return swiglu_backward_quantize_in_place(
-        dy, gate, up, quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon, gate_first
+    return gated_backward_quantize_in_place(
+        dy, gate, up, kind, quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon, gate_first
     )

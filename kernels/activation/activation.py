@@ -55,6 +55,8 @@ __all__ = [
     "activation_quantize_reference",
     "activation_reference",
     "check_kind",
+    "derivative_reference",
+    "value_reference",
 ]
 
 KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2")
@@ -74,39 +76,47 @@ def check_kind(kind: str) -> None:
         raise ValueError(f"activation: expected one of {', '.join(KINDS)}, got {kind!r}")
 
 
+def value_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """f(x) of fp32 x in plain PyTorch: of a kind in KINDS, or "sigmoid"."""
+    if kind == "relu":
+        return F.relu(x)
+    if kind == "relu2":
+        return F.relu(x).square()
+    if kind == "sigmoid":
+        return torch.sigmoid(x)
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def derivative_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """dy * f'(x) of fp32 dy and x in plain PyTorch, of the same kinds."""
+    if kind == "relu":
+        return torch.ops.aten.threshold_backward(dy, x, 0)
+    if kind == "relu2":
+        return torch.ops.aten.threshold_backward(dy * (x + x), x, 0)
+    if kind == "sigmoid":
+        return torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x))
+    if kind == "silu":
+        return torch.ops.aten.silu_backward(dy, x)
+    if kind == "quick_gelu":
+        s = torch.sigmoid(1.702 * x)
+        return dy * s + torch.ops.aten.sigmoid_backward(dy * x, s) * 1.702
+    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
 def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`activation` in plain PyTorch."""
     check_kind(kind)
-    value = x.to(torch.float32)
-    if kind == "relu":
-        value = F.relu(value)
-    elif kind == "relu2":
-        value = F.relu(value).square()
-    elif kind == "silu":
-        value = F.silu(value)
-    elif kind == "quick_gelu":
-        value = value * torch.sigmoid(1.702 * value)
-    else:
-        value = F.gelu(value, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return value.to(x.dtype)
+    return value_reference(x.to(torch.float32), kind).to(x.dtype)
 
 
 def activation_backward_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """`activation_backward` in plain PyTorch."""
     check_kind(kind)
-    grad, value = dy.to(torch.float32), x.to(torch.float32)
-    if kind == "relu":
-        dx = torch.ops.aten.threshold_backward(grad, value, 0)
-    elif kind == "relu2":
-        dx = torch.ops.aten.threshold_backward(grad * (value + value), value, 0)
-    elif kind == "silu":
-        dx = torch.ops.aten.silu_backward(grad, value)
-    elif kind == "quick_gelu":
-        s = torch.sigmoid(1.702 * value)
-        dx = grad * s + torch.ops.aten.sigmoid_backward(grad * value, s) * 1.702
-    else:
-        dx = torch.ops.aten.gelu_backward(grad, value, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return dx.to(x.dtype)
+    return derivative_reference(dy.to(torch.float32), x.to(torch.float32), kind).to(x.dtype)
 
 
 def activation_quantize_reference(

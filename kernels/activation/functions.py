@@ -71,6 +71,8 @@ def activate(x, KIND: tl.constexpr):
         return tl.where(x <= 0.0, 0.0, x)
     elif KIND == "relu2":
         return tl.where(x <= 0.0, 0.0, x * x)
+    elif KIND == "sigmoid":
+        return sigmoid(x)
     elif KIND == "silu":
         return x * sigmoid(x)
     elif KIND == "quick_gelu":
@@ -89,6 +91,9 @@ def activate_backward(dy, x, KIND: tl.constexpr):
         return tl.where(x <= 0.0, 0.0, dy)
     elif KIND == "relu2":
         return tl.where(x <= 0.0, 0.0, mul_rn(dy, x + x))
+    elif KIND == "sigmoid":
+        s = sigmoid(x)
+        return mul_rn(dy, s * (1.0 - s))
     elif KIND == "silu":
         s = sigmoid(x)
         return mul_rn(dy, s * tl.fma(x, 1.0 - s, 1.0))
@@ -96,10 +101,10 @@ def activate_backward(dy, x, KIND: tl.constexpr):
         s = sigmoid(x * 1.702)
         return mul_rn(dy, tl.fma(x * s, 1.702 * (1.0 - s), s))  # x * s first: 1.702 x may overflow where s is 0
     elif KIND == "gelu_tanh":
+        s = _gelu_tanh_sigmoid(x, x * x)  # as in `activate`: a gated unit's backward computes it once for both
         # f' is 0 or 1 far before 30; without the clamp, x^2 overflows there and meets a zero.
         x = tl.clamp(x, -30.0, 30.0, propagate_nan=tl.PropagateNan.ALL)
         square = x * x
-        s = _gelu_tanh_sigmoid(x, square)
         slope = x * tl.fma(square, 0.21406444881780073, 1.5957691216057308)
         return mul_rn(dy, s * tl.fma(slope, 1.0 - s, 1.0))
     else:

@@ -6,7 +6,7 @@ Eager calls, lowering, fusions and stacking ask it. Of one format there are up t
 
     usual         every product, on every device               current.py, stacked.py, block.py, grouped.py
     decode        at most 64 rows, a number that is known      decode.py
-    specialized   large products; in Gluon                     specialized.py, swiglu.py, block_specialized.py, grouped_specialized.py
+    specialized   large products; in Gluon                     specialized.py, gated.py, block_specialized.py, grouped_specialized.py
 
 The last two are Hopper's. By the cost model of tiles.py the specialized kernel has to beat the usual one, and to take longer than
 the CPU takes to call it. What MXFP8 and NVFP4 of blocks of 32 and 16 run is their own modules' to say.
@@ -31,9 +31,9 @@ from te_dynamo.kernels.gemm.tiles import (
     choose_block_tile,
     choose_columns_tile,
     choose_decode_tile,
+    choose_gated_decode_tile,
     choose_rows_tile,
     choose_stacked_tile,
-    choose_swiglu_decode_tile,
     choose_tile,
     columns_specialized_us,
     columns_us,
@@ -73,7 +73,7 @@ class Product:
     k: int
     fast_accum: bool = False
     out_bytes: int = 4
-    epilogue: Literal["none", "add", "amax", "swiglu"] = "none"
+    epilogue: Literal["none", "add", "amax", "gated"] = "none"
     scaling: Literal["tensor", "1x128", "128x128"] = "tensor"
     stacking: Stacking = NOT_STACKED
     m_groups: int = 0
@@ -148,7 +148,7 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
         return vectors and (specialized is None or product.out_bytes == 2)
     if product.epilogue == "amax":
         return decode is not None
-    if product.epilogue == "swiglu":
+    if product.epilogue == "gated":
         return decode is not None or (specialized is not None and not recorded)
     return True
 
@@ -206,9 +206,9 @@ def _decode_tile(p: Product, device: Device) -> DecodeTile | None:
     if p.stacking.along and (p.stacking.along != "N" or tile.split_k > 1):
         return None
     programs = -(-p.n // tile.block_n) if tile.split_k == 1 else -(-p.m * p.n // REDUCE_BLOCK)
-    if p.epilogue == "swiglu":
-        programs, tile = -(-p.n // 2 // tile.block_n), choose_swiglu_decode_tile(tile)
-    if p.epilogue in ("amax", "swiglu") and programs > PARTIALS:
+    if p.epilogue == "gated":
+        programs, tile = -(-p.n // 2 // tile.block_n), choose_gated_decode_tile(tile)
+    if p.epilogue in ("amax", "gated") and programs > PARTIALS:
         return None  # there is no place for the amax of each
     return tile
 

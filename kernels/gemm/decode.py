@@ -8,9 +8,9 @@ are by pointers: making a tensor descriptor takes a program as long as reading s
 
 Bit for bit the other kernels with as many parts of K, and with B stacked by rows those of kernels/gemm/stacked.py.
 
-`gemm_decode_swiglu_kernel` is the same of gate and up, two segments of one width, with the amax of silu(gate) * up of C's values, rounded
-as kernels/activation/swiglu.py rounds them. A program takes the same columns of both segments, in two products, so that one thread
-holds an element of gate and that of up. C has the bits of the other kernel, and the amax those of kernels/activation/swiglu.py.
+`gemm_decode_gated_kernel` is the same of gate and up, two segments of one width, with the amax of f(gate) * up of C's values, rounded
+as kernels/activation/gated.py rounds them. A program takes the same columns of both segments, in two products, so that one thread
+holds an element of gate and that of up. C has the bits of the other kernel, and the amax those of kernels/activation/gated.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from te_dynamo.kernels.tiles.stacking import Stacking
 __all__ = [
     "decode_options",
     "gemm_decode_kernel",
-    "gemm_decode_swiglu_kernel",
+    "gemm_decode_gated_kernel",
     "launch_decode",
-    "launch_swiglu_decode",
-    "swiglu_decode_options",
+    "launch_gated_decode",
+    "gated_decode_options",
 ]
 
 
@@ -169,30 +169,32 @@ def gemm_decode_kernel(
         store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)
 
 
-def launch_swiglu_decode(
+def launch_gated_decode(
     tile: DecodeTile,
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     gate: int,
+    kind: str,
     c: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
-    """Writes C [M, 2 * width] and partials fp32 [PARTIALS], whose maximum is the amax. gate: its segment of b, 0 or 1."""
+    """Writes C [M, 2 * width] and partials fp32 [PARTIALS], whose maximum is the amax. gate: its segment of b, 0 or 1; kind: f's."""
     m, k, width = a.shape[0], a.shape[1], b.shape[0] // 2
     launch(
-        gemm_decode_swiglu_kernel,
+        gemm_decode_gated_kernel,
         (triton.cdiv(width, tile.block_n),),
         *(a, a_scale_inv, b, b_scale_inv, c, partials, m, width, k),
-        **swiglu_decode_options(tile, width, k, gate, starts_early(m, a.device)),
+        **gated_decode_options(tile, width, k, gate, kind, starts_early(m, a.device)),
     )
 
 
-def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int, early: bool) -> dict[str, Any]:
-    """The constant arguments and compile options of `gemm_decode_swiglu_kernel`."""
+def gated_decode_options(tile: DecodeTile, width: int, k: int, gate: int, kind: str, early: bool) -> dict[str, Any]:
+    """The constant arguments and compile options of `gemm_decode_gated_kernel`."""
     return {
         "GATE": gate,
+        "KIND": kind,
         "FAST": tile.fast,
         "EVEN": width % tile.block_n == 0 and k % tile.block_k == 0,
         "EARLY": early,
@@ -207,7 +209,7 @@ def swiglu_decode_options(tile: DecodeTile, width: int, k: int, gate: int, early
 
 @writes("c", "partials")
 @triton.jit
-def gemm_decode_swiglu_kernel(
+def gemm_decode_gated_kernel(
     a,
     a_scale_inv,
     b,
@@ -218,6 +220,7 @@ def gemm_decode_swiglu_kernel(
     WIDTH,
     K,
     GATE: tl.constexpr,
+    KIND: tl.constexpr,
     FAST: tl.constexpr,
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
@@ -256,7 +259,7 @@ def gemm_decode_swiglu_kernel(
     tl.store(target + WIDTH, right, mask=inside)
     gate = left if GATE == 0 else right
     up = right if GATE == 0 else left
-    result = rounded(activate(gate.to(tl.float32), "silu") * up.to(tl.float32), c.dtype.element_ty)
+    result = rounded(activate(gate.to(tl.float32), KIND) * up.to(tl.float32), c.dtype.element_ty)
     store_amax(partials, tl.where(inside, abs_bits(result), 0), PARTIALS)
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "choose_decode_tile",
     "choose_rows_tile",
     "choose_stacked_tile",
-    "choose_swiglu_decode_tile",
+    "choose_gated_decode_tile",
     "choose_tile",
     "columns_specialized_us",
     "columns_us",
@@ -275,7 +275,7 @@ def choose_decode_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors
     return DecodeTile(block_m, block_n, block_k, 4, stages, fast_accum, split)
 
 
-def choose_swiglu_decode_tile(whole: DecodeTile) -> DecodeTile:
+def choose_gated_decode_tile(whole: DecodeTile) -> DecodeTile:
     """How kernels/gemm/decode.py runs gate and up that `whole` is for, in one part; its block_n columns are taken of each.
 
     A step reads as many bytes of the weight as one of twice the depth does there.

@@ -17,15 +17,15 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
-from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_grouped_columns, gemm_swiglu
+from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_gated, gemm_grouped_columns
 from te_dynamo.dialect.gemm_scaled import gemm_block
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.add import gemm_add_specialized_out, is_aligned
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
+from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_specialized_out
-from te_dynamo.kernels.gemm.swiglu import gemm_swiglu_specialized
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
@@ -90,13 +90,13 @@ _EXTERNS = {
         ),
         lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
     ),
-    gemm_swiglu: _Extern(
-        "te_gemm_swiglu",
-        gemm_swiglu_specialized,
-        lambda a, b, fast_accum, gate: choose_for(
-            a, b, fast_accum, epilogue="swiglu", stacking=Stacking("N", 2 * (b.shape[0] // 2,))
+    gemm_gated: _Extern(
+        "te_gemm_gated",
+        gemm_gated_specialized,
+        lambda a, b, fast_accum, gate, kind: choose_for(
+            a, b, fast_accum, epilogue="gated", stacking=Stacking("N", 2 * (b.shape[0] // 2,))
         ),
-        lambda fast_accum, gate: {"fast": fast_accum, "gate": gate},
+        lambda fast_accum, gate, kind: {"fast": fast_accum, "gate": gate, "kind": kind},
         tensors=4,
         planned=False,
     ),

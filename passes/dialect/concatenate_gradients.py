@@ -1,4 +1,4 @@
-"""The gradient of a tensor whose halves a te.swiglu reads, in one form: both gradients side by side.
+"""The gradient of a tensor whose halves a te.gated reads, in one form: both gradients side by side.
 
     before    full: bf16[M, 2K] = aten.full([M, 2K], 0)                      of gate, up = h[:, :K], h[:, K:]
               padded: bf16[M, 2K] = aten.slice_scatter(full, d[0], 1, 0, K)
@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.swiglu import swiglu_backward
+from te_dynamo.dialect.gated import gated_backward
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users
 
 __all__ = ["put_halves_side_by_side"]
@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 def put_halves_side_by_side(graph: Graph) -> int:
     """Rewrites in place; returns how many sums and stacks became concatenations."""
     put = 0
-    for node in calls(graph, swiglu_backward):
+    for node in calls(graph, gated_backward):
         items = [item for items in item_users(node).values() for item in items]
         for reader in dict.fromkeys(user for item in items for user in item.users):
             put += _put(graph, reader, *_of_a_stack(reader))
@@ -44,8 +44,8 @@ def put_halves_side_by_side(graph: Graph) -> int:
 
 
 def _put(graph: Graph, node: Node, *gradients: Node) -> bool:
-    """`node` becomes both gradients side by side, in its shape; False without them, or if they are not those of one te.swiglu."""
-    if not _of_one_swiglu(gradients):
+    """`node` becomes both gradients side by side, in its shape; False without them, or if they are not those of one te.gated."""
+    if not _of_one_gated(gradients):
         return False
     last = gradients[0].meta["val"].dim() - 1
     joined = call_like(graph, _aten.cat.default, (list(gradients), last), node)
@@ -56,12 +56,12 @@ def _put(graph: Graph, node: Node, *gradients: Node) -> bool:
     return True
 
 
-def _of_one_swiglu(gradients: Sequence[Node]) -> bool:
+def _of_one_gated(gradients: Sequence[Node]) -> bool:
     if any(gradient.target is not operator.getitem for gradient in gradients):
         return False
     sources: set[Any] = {gradient.args[0] for gradient in gradients}
     indices: Any = [gradient.args[1] for gradient in gradients]
-    return len(sources) == 1 and sorted(indices) == [0, 1] and sources.pop().target is swiglu_backward
+    return len(sources) == 1 and sorted(indices) == [0, 1] and sources.pop().target is gated_backward
 
 
 def _of_a_stack(stack: Node) -> tuple[Node, ...]:

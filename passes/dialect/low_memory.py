@@ -4,15 +4,15 @@ A step's memory is at its peak where the gradients of a gate and what it gates a
 while two float8 copies of both gradients are written. Only the rowwise copy is needed at once. It is written into dy's memory
 (lowering/in_place.py), and the columnwise copy is a transposition of it, made when dy, gate and up are gone.
 
-    before    d: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[2]) = te.swiglu_backward_quantize(dy, gate, up, e5m2[row+column], .., stacked=True)
+    before    d: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[2]) = te.gated_backward_quantize(dy, gate, up, 'silu', e5m2[row+column], .., stacked=True)
               dx = te.gemm_stacked(d[0], d[2], ..)
               dw = te.gemm_stacked(d[1], d[2], ..)
-    after     d: (f8e5m2[M, 2K], f32[2]) = te.swiglu_backward_quantize(dy, gate, up, e5m2[row], .., stacked=True)
+    after     d: (f8e5m2[M, 2K], f32[2]) = te.gated_backward_quantize(dy, gate, up, 'silu', e5m2[row], .., stacked=True)
               dx = te.gemm_stacked(d[0], d[1], ..)
               t: f8e5m2[2K, M] = te.transpose(d[0])
               dw = te.gemm_stacked(t, d[1], ..)
 
-The same for te.swiglu_backward_quantize_halves, whose buffers te.gemm reads. Every bit is the same. It costs one more read of the codes. And of a linear's two products in backward the one goes first whose
+The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads. Every bit is the same. It costs one more read of the codes. And of a linear's two products in backward the one goes first whose
 operands, then gone, leave more room for the other's result.
 
     before    dx = te.gemm(q[0], .., w);  dw = te.gemm(q[1], .., x)
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.gemm import gemm
 from te_dynamo.dialect.quantize import transpose
-from te_dynamo.dialect.swiglu import swiglu_backward_quantize, swiglu_backward_quantize_halves
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
 __all__ = ["make_columns_late"]
@@ -42,7 +42,7 @@ def make_columns_late(graph: Graph) -> int:
 def _transpose_late(graph: Graph) -> int:
     places = {node: place for place, node in enumerate(graph.nodes)}
     moved = 0
-    for node in calls(graph, swiglu_backward_quantize, swiglu_backward_quantize_halves):
+    for node in calls(graph, gated_backward_quantize, gated_backward_quantize_halves):
         quantizer = _quantizer_of_both(node)
         if quantizer is None or not (quantizer.rowwise and quantizer.columnwise):
             continue
@@ -69,8 +69,8 @@ def _transpose_late(graph: Graph) -> int:
 
 def _quantizer_of_both(node: Node) -> Any:
     """The quantizer, if the node's only results are buffers of one tensor, or one stack, of both gradients."""
-    _, _, _, quantizer, keep_output, *stacked = node.args
-    together = node.target is swiglu_backward_quantize_halves or stacked == [True]
+    _, _, _, _, quantizer, keep_output, *stacked = node.args
+    together = node.target is gated_backward_quantize_halves or stacked == [True]
     return quantizer if together and not keep_output else None
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from te_dynamo.dialect.activation import activation_quantize
+from te_dynamo.dialect.gated import gated_backward_quantize_halves, gated_quantize
 from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
 from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
 from te_dynamo.dialect.norm_modulate import layer_norm_modulate_quantize
 from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
 from te_dynamo.errors import QuantizationError
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, replace_items
 from te_dynamo.quantized.quantizers import Quantizer
@@ -31,8 +31,8 @@ _ONE_RESULT_QUANTIZED = (
     add_rms_norm_quantize,
     add_layer_norm_quantize,
     activation_quantize,
-    swiglu_quantize,
-    swiglu_backward_quantize_halves,
+    gated_quantize,
+    gated_backward_quantize_halves,
 )
 """Operations whose last results are the buffers of their one quantizer."""
 

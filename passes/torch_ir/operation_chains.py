@@ -2,7 +2,7 @@
 
     n = te.rms_norm(x, w)[0]                               RMSNorm
     g, u = te.linear(n, wg)[0], te.linear(n, wu)[0]        BasicLinear(K, 2 N), whose weight is [wg, wu] in one
-    a = te.swiglu(g, u)                                    SwiGLU
+    a = te.gated(g, u, 'silu')                             SwiGLU
     d = te.linear(a, wd, b)[0]                             BasicLinear, Bias
     y = x + d                                              AddExtraInput, with the extra input x
     m = layer_norm(y); ...; z = y + ...                    MakeExtraOutput, LayerNorm: y goes to the second sum too
@@ -30,6 +30,7 @@ from te_dynamo.operations import (
     GEGLU,
     GELU,
     GLU,
+    QGEGLU,
     AddExtraInput,
     BasicLinear,
     Bias,
@@ -281,6 +282,16 @@ def _activation_op(node: fx.Node, x: fx.Node) -> BasicOperation | None:
 
 # ---- gated activations
 
+_GATED: dict[Any, BasicOperation] = {
+    "gelu": GEGLU(),
+    "gelu_tanh": GEGLU("tanh"),
+    "quick_gelu": QGEGLU(),
+    "relu": ReGLU(),
+    "sigmoid": GLU(),
+    "silu": SwiGLU(),
+}
+"""te.gated's kind -> the operation."""
+
 _Gated = tuple[BasicOperation, tuple[fx.Node, fx.Node], list[fx.Node]]
 """(operation, (gate, up), nodes)."""
 
@@ -298,9 +309,9 @@ def _gated_product(value: fx.Node) -> _Gated | None:
 
 def _as_gated(node: fx.Node) -> _Gated | None:
     """`node` as the product f(gate) * up."""
-    if calls(node, {_te.swiglu.default}):
-        gate, up = node.args
-        return SwiGLU(), (gate, up), [node]  # type: ignore[return-value]
+    if calls(node, {_te.gated.default}):
+        gate, up, kind = node.args
+        return (_GATED[kind], (gate, up), [node]) if kind in _GATED else None  # type: ignore[return-value]
     if not calls(node, *MUL) or node.kwargs or len(node.args) != 2:
         return None
     for f, up in (node.args, node.args[::-1]):

@@ -10,7 +10,7 @@ written and of which backward gets references. In a body (a checkpointed region)
 lead to them. te_dynamo/weights/cache.py supplies them, before the graph runs: a weight that the graph writes is not kept.
 
 Linears that fusions/shared_input.py would stack have slices of one stack (te.quantize_stacked), for it to find: the two that
-te.swiglu reads, and of frozen weights any two or three of one input whose columns nobody reads.
+te.gated reads, and of frozen weights any two or three of one input whose columns nobody reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _READING: dict[Any, torch._ops.OpOverload] = {
     _te.grouped_linear.default: _te.grouped_linear_with_workspace.default,
 }
 """The operations that quantize a weight, and what they are with a workspace: both have x, weight, .., config."""
-_SWIGLU = _te.swiglu.default
+_GATED = _te.gated.default
 
 _Kind = tuple[torch.dtype, Quantizer]
 _Key = tuple[Region, tuple[fx.Node, ...], _Kind]
@@ -315,14 +315,14 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
 
 
 def _gate_and_up(group: list[_Reader]) -> list[_Reader] | None:
-    """The two of one te.swiglu, the gate first."""
+    """The two of one te.gated, the gate first."""
     if len(group) != 2:
         return None
     by_output = {user: reader for reader in group for user in reader.node.users}
     for output in by_output:
         for user in output.users:
-            if user.target is _SWIGLU and all(a in by_output for a in user.args):
-                return [by_output[a] for a in user.args]  # type: ignore[index]
+            if user.target is _GATED and all(a in by_output for a in user.args[:2]):
+                return [by_output[a] for a in user.args[:2]]  # type: ignore[index]
     return None
 
 

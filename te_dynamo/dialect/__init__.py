@@ -2,6 +2,7 @@
 
 from te_dynamo.dialect import (
     activation,
+    gated,
     gemm,
     grouped_linear,
     linear,
@@ -10,7 +11,6 @@ from te_dynamo.dialect import (
     norm_modulate,
     quantize,
     stacked,
-    swiglu,
 )
 from te_dynamo.dialect.define import KERNELS, is_te
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
@@ -21,6 +21,7 @@ __all__ = [
     "GroupedLinearConfig",
     "LinearConfig",
     "activation",
+    "gated",
     "gemm",
     "grouped_linear",
     "is_te",
@@ -30,5 +31,4 @@ __all__ = [
     "norm_modulate",
     "quantize",
     "stacked",
-    "swiglu",
 ]

@@ -9,8 +9,8 @@ from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import column_sums, plain
 from te_dynamo.kernels.gemm import add as add_kernels
 from te_dynamo.kernels.gemm import current as kernels
+from te_dynamo.kernels.gemm import gated as gated_kernels
 from te_dynamo.kernels.gemm import grouped as grouped_kernels
-from te_dynamo.kernels.gemm import swiglu as swiglu_kernels
 from te_dynamo.kernels.gemm.amax import gemm_amax as launch_gemm_amax
 from te_dynamo.kernels.gemm.amax import gemm_amax_reference
 from te_dynamo.kernels.gemm.choose import choose_for
@@ -25,7 +25,7 @@ __all__ = [
     "gemm_amax",
     "gemm_grouped",
     "gemm_grouped_columns",
-    "gemm_swiglu",
+    "gemm_gated",
 ]
 
 
@@ -72,18 +72,19 @@ def gemm_add(
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
-@te_op(reference=swiglu_kernels.gemm_swiglu_reference, kernel=swiglu_kernels.gemm_swiglu)
-def gemm_swiglu(
+@te_op(reference=gated_kernels.gemm_gated_reference, kernel=gated_kernels.gemm_gated)
+def gemm_gated(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     fast_accum: bool,
     gate: int,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, partial amaxes, fp32 [PARTIALS], of te.swiglu of y's halves): y = te.gemm_stacked along "N" of two halves, in bf16.
+    """(y, partial amaxes, fp32 [PARTIALS], of te.gated of y's halves): y = te.gemm_stacked along "N" of two halves, in bf16.
 
-    gate: which half is the gate's, 0 or 1.
+    gate: which half is the gate's, 0 or 1; kind: as te.gated takes it.
     """
     return plain((a.shape[0], b.shape[0]), torch.bfloat16, a), plain((PARTIALS,), torch.float32, a)
 

@@ -12,7 +12,8 @@ __all__ = ["MatchRecord", "Report", "WorkspaceRecord", "coverage"]
 class MatchRecord:
     """One matched, or deliberately left, piece of the user's model. A product by a weight is a "linear", a convolution too.
 
-    kind:    "linear", "rms_norm", "layer_norm", "layer_norm_modulate", "gelu", "quick_gelu", "silu", "relu", "relu2" or "swiglu".
+    kind:    "linear", "rms_norm", "layer_norm", "layer_norm_modulate", "gelu", "quick_gelu", "silu", "relu", "relu2",
+             or "gated silu" and its like.
     module:  path of the module that holds it ("layers.0.mlp.down_proj"), "" where the graph gives none.
     source:  the user's line, "file.py:17", "" where unknown.
     matched: whether it became a te operation.

@@ -18,7 +18,7 @@ __all__ = ["LayerNormMLP"]
 def _swiglu(x: Tensor) -> Tensor:
     """silu of the first half times the second, as Transformer Engine has it."""
     gate, up = x.chunk(2, dim=-1)
-    return torch.ops.te.swiglu(gate, up)
+    return torch.ops.te.gated(gate, up, "silu")
 
 
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {

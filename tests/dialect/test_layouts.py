@@ -103,10 +103,9 @@ class Interleaved(nn.Module):
 def test_interleaved_gate_and_up() -> None:
     compiled, x = Matched(Interleaved(), run="aot"), torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), compiled.module(x))
-    (reason,) = compiled.reasons("swiglu")
+    (reason,) = compiled.reasons("gated silu")
     assert (
-        reason
-        == "its gate's strides are [128, 2]; te.swiglu reads rows whose values lie side by side; left to Inductor"
+        reason == "its gate's strides are [128, 2]; te.gated reads rows whose values lie side by side; left to Inductor"
     )
 
 
@@ -142,7 +141,7 @@ def test_operations_give_contiguous_results() -> None:
     x = torch.randn(32, 16).t()
     for result in (
         torch.ops.te.activation(x, "gelu"),
-        torch.ops.te.swiglu(x, x),
+        torch.ops.te.gated(x, x, "gelu"),
         torch.ops.te.rms_norm(x, None, 1e-5, False, False)[0],
     ):
         assert result.is_contiguous()

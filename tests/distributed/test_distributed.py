@@ -111,7 +111,7 @@ def test_tensor_parallel(ranks: Ranks) -> None:
         assert one["fusions"] == {
             ("forward", "fuse_norm_quantize"),
             ("forward", "fuse_activation_quantize"),
-            ("backward", "fuse_swiglu_backward_quantize"),
+            ("backward", "fuse_gated_backward_quantize"),
         }
         assert one["placements"]["layers.0.parts.0.q.weight"] == "(Shard(dim=0),)"
         assert one["placements"]["layers.0.parts.0.o.weight"] == "(Shard(dim=1),)"
@@ -124,7 +124,7 @@ def test_sequence_parallel(ranks: Ranks) -> None:
     assert both[0]["linears"] == both[1]["linears"] == names([*LAYERS, "head"])
     assert both[0]["fusions"] == {
         ("forward", "fuse_activation_quantize"),
-        ("backward", "fuse_swiglu_backward_quantize"),
+        ("backward", "fuse_gated_backward_quantize"),
     }
 
 

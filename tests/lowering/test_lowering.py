@@ -250,9 +250,9 @@ def test_a_launcher_that_fails_is_an_error_with_the_users_line(gpu: None, monkey
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("the launcher's own words")
 
-    monkeypatch.setitem(KERNELS, te.swiglu.default, broken)
-    graph = graph_of(te.swiglu.default, bf16(19, 64), bf16(19, 64))
-    with pytest.raises(LoweringError, match=r"te\.swiglu.*model\.py.*line 17.*the launcher's own words") as caught:
+    monkeypatch.setitem(KERNELS, te.gated.default, broken)
+    graph = graph_of(te.gated.default, bf16(19, 64), bf16(19, 64), "silu")
+    with pytest.raises(LoweringError, match=r"te\.gated.*model\.py.*line 17.*the launcher's own words") as caught:
         lower(graph)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

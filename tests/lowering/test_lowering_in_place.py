@@ -146,12 +146,12 @@ def test_codes_of_gradients_leave_a_dy_that_is_returned(halves: bool, returned: 
     graph = fx.Graph()
     a, s, b, gate, up = inputs(graph, f8(16, 64), f32(1), f8(128, 64), bf16(16, 128), bf16(16, 128))
     dy = product(graph, a, s, b)
-    target = te.swiglu_backward_quantize_halves if halves else te.swiglu_backward_quantize
-    codes = call(graph, target.default, dy, gate, up, ROWS, False, True)
+    target = te.gated_backward_quantize_halves if halves else te.gated_backward_quantize
+    codes = call(graph, target.default, dy, gate, up, "gelu", ROWS, False, True)
     results = [call(graph, operator.getitem, codes, index) for index in range(len(codes.meta["val"]))]
     graph.output((*results, *([dy] if returned else [])))
     lower(graph)
-    assert ("triton.swiglu_backward_rows_kernel" in graph_text(graph)) == (not returned)
+    assert ("triton.gated_backward_rows_kernel" in graph_text(graph)) == (not returned)
 
 
 def test_an_output_is_the_same_but_for_what_was_replaced() -> None:

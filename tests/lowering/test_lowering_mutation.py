@@ -16,7 +16,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_dynamo._compat import mutation_analysis_name
-from te_dynamo.kernels.activation.swiglu_in_place import swiglu_backward_quantize_in_place
+from te_dynamo.kernels.activation.gated_in_place import gated_backward_quantize_in_place
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.writes import updated, updates, writes, written
 from te_dynamo.lowering.inductor import mutation
@@ -56,8 +56,11 @@ def _launched() -> Iterator[tuple[Any, dict[str, Any]]]:
         lower(graph)
     dy, gate, up = (torch.empty(256, 512, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     for gate_first in (None, True):
-        in_place = functools.partial(swiglu_backward_quantize_in_place, gate_first=gate_first)
-        graphs.append(make_fx(in_place)(dy, gate, up, torch.float8_e5m2, False, 0.0).graph)
+        quantization = {"fp8_dtype": torch.float8_e5m2, "power_of_two": False, "eps": 0.0}
+        in_place = functools.partial(
+            gated_backward_quantize_in_place, kind="gelu", gate_first=gate_first, **quantization
+        )
+        graphs.append(make_fx(in_place)(dy, gate, up).graph)
     for graph in graphs:
         for node in graph.find_nodes(op="call_function", target=triton_kernel_wrap.triton_kernel_wrapper_mutation):
             kernel = table.get_kernel(node.kwargs["kernel_idx"])
@@ -90,7 +93,7 @@ def test_kernels_write_what_they_say() -> None:
                 read = {dep.name for dep in found.read_writes.reads} & set(said)
                 assert read == set(updated(function)), (function.fn.__name__, launched)
             compared.add(function.fn.__name__)
-    assert len(compared) >= 32 and {"swiglu_backward_write_kernel", "swiglu_backward_rows_kernel"} <= compared
+    assert len(compared) >= 32 and {"gated_backward_write_kernel", "gated_backward_rows_kernel"} <= compared
 
 
 def test_what_a_kernel_says() -> None:

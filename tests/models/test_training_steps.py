@@ -87,7 +87,7 @@ def test_backward_in_one_graph(how: str, codegen: str) -> None:
         result = torch.compile(step, backend="te", fullgraph=True, options={"codegen": codegen})(x)
     actual = list(result) if how == "grad" else [p.grad for p in parameters]
     assert_close(actual, list(expected), 0.0)
-    assert "te.swiglu_backward_quantize(" in graphs["inference"]
+    assert "te.gated_backward_quantize(" in graphs["inference"]
 
 
 def test_backward_inside_breaks_the_graph_and_says_how_not_to() -> None:

@@ -86,9 +86,7 @@ def test_same_bits_and_less_is_saved(activation: BasicOperation, recipe: Any) ->
 @pytest.mark.parametrize("activation", [ScaledSwiGLU(), SwiGLU()], ids=lambda op: type(op).__name__)
 def test_the_gradient_of_both_halves_is_quantized_in_one_kernel(activation: BasicOperation) -> None:
     inputs, module = tensors(activation.num_extra_inputs == 1), experts(activation, FP8, True)
-    with mock.patch.object(
-        quantized, "swiglu_backward_quantize_halves", wraps=te.swiglu_backward_quantize_halves
-    ) as op:
+    with mock.patch.object(quantized, "gated_backward_quantize_halves", wraps=te.gated_backward_quantize_halves) as op:
         run(module, inputs, [*module.parameters()])
     assert op.call_count == 1
 
@@ -186,6 +184,6 @@ def test_it_is_lowered_to_kernels() -> None:
     )
     assert launches(text) == (
         f"quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n{weight}\n"
-        f"swiglu_write_kernel -> y\nquantize_cast_kernel -> data, scale_inv\n{weight}"
+        f"gated_write_kernel -> y\nquantize_cast_kernel -> data, scale_inv\n{weight}"
     )
     assert not any(is_te(node.target) for node in graph.nodes)

@@ -85,7 +85,7 @@ def test_the_parts_are_what_the_graph_holds() -> None:
         results_of(torch.compile(module, backend="te", options={"codegen": "eager"}, fullgraph=True), module)
     assert "te.sequence(" in graphs["match"] and "te.sequence(" not in graphs["joint"]
     assert graphs["joint"].count("te.gemm(") == 6
-    assert "te.rms_norm_quantize(" in graphs["forward"] and "te.swiglu_quantize(" in graphs["forward"]
+    assert "te.rms_norm_quantize(" in graphs["forward"] and "te.gated_quantize(" in graphs["forward"]
 
 
 def test_dynamic_shapes() -> None:

@@ -49,8 +49,8 @@ add: bf16[2, 8, 64] = x + linear_3[0]
 rms_norm_1: (bf16[2, 8, 64], f32[16]) = te.rms_norm(add, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 linear_4: (bf16[2, 8, 128], f8e4m3[64, 16], f32[1], f8e4m3[64, 128], f32[1]) = te.linear(rms_norm_1[0], mlp.gate.weight, None, linear(x e4m3[row+column], w e4m3[row+column], dy e5m2[row+column]))
 linear_5: (bf16[2, 8, 128], f8e4m3[64, 16], f32[1], f8e4m3[64, 128], f32[1]) = te.linear(rms_norm_1[0], mlp.up.weight, None, linear(x e4m3[row+column], w e4m3[row+column], dy e5m2[row+column]))
-swiglu: bf16[2, 8, 128] = te.swiglu(linear_4[0], linear_5[0])
-linear_6: (bf16[2, 8, 64], f8e4m3[128, 16], f32[1], f8e4m3[128, 64], f32[1]) = te.linear(swiglu, mlp.down.weight, None, linear(x e4m3[row+column], w e4m3[row+column], dy e5m2[row+column]))
+gated: bf16[2, 8, 128] = te.gated(linear_4[0], linear_5[0], 'silu')
+linear_6: (bf16[2, 8, 64], f8e4m3[128, 16], f32[1], f8e4m3[128, 64], f32[1]) = te.linear(gated, mlp.down.weight, None, linear(x e4m3[row+column], w e4m3[row+column], dy e5m2[row+column]))
 add_1: bf16[2, 8, 64] = add + linear_6[0]
 return add_1""",
     )
@@ -106,8 +106,8 @@ slice: bf16[16, 128] = aten.slice(gemm_stacked, 1, 0, 128)
 view_8: bf16[2, 8, 128] = aten.view(slice, [2, 8, 128])
 slice_1: bf16[16, 128] = aten.slice(gemm_stacked, 1, 128, 256)
 view_9: bf16[2, 8, 128] = aten.view(slice_1, [2, 8, 128])
-swiglu: bf16[2, 8, 128] = te.swiglu(view_8, view_9)
-quantize_7: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.quantize(swiglu, e4m3[row+column])
+gated: bf16[2, 8, 128] = te.gated(view_8, view_9, 'silu')
+quantize_7: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.quantize(gated, e4m3[row+column])
 quantize_8: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(mlp.down.weight, e4m3[row+column])
 gemm_4: bf16[16, 64] = te.gemm(quantize_7[0], quantize_7[2], quantize_8[0], quantize_8[2], None, bf16, fast_accum=False)
 view_10: bf16[2, 8, 64] = aten.view(gemm_4, [2, 8, 64])
@@ -116,8 +116,8 @@ quantize_9: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(tangents_1, e
 gemm_5: bf16[16, 128] = te.gemm(quantize_9[0], quantize_9[2], quantize_8[1], quantize_8[2], None, bf16, fast_accum=False)
 gemm_6: bf16[64, 128] = te.gemm(quantize_9[1], quantize_9[2], quantize_7[1], quantize_7[2], None, bf16, fast_accum=False)
 view_11: bf16[2, 8, 128] = aten.view(gemm_5, [2, 8, 128])
-swiglu_backward: (bf16[2, 8, 128], bf16[2, 8, 128]) = te.swiglu_backward(view_11, view_8, view_9)
-quantize_stacked_1: (f8e5m2[16, 256], f8e5m2[256, 16], f32[2]) = te.quantize_stacked([swiglu_backward[0], swiglu_backward[1]], e5m2[row+column], by_columns=True)
+gated_backward: (bf16[2, 8, 128], bf16[2, 8, 128]) = te.gated_backward(view_11, view_8, view_9, 'silu')
+quantize_stacked_1: (f8e5m2[16, 256], f8e5m2[256, 16], f32[2]) = te.quantize_stacked([gated_backward[0], gated_backward[1]], e5m2[row+column], by_columns=True)
 gemm_stacked_1: bf16[16, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_stacked_1[2], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
 gemm_stacked_2: bf16[256, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize_6[1], quantize_6[2], None, bf16, fast_accum=False, along='M', segments=[128, 128])
 slice_2: bf16[128, 64] = aten.slice(gemm_stacked_2, start=128, end=256)
@@ -228,20 +228,20 @@ gemm_3: bf16[16, 64] = te.gemm(quantize_3[0], quantize_3[2], quantize_4[0], quan
 view_7: bf16[2, 8, 64] = aten.view(gemm_3, [2, 8, 64])
 add_rms_norm_quantize: (bf16[2, 8, 64], f32[16], f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.add_rms_norm_quantize(x, view_7, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([mlp.gate.weight, mlp.up.weight], e4m3[row+column], by_columns=False)
-gemm_swiglu: (bf16[16, 256], f32[512]) = te.gemm_swiglu(add_rms_norm_quantize[2], add_rms_norm_quantize[4], quantize_stacked[0], quantize_stacked[2], fast_accum=False, gate=0)
-slice: bf16[16, 128] = aten.slice(gemm_swiglu[0], 1, 0, 128)
+gemm_gated: (bf16[16, 256], f32[512]) = te.gemm_gated(add_rms_norm_quantize[2], add_rms_norm_quantize[4], quantize_stacked[0], quantize_stacked[2], fast_accum=False, gate=0, kind='silu')
+slice: bf16[16, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 view_8: bf16[2, 8, 128] = aten.view(slice, [2, 8, 128])
-slice_1: bf16[16, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
+slice_1: bf16[16, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
 view_9: bf16[2, 8, 128] = aten.view(slice_1, [2, 8, 128])
-swiglu_quantize: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.swiglu_quantize(view_8, view_9, e4m3[row+column], keep_output=False, amax=gemm_swiglu[1])
+gated_quantize: (f8e4m3[16, 128], f8e4m3[128, 16], f32[1]) = te.gated_quantize(view_8, view_9, 'silu', e4m3[row+column], keep_output=False, amax=gemm_gated[1])
 quantize_5: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(mlp.down.weight, e4m3[row+column])
 view_10: bf16[16, 64] = aten.view(add_rms_norm_quantize[0], [16, 64])
-gemm_add: bf16[16, 64] = te.gemm_add(swiglu_quantize[0], swiglu_quantize[2], quantize_5[0], quantize_5[2], None, view_10, bf16, fast_accum=False)
+gemm_add: bf16[16, 64] = te.gemm_add(gated_quantize[0], gated_quantize[2], quantize_5[0], quantize_5[2], None, view_10, bf16, fast_accum=False)
 view_11: bf16[2, 8, 64] = aten.view(gemm_add, [2, 8, 64])
 view_12: f32[2, 8, 1] = aten.view(add_rms_norm_quantize[1], [2, 8, 1])
 detach_1: bf16[2, 2, 8, 32] = aten.detach(detach)
 view_13: f32[2, 8, 1] = aten.view(rms_norm_quantize[0], [2, 8, 1])
-return view_11, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add_rms_norm_quantize[0], add_rms_norm_quantize[3], add_rms_norm_quantize[4], quantize_stacked[1], quantize_stacked[2], view_8, view_9, swiglu_quantize[1], swiglu_quantize[2], quantize_5[1], quantize_5[2], view_12, detach_1, view_13""",
+return view_11, attention.qkv.norm.weight, x, mlp.norm.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], quantize_1[1], quantize_1[2], quantize_2[1], quantize_2[2], transpose, transpose_1, transpose_2, scaled_dot_product_flash_attention_for_cpu[1], quantize_3[1], quantize_3[2], quantize_4[1], quantize_4[2], add_rms_norm_quantize[0], add_rms_norm_quantize[3], add_rms_norm_quantize[4], quantize_stacked[1], quantize_stacked[2], view_8, view_9, gated_quantize[1], gated_quantize[2], quantize_5[1], quantize_5[2], view_12, detach_1, view_13""",
     )
 
 
@@ -276,8 +276,8 @@ quantize_stacked[1]: f8e4m3[64, 256] = input
 quantize_stacked[2]: f32[2] = input
 view_8: bf16[2, 8, 128] = input
 view_9: bf16[2, 8, 128] = input
-swiglu_quantize[1]: f8e4m3[128, 16] = input
-swiglu_quantize[2]: f32[1] = input
+gated_quantize[1]: f8e4m3[128, 16] = input
+gated_quantize[2]: f32[1] = input
 quantize_5[1]: f8e4m3[128, 64] = input
 quantize_5[2]: f32[1] = input
 view_12: f32[2, 8, 1] = input
@@ -286,12 +286,12 @@ view_13: f32[2, 8, 1] = input
 tangents_1: bf16[2, 8, 64] = input
 quantize_6: (f8e5m2[16, 64], f8e5m2[64, 16], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm: bf16[16, 128] = te.gemm(quantize_6[0], quantize_6[2], quantize_5[1], quantize_5[2], None, bf16, fast_accum=False)
-gemm_1: bf16[64, 128] = te.gemm(quantize_6[1], quantize_6[2], swiglu_quantize[1], swiglu_quantize[2], None, bf16, fast_accum=False)
+gemm_1: bf16[64, 128] = te.gemm(quantize_6[1], quantize_6[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
 view: bf16[2, 8, 128] = aten.view(gemm, [2, 8, 128])
-swiglu_backward_quantize: (f8e5m2[16, 256], f32[2]) = te.swiglu_backward_quantize(view, view_8, view_9, e5m2[row], keep_output=False, stacked=True)
-gemm_stacked: bf16[16, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
-transpose_3: f8e5m2[256, 16] = te.transpose(swiglu_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose_3, swiglu_backward_quantize[1], add_rms_norm_quantize[3], add_rms_norm_quantize[4], None, bf16, fast_accum=False, along='M', segments=[128, 128])
+gated_backward_quantize: (f8e5m2[16, 256], f32[2]) = te.gated_backward_quantize(view, view_8, view_9, 'silu', e5m2[row], keep_output=False, stacked=True)
+gemm_stacked: bf16[16, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
+transpose_3: f8e5m2[256, 16] = te.transpose(gated_backward_quantize[0])
+gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose_3, gated_backward_quantize[1], add_rms_norm_quantize[3], add_rms_norm_quantize[4], None, bf16, fast_accum=False, along='M', segments=[128, 128])
 slice: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
 slice_1: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
 view_1: bf16[2, 8, 64] = aten.view(gemm_stacked, [2, 8, 64])
@@ -396,15 +396,15 @@ gemm_3: bf16[16, 64] = te.gemm(quantize_3[0], quantize_3[1], quantize_4[0], quan
 view_7: bf16[2, 8, 64] = aten.view(gemm_3, [2, 8, 64])
 add_rms_norm_quantize: (bf16[2, 8, 64], f32[16], f8e4m3[16, 64], f32[1]) = te.add_rms_norm_quantize(x, view_7, mlp.norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f32[2]) = te.quantize_stacked([mlp.gate.weight, mlp.up.weight], e4m3[row], by_columns=False)
-gemm_swiglu: (bf16[16, 256], f32[512]) = te.gemm_swiglu(add_rms_norm_quantize[2], add_rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[1], fast_accum=False, gate=0)
-slice: bf16[16, 128] = aten.slice(gemm_swiglu[0], 1, 0, 128)
+gemm_gated: (bf16[16, 256], f32[512]) = te.gemm_gated(add_rms_norm_quantize[2], add_rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[1], fast_accum=False, gate=0, kind='silu')
+slice: bf16[16, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 view_8: bf16[2, 8, 128] = aten.view(slice, [2, 8, 128])
-slice_1: bf16[16, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
+slice_1: bf16[16, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
 view_9: bf16[2, 8, 128] = aten.view(slice_1, [2, 8, 128])
-swiglu_quantize: (f8e4m3[16, 128], f32[1]) = te.swiglu_quantize(view_8, view_9, e4m3[row], keep_output=False, amax=gemm_swiglu[1])
+gated_quantize: (f8e4m3[16, 128], f32[1]) = te.gated_quantize(view_8, view_9, 'silu', e4m3[row], keep_output=False, amax=gemm_gated[1])
 quantize_5: (f8e4m3[64, 128], f32[1]) = te.quantize(mlp.down.weight, e4m3[row])
 view_10: bf16[16, 64] = aten.view(add_rms_norm_quantize[0], [16, 64])
-gemm_add: bf16[16, 64] = te.gemm_add(swiglu_quantize[0], swiglu_quantize[1], quantize_5[0], quantize_5[1], None, view_10, bf16, fast_accum=False)
+gemm_add: bf16[16, 64] = te.gemm_add(gated_quantize[0], gated_quantize[1], quantize_5[0], quantize_5[1], None, view_10, bf16, fast_accum=False)
 view_11: bf16[2, 8, 64] = aten.view(gemm_add, [2, 8, 64])
 return view_11""",
     )

@@ -84,43 +84,43 @@ return activation_backward_quantize[0], activation_backward_quantize[1], activat
     )
 
 
-def test_swiglu_backward_quantize() -> None:
+def test_gated_backward_quantize() -> None:
     b = Builder(DY, DY, DY)
-    gradients = b.read(b.call(te.swiglu_backward.default, *b.inputs), 0, 1)
+    gradients = b.read(b.call(te.gated_backward.default, *b.inputs, "silu"), 0, 1)
     graph = b.returns(*(buffer for gradient in gradients for buffer in quantized(b, gradient)))
     assert_expected_inline(
-        before_and_after(graph, "fuse_swiglu_backward_quantize"),
+        before_and_after(graph, "fuse_gated_backward_quantize"),
         """\
 x0: bf16[32, 64] = input
 x1: bf16[32, 64] = input
 x2: bf16[32, 64] = input
-swiglu_backward: (bf16[32, 64], bf16[32, 64]) = te.swiglu_backward(x0, x1, x2)
-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(swiglu_backward[0], e5m2[row+column])
-quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(swiglu_backward[1], e5m2[row+column])
+gated_backward: (bf16[32, 64], bf16[32, 64]) = te.gated_backward(x0, x1, x2, 'silu')
+quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(gated_backward[0], e5m2[row+column])
+quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(gated_backward[1], e5m2[row+column])
 return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
 
 x0: bf16[32, 64] = input
 x1: bf16[32, 64] = input
 x2: bf16[32, 64] = input
-swiglu_backward_quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.swiglu_backward_quantize(x0, x1, x2, e5m2[row+column], keep_output=False)
-return swiglu_backward_quantize[0], swiglu_backward_quantize[1], swiglu_backward_quantize[2], swiglu_backward_quantize[3], swiglu_backward_quantize[4], swiglu_backward_quantize[5]""",
+gated_backward_quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.gated_backward_quantize(x0, x1, x2, 'silu', e5m2[row+column], keep_output=False)
+return gated_backward_quantize[0], gated_backward_quantize[1], gated_backward_quantize[2], gated_backward_quantize[3], gated_backward_quantize[4], gated_backward_quantize[5]""",
     )
 
 
-def test_swiglu_backward_quantize_halves() -> None:
+def test_gated_backward_quantize_halves() -> None:
     """The sum of a bias gradient reads the gradient as it is."""
     b = Builder(DY, DY, DY)
-    dgate, dup = b.read(b.call(te.swiglu_backward.default, *b.inputs), 0, 1)
+    dgate, dup = b.read(b.call(te.gated_backward.default, *b.inputs, "silu"), 0, 1)
     grad = b.call(torch.ops.aten.cat.default, [dup, dgate], 1)
     graph = b.returns(b.call(te.bias_grad.default, grad), *quantized(b, grad))
     assert_expected_inline(
-        before_and_after(graph, "fuse_swiglu_backward_quantize_halves"),
+        before_and_after(graph, "fuse_gated_backward_quantize_halves"),
         """\
 x0: bf16[32, 64] = input
 x1: bf16[32, 64] = input
 x2: bf16[32, 64] = input
-swiglu_backward: (bf16[32, 64], bf16[32, 64]) = te.swiglu_backward(x0, x1, x2)
-cat: bf16[32, 128] = aten.cat([swiglu_backward[1], swiglu_backward[0]], 1)
+gated_backward: (bf16[32, 64], bf16[32, 64]) = te.gated_backward(x0, x1, x2, 'silu')
+cat: bf16[32, 128] = aten.cat([gated_backward[1], gated_backward[0]], 1)
 bias_grad: f32[128] = te.bias_grad(cat)
 quantize: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.quantize(cat, e5m2[row+column])
 return bias_grad, quantize[0], quantize[1], quantize[2]
@@ -128,9 +128,9 @@ return bias_grad, quantize[0], quantize[1], quantize[2]
 x0: bf16[32, 64] = input
 x1: bf16[32, 64] = input
 x2: bf16[32, 64] = input
-swiglu_backward_quantize_halves: (bf16[32, 128], f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.swiglu_backward_quantize_halves(x0, x1, x2, e5m2[row+column], keep_output=True, gate_first=False)
-bias_grad: f32[128] = te.bias_grad(swiglu_backward_quantize_halves[0])
-return bias_grad, swiglu_backward_quantize_halves[1], swiglu_backward_quantize_halves[2], swiglu_backward_quantize_halves[3]""",
+gated_backward_quantize_halves: (bf16[32, 128], f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.gated_backward_quantize_halves(x0, x1, x2, 'silu', e5m2[row+column], keep_output=True, gate_first=False)
+bias_grad: f32[128] = te.bias_grad(gated_backward_quantize_halves[0])
+return bias_grad, gated_backward_quantize_halves[1], gated_backward_quantize_halves[2], gated_backward_quantize_halves[3]""",
     )
 
 

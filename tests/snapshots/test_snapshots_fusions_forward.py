@@ -111,7 +111,7 @@ return add_layer_norm_quantize[0], add_layer_norm_quantize[1], add_layer_norm_qu
 def test_activation_quantize() -> None:
     b = Builder(X, X)
     results = []
-    for y in (b.call(te.activation.default, b.inputs[0], "gelu"), b.call(te.swiglu.default, *b.inputs)):
+    for y in (b.call(te.activation.default, b.inputs[0], "gelu"), b.call(te.gated.default, *b.inputs, "silu")):
         results += b.read(b.call(te.quantize.default, y, BOTH), 0, 1, 2)
     assert_expected_inline(
         before_and_after(b.returns(*results), "fuse_activation_quantize"),
@@ -119,34 +119,34 @@ def test_activation_quantize() -> None:
 x0: bf16[32, 64] = input
 x1: bf16[32, 64] = input
 activation: bf16[32, 64] = te.activation(x0, 'gelu')
-swiglu: bf16[32, 64] = te.swiglu(x0, x1)
+gated: bf16[32, 64] = te.gated(x0, x1, 'silu')
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
-quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(swiglu, e4m3[row+column])
+quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(gated, e4m3[row+column])
 return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
 
 x0: bf16[32, 64] = input
 x1: bf16[32, 64] = input
 activation_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.activation_quantize(x0, 'gelu', e4m3[row+column], keep_output=False)
-swiglu_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.swiglu_quantize(x0, x1, e4m3[row+column], keep_output=False)
-return activation_quantize[0], activation_quantize[1], activation_quantize[2], swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2]""",
+gated_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.gated_quantize(x0, x1, 'silu', e4m3[row+column], keep_output=False)
+return activation_quantize[0], activation_quantize[1], activation_quantize[2], gated_quantize[0], gated_quantize[1], gated_quantize[2]""",
     )
 
 
 def gate_and_up(b: Builder, gate: int) -> fx.Node:
-    """te.swiglu_quantize of the two parts of a stacked product, the gate's being that of the number."""
+    """te.gated_quantize of the two parts of a stacked product, the gate's being that of the number."""
     x = b.read(b.call(te.quantize.default, b.inputs[0], BOTH), 0, 2)
     weights = b.read(b.call(te.quantize_stacked.default, b.inputs[1:], BOTH, False), 0, 2)
     y = b.call(te.gemm_stacked.default, *x, *weights, None, torch.bfloat16, True, "N", [128, 128])
     parts = [b.call(aten.view.default, b.call(aten.slice.Tensor, y, 1, n, n + 128), [4, 8, 128]) for n in (0, 128)]
-    return b.call(te.swiglu_quantize.default, parts[gate], parts[1 - gate], BOTH, False)
+    return b.call(te.gated_quantize.default, parts[gate], parts[1 - gate], "silu", BOTH, False)
 
 
-def test_gemm_swiglu() -> None:
+def test_gemm_gated() -> None:
     """The gate is the second of the stack; backward reads it."""
     b = Builder(X, (128, 64), (128, 64))
     h = gate_and_up(b, 1)
     assert_expected_inline(
-        before_and_after(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_swiglu"),
+        before_and_after(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_gated"),
         """\
 x0: bf16[32, 64] = input
 x1: bf16[128, 64] = input
@@ -158,21 +158,21 @@ slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
 view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
 slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
 view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
-swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(view_1, view, e4m3[row+column], keep_output=False)
-return swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2], view_1
+gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False)
+return gated_quantize[0], gated_quantize[1], gated_quantize[2], view_1
 
 x0: bf16[32, 64] = input
 x1: bf16[128, 64] = input
 x2: bf16[128, 64] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
-gemm_swiglu: (bf16[32, 256], f32[512]) = te.gemm_swiglu(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], fast_accum=True, gate=1)
-slice: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 0, 128)
+gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], fast_accum=True, gate=1, kind='silu')
+slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
-slice_1: bf16[32, 128] = aten.slice(gemm_swiglu[0], 1, 128, 256)
+slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
 view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
-swiglu_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.swiglu_quantize(view_1, view, e4m3[row+column], keep_output=False, amax=gemm_swiglu[1])
-return swiglu_quantize[0], swiglu_quantize[1], swiglu_quantize[2], view_1""",
+gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False, amax=gemm_gated[1])
+return gated_quantize[0], gated_quantize[1], gated_quantize[2], view_1""",
     )
 
 
@@ -180,10 +180,10 @@ def test_a_product_of_which_the_gate_is_no_half_stays() -> None:
     """The gate on both sides; and a second result of a fused product, which there is one of."""
     b = Builder(X, (128, 64), (128, 64))
     h = gate_and_up(b, 0)
-    other = b.call(te.swiglu_quantize.default, h.args[0], h.args[0], BOTH, False)
+    other = b.call(te.gated_quantize.default, h.args[0], h.args[0], "silu", BOTH, False)
     graph = b.returns(*b.read(other, 0, 1, 2), *b.read(h, 0, 1, 2))
-    assert fuse(graph, "forward", ("fuse_gemm_swiglu",)) == [("fuse_gemm_swiglu", 1)]
-    assert [len(node.args) for node in graph.nodes if node.target is te.swiglu_quantize.default] == [5, 4]
+    assert fuse(graph, "forward", ("fuse_gemm_gated",)) == [("fuse_gemm_gated", 1)]
+    assert [len(node.args) for node in graph.nodes if node.target is te.gated_quantize.default] == [6, 5]
 
 
 def test_gemm_bias() -> None:

@@ -64,8 +64,8 @@ ends: i32[4] = input
 down: bf16[4, 128, 64] = input
 grouped_linear: (bf16[48, 256], f8e4m3[64, 48], f32[1], f8e4m3[4, 64, 256], f32[4]) = te.grouped_linear(x, gate_up, ends, grouped linear(x e4m3[row+column], w grouped e4m3[row+column], dy e5m2[row+column]))
 chunk: (bf16[48, 128], bf16[48, 128]) = grouped_linear[0].chunk(2, dim=-1)
-swiglu: bf16[48, 128] = te.swiglu(chunk[0], chunk[1])
-grouped_linear_1: (bf16[48, 64], f8e4m3[128, 48], f32[1], f8e4m3[4, 128, 64], f32[4]) = te.grouped_linear(swiglu, down, ends, grouped linear(x e4m3[row+column], w grouped e4m3[row+column], dy e5m2[row+column]) of [G, K, N])
+gated: bf16[48, 128] = te.gated(chunk[0], chunk[1], 'silu')
+grouped_linear_1: (bf16[48, 64], f8e4m3[128, 48], f32[1], f8e4m3[4, 128, 64], f32[4]) = te.grouped_linear(gated, down, ends, grouped linear(x e4m3[row+column], w grouped e4m3[row+column], dy e5m2[row+column]) of [G, K, N])
 return grouped_linear_1[0]""",
     )
 
@@ -84,15 +84,15 @@ quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+col
 quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
 gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
 split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
-swiglu: bf16[48, 128] = te.swiglu(split[0], split[1])
-quantize_2: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.quantize(swiglu, e4m3[row+column])
+gated: bf16[48, 128] = te.gated(split[0], split[1], 'silu')
+quantize_2: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.quantize(gated, e4m3[row+column])
 quantize_3: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
 gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
 quantize_4: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_grouped_2: bf16[48, 128] = te.gemm_grouped(quantize_4[0], quantize_4[2], quantize_3[0], quantize_3[2], ends, bf16, fast_accum=False)
 gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(quantize_2[1], quantize_2[2], quantize_4[1], quantize_4[2], ends, bf16, fast_accum=False)
-swiglu_backward: (bf16[48, 128], bf16[48, 128]) = te.swiglu_backward(gemm_grouped_2, split[0], split[1])
-cat: bf16[48, 256] = aten.cat([swiglu_backward[0], swiglu_backward[1]], 1)
+gated_backward: (bf16[48, 128], bf16[48, 128]) = te.gated_backward(gemm_grouped_2, split[0], split[1], 'silu')
+cat: bf16[48, 256] = aten.cat([gated_backward[0], gated_backward[1]], 1)
 quantize_5: (f8e5m2[48, 256], f8e5m2[256, 48], f32[1]) = te.quantize(cat, e5m2[row+column])
 gemm_grouped_3: bf16[48, 64] = te.gemm_grouped(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
 gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(quantize_5[1], quantize_5[2], quantize[1], quantize[2], ends, bf16, fast_accum=False)
@@ -113,10 +113,10 @@ quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+col
 quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
 gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
 split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
-swiglu_quantize: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.swiglu_quantize(split[0], split[1], e4m3[row+column], keep_output=False)
+gated_quantize: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.gated_quantize(split[0], split[1], 'silu', e4m3[row+column], keep_output=False)
 quantize_2: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_quantize[0], swiglu_quantize[2], quantize_2[1], quantize_2[2], ends, bf16, fast_accum=False)
-return gemm_grouped_1, ends, quantize[1], quantize[2], quantize_1[1], quantize_1[2], split[0], split[1], swiglu_quantize[1], swiglu_quantize[2], quantize_2[0], quantize_2[2]""",
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(gated_quantize[0], gated_quantize[2], quantize_2[1], quantize_2[2], ends, bf16, fast_accum=False)
+return gemm_grouped_1, ends, quantize[1], quantize[2], quantize_1[1], quantize_1[2], split[0], split[1], gated_quantize[1], gated_quantize[2], quantize_2[0], quantize_2[2]""",
     )
 
 
@@ -131,18 +131,18 @@ quantize_1[1]: f8e4m3[4, 64, 256] = input
 quantize_1[2]: f32[4] = input
 split[0]: bf16[48, 128] = input
 split[1]: bf16[48, 128] = input
-swiglu_quantize[1]: f8e4m3[128, 48] = input
-swiglu_quantize[2]: f32[1] = input
+gated_quantize[1]: f8e4m3[128, 48] = input
+gated_quantize[2]: f32[1] = input
 quantize_2[0]: f8e4m3[4, 128, 64] = input
 quantize_2[2]: f32[4] = input
 tangents_1: bf16[48, 64] = input
 quantize_3: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_grouped: bf16[48, 128] = te.gemm_grouped(quantize_3[0], quantize_3[2], quantize_2[0], quantize_2[2], ends, bf16, fast_accum=False)
-gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(swiglu_quantize[1], swiglu_quantize[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
-swiglu_backward_quantize_halves: (f8e5m2[48, 256], f32[1]) = te.swiglu_backward_quantize_halves(gemm_grouped, split[0], split[1], e5m2[row], keep_output=False, gate_first=True)
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(swiglu_backward_quantize_halves[0], swiglu_backward_quantize_halves[1], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
-transpose: f8e5m2[256, 48] = te.transpose(swiglu_backward_quantize_halves[0])
-gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(transpose, swiglu_backward_quantize_halves[1], quantize[1], quantize[2], ends, bf16, fast_accum=False)
+gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(gated_quantize[1], gated_quantize[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
+gated_backward_quantize_halves: (f8e5m2[48, 256], f32[1]) = te.gated_backward_quantize_halves(gemm_grouped, split[0], split[1], 'silu', e5m2[row], keep_output=False, gate_first=True)
+gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(gated_backward_quantize_halves[0], gated_backward_quantize_halves[1], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
+transpose: f8e5m2[256, 48] = te.transpose(gated_backward_quantize_halves[0])
+gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(transpose, gated_backward_quantize_halves[1], quantize[1], quantize[2], ends, bf16, fast_accum=False)
 return gemm_grouped_columns_1, gemm_grouped_1, None, gemm_grouped_columns""",
     )
 
@@ -157,8 +157,8 @@ quantize_cast_kernel -> data, transpose, scale_inv
 grouped_amax_kernel -> partials
 grouped_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
-swiglu_amax_kernel -> partials
-swiglu_write_kernel -> data, transpose, scale_inv
+gated_amax_kernel -> partials
+gated_write_kernel -> data, transpose, scale_inv
 grouped_amax_kernel -> partials
 grouped_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c""",
@@ -170,8 +170,8 @@ quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
 gemm_grouped_columns_kernel -> c
-swiglu_backward_amax_kernel -> gate_partials
-swiglu_backward_rows_kernel -> dy, scale_inv
+gated_backward_amax_kernel -> gate_partials
+gated_backward_rows_kernel -> dy, scale_inv
 gemm_grouped_kernel -> c
 transpose_kernel -> transpose
 gemm_grouped_columns_kernel -> c""",

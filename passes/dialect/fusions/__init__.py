@@ -2,18 +2,18 @@
 
 from te_dynamo.passes.dialect.fusions.activation_backward_quantize import (
     fuse_activation_backward_quantize,
-    fuse_swiglu_backward_quantize,
+    fuse_gated_backward_quantize,
 )
 from te_dynamo.passes.dialect.fusions.activation_quantize import fuse_activation_quantize
+from te_dynamo.passes.dialect.fusions.gated_backward_quantize_halves import fuse_gated_backward_quantize_halves
 from te_dynamo.passes.dialect.fusions.gemm_add import fuse_gemm_add
 from te_dynamo.passes.dialect.fusions.gemm_amax import fuse_gemm_amax
 from te_dynamo.passes.dialect.fusions.gemm_bias import fuse_gemm_bias
-from te_dynamo.passes.dialect.fusions.gemm_swiglu import fuse_gemm_swiglu
+from te_dynamo.passes.dialect.fusions.gemm_gated import fuse_gemm_gated
 from te_dynamo.passes.dialect.fusions.norm_add_quantize import fuse_norm_add_quantize
 from te_dynamo.passes.dialect.fusions.norm_quantize import fuse_norm_quantize
 from te_dynamo.passes.dialect.fusions.quantize_bias_grad import fuse_quantize_bias_grad
 from te_dynamo.passes.dialect.fusions.shared_input import fuse_shared_input
-from te_dynamo.passes.dialect.fusions.swiglu_backward_quantize_halves import fuse_swiglu_backward_quantize_halves
 
 __all__ = ["SHIPPED"]
 
@@ -25,14 +25,14 @@ SHIPPED = {
         fuse_norm_quantize,
         fuse_norm_add_quantize,
         fuse_activation_quantize,
-        fuse_gemm_swiglu,
+        fuse_gemm_gated,
         fuse_gemm_amax,
         fuse_gemm_add,
     ),
     "backward": (
         fuse_activation_backward_quantize,
-        fuse_swiglu_backward_quantize,
-        fuse_swiglu_backward_quantize_halves,
+        fuse_gated_backward_quantize,
+        fuse_gated_backward_quantize_halves,
         fuse_quantize_bias_grad,
     ),
 }

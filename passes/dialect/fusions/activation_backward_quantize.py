@@ -8,14 +8,14 @@
 
 For SwiGLU, both gradients (of gate and up) in one:
 
-    before    d: (bf16[M, K], bf16[M, K]) = te.swiglu_backward(dh, gate, up)
+    before    d: (bf16[M, K], bf16[M, K]) = te.gated_backward(dh, gate, up, 'silu')
               q = te.quantize(d[0], e5m2[row+column]);  q_1 = te.quantize(d[1], e5m2[row+column])
-    after     d = te.swiglu_backward_quantize(dh, gate, up, e5m2[row+column], keep_output=False)
+    after     d = te.gated_backward_quantize(dh, gate, up, 'silu', e5m2[row+column], keep_output=False)
 
 and where one GEMM reads both (shared_input.py):
 
     before    q = te.quantize_stacked([d[0], d[1]], e5m2[row+column], True)
-    after     d = te.swiglu_backward_quantize(dh, gate, up, e5m2[row+column], keep_output=False, stacked=True)
+    after     d = te.gated_backward_quantize(dh, gate, up, 'silu', e5m2[row+column], keep_output=False, stacked=True)
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.activation import activation_backward, activation_backward_quantize
+from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.dialect.swiglu import swiglu_backward, swiglu_backward_quantize
 from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
-__all__ = ["fuse_activation_backward_quantize", "fuse_swiglu_backward_quantize"]
+__all__ = ["fuse_activation_backward_quantize", "fuse_gated_backward_quantize"]
 
 
 def fuse_activation_backward_quantize(graph: Graph) -> int:
@@ -54,10 +54,10 @@ def fuse_activation_backward_quantize(graph: Graph) -> int:
     return fired
 
 
-def fuse_swiglu_backward_quantize(graph: Graph) -> int:
-    """te.swiglu_backward + te.quantize of both gradients by equal quantizers, or of their stack -> one operation."""
+def fuse_gated_backward_quantize(graph: Graph) -> int:
+    """te.gated_backward + te.quantize of both gradients by equal quantizers, or of their stack -> one operation."""
     fired = 0
-    for node in calls(graph, swiglu_backward):
+    for node in calls(graph, gated_backward):
         results = item_users(node)
         if any(len(results.get(index, ())) != 1 for index in (0, 1)):
             continue
@@ -67,7 +67,7 @@ def fuse_swiglu_backward_quantize(graph: Graph) -> int:
             continue
         keep_output = any(other_readers(gradient, *quantized) for gradient in gradients)
         args = (*node.args, quantized[0].args[1], keep_output, quantized[0].target is quantize_stacked)
-        fused = call_like(graph, swiglu_backward_quantize, args, node)
+        fused = call_like(graph, gated_backward_quantize, args, node)
         position = 2 * keep_output
         for one in quantized:
             position = take_over(graph, fused, position, one)

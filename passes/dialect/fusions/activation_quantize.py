@@ -1,10 +1,10 @@
 """An activation that writes its result in FP8, row and column copy in one kernel.
 
-    before    h: bf16[M, K] = te.swiglu(gate, up)
+    before    h: bf16[M, K] = te.gated(gate, up, 'silu')
               q: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.quantize(h, e4m3[row+column])
-    after     h: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
+    after     h: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[row+column], keep_output=False)
 
-te.activation (GELU, SiLU and ReLU) is fused in the same way.
+te.activation is fused in the same way.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from te_dynamo.dialect.activation import activation, activation_quantize
-from te_dynamo.dialect.swiglu import swiglu, swiglu_quantize
+from te_dynamo.dialect.gated import gated, gated_quantize
 from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, read_item
 
 __all__ = ["fuse_activation_quantize"]
 
-_FUSED = {activation: activation_quantize, swiglu: swiglu_quantize}
+_FUSED = {activation: activation_quantize, gated: gated_quantize}
 
 
 def fuse_activation_quantize(graph: Graph) -> int:
-    """te.activation or te.swiglu + te.quantize -> one operation."""
+    """te.activation or te.gated + te.quantize -> one operation."""
     fired = 0
     for node in calls(graph, *_FUSED):
         quantized = quantize_of(node)

@@ -46,9 +46,9 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.define import is_te
+from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.dialect.gemm import add_bias
 from te_dynamo.dialect.stacked import gemm_stacked, quantize_stacked, segments_stack, stacking_pays
-from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
 from te_dynamo.passes.dialect.fusions.linears_of_one_input import (
     Linear,
     Part,
@@ -71,7 +71,7 @@ from te_dynamo.passes.dialect.graph import (
 __all__ = ["fuse_shared_input"]
 
 _aten = torch.ops.aten
-_BY_ROWS = (swiglu, swiglu_backward)  # the te operations that read tensors with a row stride of their own
+_BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a row stride of their own
 
 
 def fuse_shared_input(graph: Graph) -> int:
@@ -101,11 +101,11 @@ def fuse_shared_input(graph: Graph) -> int:
 
 
 def _in_order(linears: list[Linear]) -> list[Linear]:
-    """As in the graph, but a gate before what it gates: te.swiglu_backward_quantize writes them so."""
+    """As in the graph, but a gate before what it gates: te.gated_backward_quantize writes them so."""
 
     def place(linear: Linear) -> int:
         grad = None if linear.grad is None else source_of(linear.grad)
-        if grad is None or grad.target is not operator.getitem or grad.args[0].target is not swiglu_backward:  # type: ignore[union-attr]
+        if grad is None or grad.target is not operator.getitem or grad.args[0].target is not gated_backward:  # type: ignore[union-attr]
             return 0
         return int(grad.args[1])  # type: ignore[arg-type]
 

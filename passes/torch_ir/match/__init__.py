@@ -29,8 +29,9 @@ forward, backward and what is saved.
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear
     modulated_norm.py  a LayerNorm scaled and shifted for each sample (adaLN)
     written_norm.py RMSNorm and LayerNorm written out in the model
-    activation.py   gelu, silu, relu, silu(a) * b
+    activation.py   gelu, silu, relu
     formulas.py     activations written out in the model
+    gated.py        f(a) * b of such an f, or the sigmoid; F.glu
     sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of

@@ -18,14 +18,11 @@ from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.checkpoint import ask_for_what_was_replaced
 from te_dynamo.passes.torch_ir.match.mutation import effects_known
-from te_dynamo.passes.torch_ir.match.patterns.activation import (
-    match_activation,
-    match_swiglu,
-    match_written_activation,
-)
+from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation, match_written_activation
 from te_dynamo.passes.torch_ir.match.patterns.attention import match_attention
 from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
 from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
+from te_dynamo.passes.torch_ir.match.patterns.gated import match_gated
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.modulated_norm import match_modulated_norm
@@ -49,12 +46,12 @@ _AFTER_LINEARS = (
     match_modulated_norm,
     match_norm,
     match_written_norm,
-    match_swiglu,
+    match_gated,
     match_written_activation,
     match_activation,
 )
-"""Matchers that look whether an FP8 linear is next to them, in order: a modulated norm before the norm inside it, swiglu before the silu,
-the square of a relu before the relu."""
+"""Matchers that look whether an FP8 linear is next to them, in order: a modulated norm before the norm inside it, a gated unit before
+the activation inside it, the square of a relu before the relu."""
 
 
 class Matcher:

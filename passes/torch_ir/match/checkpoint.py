@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.activation import gelu, quick_gelu, relu, relu2, silu
+from te_dynamo.dialect.gated import gated
 from te_dynamo.dialect.grouped_linear import grouped_linear, grouped_linear_with_workspace
 from te_dynamo.dialect.linear import linear, linear_with_workspace
 from te_dynamo.dialect.norm import layer_norm, rms_norm
 from te_dynamo.dialect.norm_modulate import layer_norm_modulate
-from te_dynamo.dialect.swiglu import swiglu
 
 __all__ = ["ask_for_what_was_replaced"]
 
@@ -108,6 +108,6 @@ _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
     silu: _same(_aten.silu.default),
     relu: _same(_aten.relu.default),
     relu2: lambda x: iter([(_aten.pow.Tensor_Scalar, (x, 2))]),
-    swiglu: _same(_aten.mul.Tensor),
+    gated: lambda gate, up, kind: iter([(_aten.mul.Tensor, (gate, up))]),
 }
 """What a te operation of the matcher stands for, given its arguments: of several the one whose result is the operation's."""

@@ -4,6 +4,7 @@ fused, and only in a format that a fused kernel writes."""
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from te_dynamo.passes.torch_ir.match.autocast import is_body
 from te_dynamo.passes.torch_ir.match.patterns.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
-__all__ = ["comes_from_linear", "why_its_strides_stay", "why_not_read_by_linear"]
+__all__ = ["comes_from_linear", "linear_behind", "why_its_strides_stay", "why_not_read_by_linear"]
 
 _VIEWS = {torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten}
 _VIEW_METHODS = {
@@ -72,21 +73,28 @@ def _why_not_read_in_order(node: fx.Node) -> str:
 def comes_from_linear(node: fx.Node) -> bool:
     """Whether `node` is the output of a matched linear, or a view or part of it, and a fused kernel could write the gradient
     that this linear reads."""
-    while True:
+    linear = linear_behind(node)
+    dy = None if linear is None else _config(linear).grad_output_quantizer
+    return dy is not None and dy.fused_producers
+
+
+def linear_behind(node: Any) -> fx.Node | None:
+    """The matched linear whose output `node` is, or a view or part of it."""
+    while isinstance(node, fx.Node):
         if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
-            return False
+            return None
         source = node.args[0]
         if calls(node, {operator.getitem}):
             if _is_te_linear(source):
-                dy = _config(source).grad_output_quantizer
-                return bool(node.args[1] == 0) and dy is not None and dy.fused_producers
+                return source if node.args[1] == 0 else None
             if not calls(source, _PARTS, _PART_METHODS) and tensor_of(source) is None:
-                return False
+                return None
         elif not calls(node, _PARTS, _PART_METHODS) and not (
             _keeps_elements(node, source) and _same_dtype(node, source)
         ):
-            return False
+            return None
         node = source
+    return None
 
 
 def why_its_strides_stay(node: fx.Node) -> str:

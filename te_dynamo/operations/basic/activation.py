@@ -8,35 +8,27 @@ import torch
 
 from te_dynamo.dialect.activation import activation, activation_backward
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
 from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "gelu_kind"]
 
-_KERNELS = ("gelu", "gelu_tanh", "silu", "relu")
-"""The kinds that te.activation has kernels for, alone and fused with quantization."""
-
 
 class Activation(BasicOperation, abstract=True):
     """y = f(x), element by element. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
     def kind(self) -> str:
-        """What formulas.py and te.activation call f."""
+        """What te.activation calls f."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """f(x)."""
-        if self.kind() in _KERNELS:
-            return activation(x.contiguous(), self.kind())
-        return formulas.value(x.to(torch.float32), self.kind()).to(x.dtype)
+        return activation(x.contiguous(), self.kind())
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dy * f'(x)."""
-        if self.kind() in _KERNELS:
-            return activation_backward(dy.contiguous(), x.contiguous(), self.kind())
-        return (dy.to(torch.float32) * formulas.derivative(x.to(torch.float32), self.kind())).to(x.dtype)
+        return activation_backward(dy.contiguous(), x.contiguous(), self.kind())
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
         return self.forward(input), [input]
@@ -72,7 +64,7 @@ class QGELU(Activation):
     """x * sigmoid(1.702 x), the quick approximation of GELU."""
 
     def kind(self) -> str:
-        return "qgelu"
+        return "quick_gelu"
 
 
 class ReLU(Activation):
@@ -83,10 +75,13 @@ class ReLU(Activation):
 
 
 class SReLU(Activation):
-    """max(x, 0)^2."""
+    """max(x, 0)^2, in PyTorch: there is no kernel."""
 
-    def kind(self) -> str:
-        return "srelu"
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.to(torch.float32)).square().to(x.dtype)
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (dy.to(torch.float32) * 2 * torch.relu(x.to(torch.float32))).to(x.dtype)
 
 
 class SiLU(Activation):

@@ -10,9 +10,8 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
+from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.errors import InputError
-from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.basic.activation import gelu_kind
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, Params, Saved
@@ -25,25 +24,16 @@ class Gated(BasicOperation, abstract=True):
     """y = f(a) * b, x = [a, b] along the last dimension. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
     def kind(self) -> str:
-        """What formulas.py calls f."""
+        """What te.gated calls f."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y of x."""
-        a, b = x.chunk(2, -1)
-        if self.kind() == "silu":
-            return swiglu(a, b)
-        return (formulas.value(a.to(torch.float32), self.kind()) * b.to(torch.float32)).to(x.dtype)
+        return gated(*x.chunk(2, -1), self.kind())
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dx = [dy * b * f'(a), dy * f(a)]."""
-        a, b = x.chunk(2, -1)
-        if self.kind() == "silu":
-            return torch.cat(swiglu_backward(dy.contiguous(), a, b), -1)
-        a32, dy32 = a.to(torch.float32), dy.to(torch.float32)
-        da = dy32 * b.to(torch.float32) * formulas.derivative(a32, self.kind())
-        db = dy32 * formulas.value(a32, self.kind())
-        return torch.cat((da, db), -1).to(x.dtype)
+        return torch.cat(gated_backward(dy.contiguous(), *x.chunk(2, -1), self.kind()), -1)
 
     def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
         half_of(self, input.shape)
@@ -94,7 +84,7 @@ class QGEGLU(Gated):
     """a * sigmoid(1.702 a) * b."""
 
     def kind(self) -> str:
-        return "qgelu"
+        return "quick_gelu"
 
 
 class ReGLU(Gated):
@@ -105,10 +95,16 @@ class ReGLU(Gated):
 
 
 class SReGLU(Gated):
-    """max(a, 0)^2 * b."""
+    """max(a, 0)^2 * b, in PyTorch: there is no kernel."""
 
-    def kind(self) -> str:
-        return "srelu"
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.to(torch.float32).chunk(2, -1)
+        return (torch.relu(a).square() * b).to(x.dtype)
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.to(torch.float32).chunk(2, -1)
+        dy32, positive = dy.to(torch.float32), torch.relu(a)
+        return torch.cat((dy32 * b * 2 * positive, dy32 * positive.square()), -1).to(x.dtype)
 
 
 class SwiGLU(Gated):

@@ -6,7 +6,7 @@
     after    GroupedMLP     the same forward, a quantized by rows alone; saved is all but a
 
     backward                a = swiglu(h) * scales, quantized by columns; then that of the three, with the gradient of h
-                            = te.swiglu_backward_quantize_halves(da * scales, h's halves)
+                            = te.gated_backward_quantize_halves(da * scales, h's halves)
 
 Backward of the activation reads h anyway. Of the memory that h and a take together, a gated activation's a is a third in bf16 and a fifth in
 FP8. One pass over h saves it. The results are those of the basic operations, bit for bit. The activation is any that has one input, gated or
@@ -26,12 +26,12 @@ import torch
 
 from te_dynamo.dialect.grouped_linear import grouped_backward_products, grouped_grad_output_quantizer
 from te_dynamo.operations.basic.activation import Activation
-from te_dynamo.operations.basic.gated import Gated, SwiGLU
+from te_dynamo.operations.basic.gated import Gated
 from te_dynamo.operations.basic.grouped_linear import GroupedLinear
 from te_dynamo.operations.basic.scaled import Scaled
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
-from te_dynamo.operations.fused.quantized import activation_gradient_quantized
+from te_dynamo.operations.fused.quantized import DIALECT_GATED, activation_gradient_quantized
 from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
 from te_dynamo.operations.windows import sliding_window
 from te_dynamo.quantized.quantize import quantize_tensor
@@ -94,11 +94,15 @@ class GroupedMLP(FusedOperation):
     def _first_backward(
         self, ctxs: Sequence[OperationContext], da: Any, grad_extra_outputs: Any
     ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
-        """What `backward_chain` gives of the first linear and the activation, SwiGLU's gradient quantized in one kernel."""
+        """What `backward_chain` gives of the first linear and the activation, a gated one's gradient quantized in one kernel."""
         linear, activation, _ = self.ops
         gated = activation.activation() if isinstance(activation, Scaled) else activation
         assert isinstance(linear, GroupedLinear)
-        if type(gated) is not SwiGLU or not ctxs[0].requires_grad.any() or linear.config(ctxs[0].requires_grad) is None:
+        if (
+            type(gated) not in DIALECT_GATED
+            or not ctxs[0].requires_grad.any()
+            or linear.config(ctxs[0].requires_grad) is None
+        ):
             return backward_chain(self.ops[:2], ctxs, da, grad_extra_outputs)
         h, *scales = ctxs[1].saved_tensors
         extra: tuple[Optional[torch.Tensor], ...] = ()

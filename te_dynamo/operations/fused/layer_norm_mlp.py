@@ -12,7 +12,7 @@
 
     backward                    da = dy @ w2
                                 db1, buffers of dz = te.activation_backward_quantize(da, z),
-                                    or te.swiglu_backward_quantize_halves(da, z's halves)
+                                    or te.gated_backward_quantize_halves(da, z's halves)
                                 dz @ w1, and the norm's own
 
 Forward saves x and the norm's statistics, y and a quantized by columns, both weights by columns, and z. With recompute="activation" it does

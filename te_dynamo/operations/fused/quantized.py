@@ -10,11 +10,11 @@ from typing import Optional
 import torch
 
 from te_dynamo.dialect.activation import activation_backward_quantize, activation_quantize
+from te_dynamo.dialect.gated import gated_backward_quantize_halves, gated_quantize
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
-from te_dynamo.operations.basic.activation import GELU, Activation, ReLU, SiLU
-from te_dynamo.operations.basic.gated import Gated, SwiGLU
+from te_dynamo.operations.basic.activation import GELU, QGELU, Activation, ReLU, SiLU
+from te_dynamo.operations.basic.gated import GEGLU, GLU, QGEGLU, Gated, ReGLU, SwiGLU
 from te_dynamo.operations.basic.norm import LayerNorm, RMSNorm
 from te_dynamo.operations.op import BasicOperation, Params
 from te_dynamo.quantized.quantize import quantize_tensor
@@ -22,6 +22,7 @@ from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
     "DIALECT",
+    "DIALECT_GATED",
     "NORMS",
     "activation_gradient_quantized",
     "activation_quantized",
@@ -30,8 +31,11 @@ __all__ = [
 
 NORMS = (LayerNorm, RMSNorm)
 
-DIALECT = (GELU, ReLU, SiLU)
+DIALECT = (GELU, QGELU, ReLU, SiLU)
 """The activations that te.activation has kernels for."""
+
+DIALECT_GATED = (GEGLU, GLU, QGEGLU, ReGLU, SwiGLU)
+"""The gated activations that te.gated has kernels for."""
 
 
 def norm_quantized(
@@ -59,8 +63,8 @@ def activation_quantized(activation: BasicOperation, h: torch.Tensor, quantizer:
     """Buffers of f(h)."""
     if quantizer.fused_producers and type(activation) in DIALECT:
         return list(activation_quantize(h, activation.kind(), quantizer, False))  # type: ignore[attr-defined]
-    if quantizer.fused_producers and type(activation) is SwiGLU:
-        return list(swiglu_quantize(*h.chunk(2, -1), quantizer, False))
+    if quantizer.fused_producers and type(activation) in DIALECT_GATED:
+        return list(gated_quantize(*h.chunk(2, -1), activation.kind(), quantizer, False))  # type: ignore[attr-defined]
     assert isinstance(activation, (Activation, Gated))
     return quantize_tensor(activation.forward(h).contiguous(), quantizer)
 
@@ -73,8 +77,9 @@ def activation_gradient_quantized(
         kind = activation.kind()  # type: ignore[attr-defined]
         results = activation_backward_quantize(dy.contiguous(), h, kind, quantizer, False, needs_sums)
         return (results[0] if needs_sums else None), list(results[int(needs_sums) :])
-    if quantizer.fused_producers and type(activation) is SwiGLU:
-        results = swiglu_backward_quantize_halves(dy.contiguous(), *h.chunk(2, -1), quantizer, needs_sums, True)
+    if quantizer.fused_producers and type(activation) in DIALECT_GATED:
+        args = (*h.chunk(2, -1), activation.kind(), quantizer, needs_sums, True)  # type: ignore[attr-defined]
+        results = gated_backward_quantize_halves(dy.contiguous(), *args)
         return (bias_grad(results[0]) if needs_sums else None), list(results[int(needs_sums) :])
     assert isinstance(activation, (Activation, Gated))
     dh = activation.backward(dy, h)

@@ -11,6 +11,7 @@ from typing import Any
 
 __all__ = [
     "ACTIVATIONS",
+    "GATES",
     "IN_PLACE",
     "MATCHED",
     "NORMS",
@@ -254,7 +255,7 @@ class Gated:
                 "unflatten": f"{both}.unflatten(-1, (2, {self.n})).unbind(-2)",
             }[self.form]
             w.line(f"{gate}, {up} = {split}")
-        return w.assign(f"{ACTIVATIONS[self.activation].format(x=gate)} * {up}"), self.n
+        return w.assign(f"{GATES[self.activation].format(x=gate)} * {up}"), self.n
 
 
 # ---- what stands between linears
@@ -273,6 +274,8 @@ ACTIVATIONS = {
     "tanh": "{x}.tanh()",
     "square relu": "F.relu({x}).square()",
 }
+
+GATES = {**ACTIVATIONS, "sigmoid": "torch.sigmoid({x})"}
 
 VIEWS = {
     "rows": "{x}.reshape(-1, {k})",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from helpers.fuzz.fuzz_blocks import (
     ACTIVATIONS,
+    GATES,
     IN_PLACE,
     NORM_MODULES,
     NORMS,
@@ -202,7 +203,7 @@ _plain_shared = st.builds(
 _gated = st.builds(
     Gated,
     n=_aligned,
-    activation=st.sampled_from(["F.silu", "F.silu", "F.gelu", "F.gelu tanh", "F.relu", "written silu"]),
+    activation=st.sampled_from([*GATES, "F.silu", "written silu"]),
     form=st.sampled_from(["two", "two", "chunk", "split", "slices", "unflatten"]),
     style=st.one_of(st.just("module"), st.just("module"), _styles),
     bias=st.booleans(),

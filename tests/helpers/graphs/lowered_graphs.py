@@ -197,10 +197,10 @@ CASES: dict[str, Case] = {
         lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), torch.bfloat16, True, "N", [128, 256]),
         "gemm_stacked_kernel -> c",
     ),
-    "gemm_swiglu": (
-        te.gemm_swiglu,
-        lambda: (f8(16, 64), f32(1), f8(256, 64), f32(2), True, 1),
-        "gemm_stacked_kernel -> c\nswiglu_amax_kernel -> partials",
+    "gemm_gated": (
+        te.gemm_gated,
+        lambda: (f8(16, 64), f32(1), f8(256, 64), f32(2), True, 1, "silu"),
+        "gemm_stacked_kernel -> c\ngated_amax_kernel -> partials",
     ),
     "gemm_grouped": (
         te.gemm_grouped,
@@ -234,33 +234,33 @@ CASES: dict[str, Case] = {
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, True),
         "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> dbias, data, transpose, scale_inv",
     ),
-    "swiglu": (te.swiglu, lambda: (bf16(19, 64), bf16(19, 64)), "swiglu_write_kernel -> y"),
-    "swiglu_quantize": (
-        te.swiglu_quantize,
-        lambda: (bf16(19, 64), bf16(19, 64), BOTH, False),
-        "swiglu_amax_kernel -> partials\nswiglu_write_kernel -> data, transpose, scale_inv",
+    "gated": (te.gated, lambda: (bf16(19, 64), bf16(19, 64), "gelu"), "gated_write_kernel -> y"),
+    "gated_quantize": (
+        te.gated_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False),
+        "gated_amax_kernel -> partials\ngated_write_kernel -> data, transpose, scale_inv",
     ),
-    "swiglu_quantize with amax": (
-        te.swiglu_quantize,
-        lambda: (bf16(19, 64), bf16(19, 64), BOTH, False, f32(512)),
-        "swiglu_write_kernel -> data, transpose, scale_inv",
+    "gated_quantize with amax": (
+        te.gated_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, f32(512)),
+        "gated_write_kernel -> data, transpose, scale_inv",
     ),
-    "swiglu_backward": (
-        te.swiglu_backward,
-        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64)),
-        "swiglu_backward_write_kernel -> dgate, dup",
+    "gated_backward": (
+        te.gated_backward,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "gelu"),
+        "gated_backward_write_kernel -> dgate, dup",
     ),
-    "swiglu_backward_quantize": (
-        te.swiglu_backward_quantize,
-        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), ROWS, False),
-        "swiglu_backward_amax_kernel -> gate_partials, up_partials\n"
-        "swiglu_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
+    "gated_backward_quantize": (
+        te.gated_backward_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "gelu", ROWS, False),
+        "gated_backward_amax_kernel -> gate_partials, up_partials\n"
+        "gated_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
     ),
-    "swiglu_backward_quantize_halves": (
-        te.swiglu_backward_quantize_halves,
-        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), BOTH, True, True),
-        "swiglu_backward_amax_kernel -> gate_partials\n"
-        "swiglu_backward_write_kernel -> dgate, gate_data, gate_transpose, gate_scale_inv",
+    "gated_backward_quantize_halves": (
+        te.gated_backward_quantize_halves,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "gelu", BOTH, True, True),
+        "gated_backward_amax_kernel -> gate_partials\n"
+        "gated_backward_write_kernel -> dgate, gate_data, gate_transpose, gate_scale_inv",
     ),
     "transpose": (te.transpose, lambda: (f8(19, 64),), "transpose_kernel -> transpose"),
     "quantize_block": (
@@ -368,10 +368,10 @@ CASES: dict[str, Case] = {
         lambda: (f8(16, 64), f32(1), f8(32, 64), f32(1), None, torch.bfloat16, True),
         "gemm_kernel -> c\nquantize_amax_kernel -> partials",
     ),
-    "gemm_swiglu of a few rows": (
-        te.gemm_swiglu,
-        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), True, 0),
-        "gemm_decode_swiglu_kernel -> c, partials",
+    "gemm_gated of a few rows": (
+        te.gemm_gated,
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), True, 0, "silu"),
+        "gemm_decode_gated_kernel -> c, partials",
     ),
     "quantize_with_amax": (
         te.quantize_with_amax,

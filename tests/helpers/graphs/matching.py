@@ -45,6 +45,15 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return (F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype),)
 
 
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+}
+
 _PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.te.linear.default: _linear,
     torch.ops.te.grouped_linear.default: _grouped_linear,
@@ -53,7 +62,7 @@ _PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.te.gelu.default: lambda x, approximate: F.gelu(x, approximate=approximate),
     torch.ops.te.silu.default: F.silu,
     torch.ops.te.relu.default: F.relu,
-    torch.ops.te.swiglu.default: lambda gate, up: F.silu(gate) * up,
+    torch.ops.te.gated.default: lambda gate, up, kind: _FUNCTIONS[kind](gate) * up,
 }
 
 

@@ -1,4 +1,4 @@
-"""Activations, SwiGLU, their backward, and all of them fused with quantization."""
+"""Activations, gated units, their backward, and all of them fused with quantization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.kernels.kernel_cases import (
 )
 
 from te_dynamo.kernels.activation import activation as act
-from te_dynamo.kernels.activation import swiglu as glu
+from te_dynamo.kernels.activation import gated as glu
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -28,6 +28,8 @@ OPTIONS = ((E4M3, True, True, False, 0.0), (E5M2, False, True, True, 0.0), (E4M3
 
 def exact(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The activation in float64, in forms that do not cancel."""
+    if kind == "sigmoid":
+        return torch.sigmoid(x)
     if kind == "relu":
         return torch.relu(x)  # its derivative at 0 is 0, that of clamp 1
     if kind == "relu2":
@@ -85,14 +87,15 @@ def test_backward_reference_is_autograd(kind):
     torch.testing.assert_close(act.activation_backward_reference(dy, x.detach(), kind), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", glu.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_reference(dtype):
+def test_gated_reference(dtype, kind):
     gate, up, dy = (make_input("normal", (3, 5, 64), dtype, seed=s) for s in range(3))
     exact_inputs = [t.double().requires_grad_() for t in (gate, up)]
-    y = exact(exact_inputs[0], "silu") * exact_inputs[1]
-    assert_within_rounding(glu.swiglu_reference(gate, up), y.detach())
+    y = exact(exact_inputs[0], kind) * exact_inputs[1]
+    assert_within_rounding(glu.gated_reference(gate, up, kind), y.detach(), atol=1e-6)
     grads = torch.autograd.grad(y, exact_inputs, dy.double())
-    for actual, expected in zip(glu.swiglu_backward_reference(dy, gate, up), grads, strict=True):
+    for actual, expected in zip(glu.gated_backward_reference(dy, gate, up, kind), grads, strict=True):
         assert_within_rounding(actual, expected, atol=4e-6)
 
 
@@ -108,11 +111,11 @@ def test_fused_references_are_the_function_then_quantize():
     actual = act.activation_backward_quantize_reference(dy, x, "silu", *options, False, True)
     torch.testing.assert_close(actual.pop(0), dbias)
     assert_same_bits(actual, quantize_reference(dx, *options))
-    y = glu.swiglu_reference(x, up)
-    assert_same_bits(glu.swiglu_quantize_reference(x, up, *options, False), quantize_reference(y, *options))
-    dgate, dup = glu.swiglu_backward_reference(dy, x, up)
+    y = glu.gated_reference(x, up, "gelu")
+    assert_same_bits(glu.gated_quantize_reference(x, up, "gelu", *options, False), quantize_reference(y, *options))
+    dgate, dup = glu.gated_backward_reference(dy, x, up, "gelu")
     assert_same_bits(
-        glu.swiglu_backward_quantize_reference(dy, x, up, *options, True),
+        glu.gated_backward_quantize_reference(dy, x, up, "gelu", *options, True),
         [dgate, dup, *quantize_reference(dgate, *options), *quantize_reference(dup, *options)],
     )
 
@@ -120,6 +123,10 @@ def test_fused_references_are_the_function_then_quantize():
 def test_unknown_kind_is_an_error():
     with pytest.raises(ValueError, match="gelu_tanh"):
         act.activation_reference(torch.ones(2, 2), "gelu_new")
+    with pytest.raises(ValueError, match="expected one of"):
+        act.activation_reference(torch.ones(2, 2), "sigmoid")  # which is not zero at zero, behind the end of rows
+    with pytest.raises(ValueError, match=r"expected a kind of .*sigmoid, got 'tanh'"):
+        glu.gated_reference(torch.ones(2, 2), torch.ones(2, 2), "tanh")
 
 
 def test_row_stride_of_views():
@@ -183,26 +190,27 @@ def test_fused_activation_equals_activation_then_quantize(kind, shape, dtype):
 
 @gpu
 @needs_cuda
+@pytest.mark.parametrize("kind", glu.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", RAGGED_SHAPES)
 @pytest.mark.parametrize("strided", [False, True])
-def test_fused_swiglu_equals_swiglu_then_quantize(shape, dtype, strided):
+def test_fused_gated_equals_gated_then_quantize(shape, dtype, strided, kind):
     both = make_input("normal", (*shape[:-1], 2 * shape[-1]), dtype, "cuda")
     gate, up = both.chunk(2, -1)
     if not strided:
         gate, up = gate.contiguous(), up.contiguous()
     dy = make_input("normal", shape, dtype, "cuda", seed=1)
-    y, (dgate, dup) = glu.swiglu(gate, up), glu.swiglu_backward(dy, gate, up)
-    assert_within_rounding(y, exact(gate.double(), "silu") * up.double())
-    assert_within_rounding(dup, dy.double() * exact(gate.double(), "silu"))
-    assert_within_rounding(dgate, dy.double() * up.double() * exact_backward(gate.double(), "silu"), atol=1e-5)
+    y, (dgate, dup) = glu.gated(gate, up, kind), glu.gated_backward(dy, gate, up, kind)
+    assert_within_rounding(y, exact(gate.double(), kind) * up.double(), atol=4e-6)
+    assert_within_rounding(dup, dy.double() * exact(gate.double(), kind), atol=4e-6)
+    assert_within_rounding(dgate, dy.double() * up.double() * exact_backward(gate.double(), kind), atol=2e-5)
     for options in OPTIONS:
-        fused = glu.swiglu_quantize(gate, up, *options, True)
+        fused = glu.gated_quantize(gate, up, kind, *options, True)
         assert_same_bits(fused, [y, *quantize(y, *options)])
-        assert_same_bits(glu.swiglu_quantize(gate, up, *options, False), fused[1:])
-        fused = glu.swiglu_backward_quantize(dy, gate, up, *options, True)
+        assert_same_bits(glu.gated_quantize(gate, up, kind, *options, False), fused[1:])
+        fused = glu.gated_backward_quantize(dy, gate, up, kind, *options, True)
         assert_same_bits(fused, [dgate, dup, *quantize(dgate, *options), *quantize(dup, *options)])
-        assert_same_bits(glu.swiglu_backward_quantize(dy, gate, up, *options, False), fused[2:])
+        assert_same_bits(glu.gated_backward_quantize(dy, gate, up, kind, *options, False), fused[2:])
 
 
 @gpu
@@ -214,6 +222,6 @@ def test_kernels_write_every_element(shape):
     run_poisoned(lambda: [act.activation(x, "gelu"), act.activation_backward(dy, x, "gelu")])
     run_poisoned(lambda: act.activation_quantize(x, "silu", *options, True))
     run_poisoned(lambda: act.activation_backward_quantize(dy, x, "gelu_tanh", *options, True, True))
-    run_poisoned(lambda: [glu.swiglu(x, up), *glu.swiglu_backward(dy, x, up)])
-    run_poisoned(lambda: glu.swiglu_quantize(x, up, *options, True))
-    run_poisoned(lambda: glu.swiglu_backward_quantize(dy, x, up, *options, True))
+    run_poisoned(lambda: [glu.gated(x, up, "gelu"), *glu.gated_backward(dy, x, up, "gelu")])
+    run_poisoned(lambda: glu.gated_quantize(x, up, "silu", *options, True))
+    run_poisoned(lambda: glu.gated_backward_quantize(dy, x, up, "sigmoid", *options, True))

@@ -1,4 +1,4 @@
-"""Both gradients of swiglu as one tensor of one scale: the bits of the two, side by side, quantized.
+"""Both gradients of a gated unit as one tensor of one scale: the bits of the two, side by side, quantized.
 
 Run as a program, this file is the half in Triton's interpreter: TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -24,8 +24,8 @@ from helpers.kernels.kernel_cases import (
 )
 
 from te_dynamo.kernels.activation import functions as activation_functions
-from te_dynamo.kernels.activation import swiglu, swiglu_in_place, swiglu_kernels
-from te_dynamo.kernels.activation import swiglu_halves as kernels
+from te_dynamo.kernels.activation import gated, gated_in_place, gated_kernels
+from te_dynamo.kernels.activation import gated_halves as kernels
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.tiles import fp8
 from te_dynamo.kernels.tiles import row_quarters as quarters
@@ -45,24 +45,27 @@ def halves(h: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tenso
     return (left, right) if gate_first else (right, left)
 
 
-def unfused(dy: torch.Tensor, h: torch.Tensor, gate_first: bool, options: Any, reference: bool = False) -> list[Any]:
+def unfused(
+    dy: torch.Tensor, h: torch.Tensor, gate_first: bool, kind: str, options: Any, reference: bool = False
+) -> list[Any]:
     """[grad, *its buffers] by the kernels of each step, or by their references."""
-    backward = swiglu.swiglu_backward_reference if reference else swiglu.swiglu_backward
+    backward = gated.gated_backward_reference if reference else gated.gated_backward
     cast = quantize.quantize_reference if reference else quantize.quantize
-    dgate, dup = backward(dy, *halves(h, gate_first))
+    dgate, dup = backward(dy, *halves(h, gate_first), kind)
     grad = torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)
     return [grad, *cast(grad, *options)]
 
 
+@pytest.mark.parametrize("kind", gated.KINDS)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reference(dtype: torch.dtype, gate_first: bool) -> None:
+def test_reference(dtype: torch.dtype, gate_first: bool, kind: str) -> None:
     dy, h = make_input("normal", (3, 5, 24), dtype), make_input("normal", (3, 5, 48), dtype, seed=1)
     for options in OPTIONS:
-        given = (dy, *halves(h, gate_first), *options)
-        expected = unfused(dy, h, gate_first, options, reference=True)
-        assert_same_bits(kernels.swiglu_backward_quantize_halves_reference(*given, True, gate_first), expected)
-        assert_same_bits(kernels.swiglu_backward_quantize_halves_reference(*given, False, gate_first), expected[1:])
+        given = (dy, *halves(h, gate_first), kind, *options)
+        expected = unfused(dy, h, gate_first, kind, options, reference=True)
+        assert_same_bits(kernels.gated_backward_quantize_halves_reference(*given, True, gate_first), expected)
+        assert_same_bits(kernels.gated_backward_quantize_halves_reference(*given, False, gate_first), expected[1:])
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------
@@ -70,46 +73,51 @@ def test_reference(dtype: torch.dtype, gate_first: bool) -> None:
 
 @gpu
 @needs_cuda
+@pytest.mark.parametrize("kind", gated.KINDS)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*RAGGED_SHAPES, (303, 136), (4096, 1024)])
-def test_kernels_equal_the_steps(shape: tuple[int, ...], dtype: torch.dtype, gate_first: bool) -> None:
+def test_kernels_equal_the_steps(shape: tuple[int, ...], dtype: torch.dtype, gate_first: bool, kind: str) -> None:
     dy = make_input("normal", shape, dtype, "cuda", seed=1)
     h = make_input("normal", (*shape[:-1], 2 * shape[-1]), dtype, "cuda")
     for options in OPTIONS:
-        given = (dy, *halves(h, gate_first), *options)
-        expected = unfused(dy, h, gate_first, options)
-        fused = run_poisoned(lambda given=given: kernels.swiglu_backward_quantize_halves(*given, True, gate_first))
+        given = (dy, *halves(h, gate_first), kind, *options)
+        expected = unfused(dy, h, gate_first, kind, options)
+        fused = run_poisoned(lambda given=given: kernels.gated_backward_quantize_halves(*given, True, gate_first))
         assert_same_bits(fused, expected)
-        assert_same_bits(kernels.swiglu_backward_quantize_halves(*given, False, gate_first), expected[1:])
+        assert_same_bits(kernels.gated_backward_quantize_halves(*given, False, gate_first), expected[1:])
 
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("kind", ["zeros", "huge", "inf", "nan"])
-def test_kernels_on_special_values(kind: str) -> None:
+@pytest.mark.parametrize("kind", gated.KINDS)
+@pytest.mark.parametrize("values", ["zeros", "huge", "inf", "nan"])
+def test_kernels_on_special_values(values: str, kind: str) -> None:
     dy, h = (
-        make_input(kind, (33, 1024), torch.bfloat16, "cuda"),
+        make_input(values, (33, 1024), torch.bfloat16, "cuda"),
         make_input("normal", (33, 2048), torch.bfloat16, "cuda"),
     )
-    expected = unfused(dy, h, True, OPTIONS[0])
-    assert_same_bits(kernels.swiglu_backward_quantize_halves(dy, *halves(h, True), *OPTIONS[0], True, True), expected)
+    expected = unfused(dy, h, True, kind, OPTIONS[0])
+    assert_same_bits(
+        kernels.gated_backward_quantize_halves(dy, *halves(h, True), kind, *OPTIONS[0], True, True), expected
+    )
 
 
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)
+@pytest.mark.parametrize("kind", gated.KINDS)
 @pytest.mark.parametrize("shape", [(1, 128), (17, 256), (3, 5, 1792), (4096, 14336), (9, 32768)])
-def test_codes_in_the_memory_of_dy(shape: tuple[int, ...], fp8_dtype: torch.dtype, gate_first: bool) -> None:
+def test_codes_in_the_memory_of_dy(shape: tuple[int, ...], kind: str, fp8_dtype: torch.dtype, gate_first: bool) -> None:
     dy = make_input("normal", shape, torch.bfloat16, "cuda", seed=1)
     gate, up = halves(make_input("normal", (*shape[:-1], 2 * shape[-1]), torch.bfloat16, "cuda"), gate_first)
     for power_of_two, eps in ((False, 0.0), (True, 1.0)):
         options = (fp8_dtype, True, False, power_of_two, eps)
-        expected = kernels.swiglu_backward_quantize_halves(dy, gate, up, *options, False, gate_first)
+        expected = kernels.gated_backward_quantize_halves(dy, gate, up, kind, *options, False, gate_first)
         given = dy.clone()
-        actual = swiglu_in_place.swiglu_backward_quantize_in_place(
-            given, gate, up, fp8_dtype, power_of_two, eps, gate_first
+        actual = gated_in_place.gated_backward_quantize_in_place(
+            given, gate, up, kind, fp8_dtype, power_of_two, eps, gate_first
         )
         assert_same_bits(actual, expected)
         assert actual[0].data_ptr() == given.data_ptr()
@@ -161,34 +169,56 @@ def words(c0, c1, c2, c3):
 def without_assembly() -> None:
     """What the interpreter cannot run, in Triton's own functions, the same for all kernels."""
     activation_functions._approximate, activation_functions.mul_rn = approximate, product
-    swiglu_kernels.rounded = swiglu_in_place.rounded = to_dtype
-    quarters.widened, quarters.column_words, swiglu_kernels.quarter_codes = to_fp32, words, codes
-    fp8.multiprocessor_count = swiglu_in_place.multiprocessor_count = lambda device: 1
-    kernels.PARTIALS = swiglu.PARTIALS = quantize.PARTIALS = swiglu_in_place.PARTIALS = 4
+    gated_kernels.rounded = gated_in_place.rounded = to_dtype
+    quarters.widened, quarters.column_words, gated_kernels.quarter_codes = to_fp32, words, codes
+    fp8.multiprocessor_count = gated_in_place.multiprocessor_count = lambda device: 1
+    kernels.PARTIALS = gated.PARTIALS = quantize.PARTIALS = gated_in_place.PARTIALS = 4
 
 
 def main() -> None:
     without_assembly()
-    for rows, columns in ((5, 128), (35, 136)):
-        dy = make_input("normal", (rows, columns), torch.float32, seed=1)
-        for gate_first in (True, False):
-            h = make_input("normal", (rows, 2 * columns), torch.float32)
-            h[:, columns:] *= 8  # halves of different amaxes
-            for options in OPTIONS[::2]:
-                given = (dy, *halves(h, gate_first), *options)
-                fused = kernels.swiglu_backward_quantize_halves(*given, True, gate_first, tile=(64, 64, 4))
-                assert_same_bits(fused, unfused(dy, h, gate_first, options))
-    in_place()
+    for kind in gated.KINDS:
+        forward(kind)
+        for rows, columns in ((5, 128), (35, 136)) if kind == "silu" else ((5, 128),):
+            dy = make_input("normal", (rows, columns), torch.float32, seed=1)
+            for gate_first in (True, False):
+                h = make_input("normal", (rows, 2 * columns), torch.float32)
+                h[:, columns:] *= 8  # halves of different amaxes
+                for options in OPTIONS[::2]:
+                    given = (dy, *halves(h, gate_first), kind, *options)
+                    fused = kernels.gated_backward_quantize_halves(*given, True, gate_first, tile=(64, 64, 4))
+                    assert_same_bits(fused, unfused(dy, h, gate_first, kind, options))
+        backward(kind)
+        in_place(kind)
 
 
-def in_place() -> None:
+def forward(kind: str) -> None:
+    """The reference but for the last bits of exp, and quantized the bits of the two steps."""
+    gate, up = (make_input("normal", (35, 136), torch.float32, seed=seed) for seed in (1, 2))
+    y = gated.gated(gate, up, kind)
+    torch.testing.assert_close(y, gated.gated_reference(gate, up, kind), rtol=1e-5, atol=4e-6)
+    for options in OPTIONS:
+        fused = gated.gated_quantize(gate, up, kind, *options, True, tile=(64, 64, 4))
+        assert_same_bits(fused, [y, *quantize.quantize(y, *options)])
+
+
+def backward(kind: str) -> None:
+    dy, gate, up = (make_input("normal", (35, 136), torch.float32, seed=seed) for seed in range(3))
+    grads = gated.gated_backward(dy, gate, up, kind)
+    expected = gated.gated_backward_reference(dy, gate, up, kind)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
+    each = [buffer for grad in grads for buffer in quantize.quantize(grad, *OPTIONS[0])]
+    fused = gated.gated_backward_quantize(dy, gate, up, kind, *OPTIONS[0], True, tile=(64, 64, 4))
+    assert_same_bits(fused, [*grads, *each])
+
+
+def in_place(kind: str) -> None:
     dy = make_input("normal", (5, 128), torch.bfloat16, seed=1)
     for gate_first in (True, False):
         gate, up = halves(make_input("normal", (5, 256), torch.bfloat16), gate_first)
-        expected = kernels.swiglu_backward_quantize_halves(
-            dy, gate, up, E5M2, True, False, False, 0.0, False, gate_first
-        )
-        actual = swiglu_in_place.swiglu_backward_quantize_in_place(dy.clone(), gate, up, E5M2, False, 0.0, gate_first)
+        given = (gate, up, kind, E5M2)
+        expected = kernels.gated_backward_quantize_halves(dy, *given, True, False, False, 0.0, False, gate_first)
+        actual = gated_in_place.gated_backward_quantize_in_place(dy.clone(), *given, False, 0.0, gate_first)
         assert_same_bits(actual, expected)
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 
-from te_dynamo.kernels.activation import activation, swiglu, swiglu_halves, swiglu_kernels
+from te_dynamo.kernels.activation import activation, gated, gated_halves, gated_kernels
 from te_dynamo.kernels.norm import norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize.bias_grad import stripes
@@ -36,6 +36,10 @@ CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
 BOTH = {**CAST, "ROWWISE": True, "COLUMNWISE": True}
 
 
+GATES = ("silu", "gelu")
+"""The kind that is used most and the one that takes the most registers; test_compiled_gated.py compiles every kind."""
+
+
 def tiled(tile: quantize.Tile, **constants: Any) -> tuple[dict[str, Any], int]:
     return {**constants, "BLOCK_M": tile[0], "BLOCK_K": tile[1]}, tile[2]
 
@@ -48,9 +52,10 @@ def amax_cases():
             yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
         *tile, parts = stripes(4096)
         yield activation.activation_backward_sums_kernel, *tiled((*tile, 8), KIND=kind, PARTS=parts)
-    yield swiglu_kernels.swiglu_amax_kernel, *tiled(quantize.amax_tile(4096))
-    for one in (False, True):
-        yield swiglu_kernels.swiglu_backward_amax_kernel, *tiled(quantize.amax_tile(4096), ONE_AMAX=one)
+    for kind in GATES:
+        yield gated_kernels.gated_amax_kernel, *tiled(quantize.amax_tile(4096), KIND=kind)
+        for one in (False, True):
+            yield gated_kernels.gated_backward_amax_kernel, *tiled(quantize.amax_tile(4096), KIND=kind, ONE_AMAX=one)
 
 
 def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
@@ -60,17 +65,18 @@ def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
         quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, itemsize))
         for backward in (False, True)
     ]
-    forward = quantize.cast_tile(rows, 4096, columnwise, swiglu.FORWARD_TILE)
-    backward_tile = quantize.cast_tile(rows, 4096, columnwise, swiglu.BACKWARD_TILE)
+    forward = quantize.cast_tile(rows, 4096, columnwise, gated.FORWARD_TILE)
+    backward_tile = quantize.cast_tile(rows, 4096, columnwise, gated.BACKWARD_TILE)
     yield quantize.quantize_cast_kernel, *tiled(one, **partials)
     for kind in activation.KINDS:
         for backward in (False, True):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "PARTS": 32 if backward else 0}
             yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
-    yield swiglu_kernels.swiglu_write_kernel, *tiled(forward, KEEP_OUTPUT=True, **partials)
-    for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
-        flags = {"KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
-        yield swiglu_kernels.swiglu_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
+    for kind in GATES:
+        yield gated_kernels.gated_write_kernel, *tiled(forward, KIND=kind, KEEP_OUTPUT=True, EARLY=False, **partials)
+        for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
+            flags = {"KIND": kind, "KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
+            yield gated_kernels.gated_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": 1024}
@@ -186,13 +192,13 @@ LAUNCHERS = {
         [(8, 128), (8, 128)],
         [["partials", "sums"], ["dbias", "data", "transpose", "scale_inv"]],
     ),
-    "swiglu_quantize": (
-        lambda both: swiglu.swiglu_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), *OPTIONS, False),
+    "gated_quantize": (
+        lambda both: gated.gated_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), "gelu", *OPTIONS, False),
         [(2, 4, 128)],
         [["partials"], ["data", "transpose", "scale_inv"]],
     ),
-    "swiglu_backward_quantize": (
-        lambda dy, gate, up: swiglu.swiglu_backward_quantize(dy, gate, up, *OPTIONS, True),
+    "gated_backward_quantize": (
+        lambda dy, gate, up: gated.gated_backward_quantize(dy, gate, up, "gelu", *OPTIONS, True),
         [(8, 128)] * 3,
         [
             ["gate_partials", "up_partials"],
@@ -208,8 +214,8 @@ LAUNCHERS = {
             ],
         ],
     ),
-    "swiglu_backward_quantize_halves": (
-        lambda dy, h: swiglu_halves.swiglu_backward_quantize_halves(dy, *h.chunk(2, -1), *OPTIONS, False, False),
+    "gated_backward_quantize_halves": (
+        lambda dy, h: gated_halves.gated_backward_quantize_halves(dy, *h.chunk(2, -1), "gelu", *OPTIONS, False, False),
         [(8, 128), (8, 256)],
         [["gate_partials"], ["gate_data", "gate_transpose", "gate_scale_inv"]],
     ),

@@ -10,7 +10,7 @@ from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, Case, compile_ca
 from helpers.kernels.gemm_operands import E4M3, E5M2, FMAX, relative_error
 from helpers.kernels.kernel_cases import assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
-from te_dynamo.kernels.activation import swiglu
+from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.gemm.choose import Product, choose, stacking_pays
 from te_dynamo.kernels.gemm.current import gemm_reference, gemm_with_tile
 from te_dynamo.kernels.gemm.specialized import (
@@ -375,14 +375,16 @@ def test_quantize_kernel(by_columns: bool, usages: tuple[bool, bool], dtype: tor
 @marked
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=str)
-def test_swiglu_backward_writes_the_stack(usages: tuple[bool, bool], dtype: torch.dtype) -> None:
+def test_gated_backward_writes_the_stack(usages: tuple[bool, bool], dtype: torch.dtype) -> None:
     for rows, columns in ((303, 256), (4096, 1024)):
         both = make_input("normal", (rows, 2 * columns), dtype, "cuda", seed=1)
         gate, up = both[:, :columns], both[:, columns:]
         dy = make_input("normal", (rows, columns), dtype, "cuda", seed=2)
         options = (E5M2, *usages, False, 0.0)
-        grads = swiglu.swiglu_backward(dy, gate, up)
+        grads = gated.gated_backward(dy, gate, up, "silu")
         expected = quantize_stacked_reference(grads, *options, True)
-        fused = run_poisoned(lambda args=(dy, gate, up, *options): swiglu.swiglu_backward_quantize(*args, True, True))
+        fused = run_poisoned(
+            lambda args=(dy, gate, up, "silu", *options): gated.gated_backward_quantize(*args, True, True)
+        )
         assert_same_bits(fused, [*grads, *expected])
-        assert_same_bits(swiglu.swiglu_backward_quantize(dy, gate, up, *options, False, True), expected)
+        assert_same_bits(gated.gated_backward_quantize(dy, gate, up, "silu", *options, False, True), expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.kernels.kernel_cases import DTYPES, assert_same_bits, gpu, make_input, needs_cuda
 
-from te_dynamo.kernels.activation import activation, swiglu
+from te_dynamo.kernels.activation import activation, gated
 from te_dynamo.kernels.norm import norm
 from te_dynamo.kernels.quantize import current as quantize
 
@@ -59,9 +59,9 @@ def test_activations(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> N
 @pytest.mark.parametrize("shape", SHAPES)
 def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up, dy = tensors(3, shape, dtype)
-    y, (dgate, dup) = swiglu.swiglu(gate, up), swiglu.swiglu_backward(dy, gate, up)
-    fused = swiglu.swiglu_quantize(gate, up, *BOTH, True, tile=swiglu.FORWARD_TILE)
+    y, (dgate, dup) = gated.gated(gate, up, "silu"), gated.gated_backward(dy, gate, up, "silu")
+    fused = gated.gated_quantize(gate, up, "silu", *BOTH, True, tile=gated.FORWARD_TILE)
     assert_same_bits(fused, [y, *quantize.quantize_reference(y, *BOTH)])
-    fused = swiglu.swiglu_backward_quantize(dy, gate, up, *BOTH, True, False, swiglu.BACKWARD_TILE)
+    fused = gated.gated_backward_quantize(dy, gate, up, "silu", *BOTH, True, False, gated.BACKWARD_TILE)
     expected = [*quantize.quantize_reference(dgate, *BOTH), *quantize.quantize_reference(dup, *BOTH)]
     assert_same_bits(fused, [dgate, dup, *expected])

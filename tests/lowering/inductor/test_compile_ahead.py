@@ -82,7 +82,7 @@ EXTERNS = [
     "gemm_block",
     "gemm_block_e8m0",
     "gemm_stacked",
-    "gemm_swiglu",
+    "gemm_gated",
     "gemm_grouped_columns",
 ]
 
@@ -149,7 +149,7 @@ PROGRAM = textwrap.dedent(
     events = []
     knobs.runtime.jit_post_compile_hook = lambda **given: events.append(given["fn"].name.rsplit(".")[-1])
     extern_gemm.register()
-    for name in ("te_gemm", "te_gemm_stacked", "te_gemm_swiglu"):
+    for name in ("te_gemm", "te_gemm_stacked", "te_gemm_gated"):
         def call(*args, _of=getattr(extern_kernels, name), **keywords):
             events.append("call")
             return _of(*args, **keywords)

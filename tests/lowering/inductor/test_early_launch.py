@@ -8,7 +8,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import te_dynamo
-from te_dynamo.kernels.activation import swiglu, swiglu_kernels
+from te_dynamo.kernels.activation import gated, gated_kernels
 from te_dynamo.kernels.gemm import current as gemm
 from te_dynamo.kernels.gemm import decode as gemm_decode
 from te_dynamo.kernels.quantize import current as quantize
@@ -35,10 +35,10 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "addend": None,
         },
     ),
-    "gemm_decode_swiglu": (
-        gemm_decode.gemm_decode_swiglu_kernel,
+    "gemm_decode_gated": (
+        gemm_decode.gemm_decode_gated_kernel,
         dict(a=F8, a_scale_inv=F32, b=F8, b_scale_inv=F32, c=BF16, partials=F32, M="i32", WIDTH="i32", K="i32"),
-        {**TILE, "GATE": 0, "FAST": True, "PARTIALS": 512},
+        {**TILE, "GATE": 0, "KIND": "silu", "FAST": True, "PARTIALS": 512},
     ),
     "gemm_reduce": (
         gemm.gemm_reduce_kernel,
@@ -55,13 +55,13 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         dict(x=BF16, data=F8, scale_inv=F32, SIZE="i32"),
         {**QUANTIZED, "BLOCK": 4096},
     ),
-    "swiglu_write": (
-        swiglu_kernels.swiglu_write_kernel,
+    "gated_write": (
+        gated_kernels.gated_write_kernel,
         dict(
             **dict(gate=BF16, up=BF16, partials=F32, y=BF16, data=F8, transpose=F8, scale_inv=F32),
             **dict(gate_stride="i32", up_stride="i32", M="i32", K="i32"),
         ),
-        {**CAST, "KEEP_OUTPUT": False},
+        {**CAST, "KIND": "silu", "KEEP_OUTPUT": False},
     ),
 }
 
@@ -122,6 +122,6 @@ def test_a_chain_of_early_kernels_misses_nothing(tokens: int) -> None:
 def _one_by_one(call: Any, x: torch.Tensor) -> torch.Tensor:
     """call(x), each kernel launched after the end of the one before."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gemm, gemm_decode, quantize, swiglu):
+        for module in (gemm, gemm_decode, quantize, gated):
             patch.setattr(module, "starts_early", lambda *_: False)
         return call(x)

@@ -144,10 +144,10 @@ KEPT = {
     NormReadTwice: ("forward", "te.rms_norm_quantize"),
     LayerNormReturned: ("forward", "te.layer_norm_quantize"),
     ActivationReadTwice: ("forward", "te.activation_quantize"),
-    SwigluReadTwice: ("forward", "te.swiglu_quantize"),
+    SwigluReadTwice: ("forward", "te.gated_quantize"),
     GradientReadTwice: ("backward", "te.activation_backward_quantize"),
-    SwigluGradientsReadTwice: ("backward", "te.swiglu_backward_quantize"),
-    GateUpWithBias: ("backward", "te.swiglu_backward_quantize_halves"),
+    SwigluGradientsReadTwice: ("backward", "te.gated_backward_quantize"),
+    GateUpWithBias: ("backward", "te.gated_backward_quantize_halves"),
 }
 
 
@@ -179,11 +179,11 @@ def test_a_recomputed_forward_is_fused_in_the_backward_graph() -> None:
     """Forward saves the input only; backward makes the column copies that it needs, and those alone."""
     texts = compare(Checkpointed, (19, HIDDEN), torch.bfloat16)
     forward, backward = texts["forward"], texts["backward"]
-    assert "te.rms_norm_quantize(" in forward and "te.swiglu_quantize(" in forward
+    assert "te.rms_norm_quantize(" in forward and "te.gated_quantize(" in forward
     assert "row+column" not in forward, "forward made column copies that nobody saves"
-    assert "te.rms_norm_quantize(" in backward and "te.swiglu_backward_quantize(" in backward
-    (swiglu,) = [line for line in backward.splitlines() if "= te.swiglu_quantize(" in line]
-    assert "e4m3[column]" in swiglu
+    assert "te.rms_norm_quantize(" in backward and "te.gated_backward_quantize(" in backward
+    (gated,) = [line for line in backward.splitlines() if "= te.gated_quantize(" in line]
+    assert "e4m3[column]" in gated
 
 
 def test_a_view_between_a_norm_and_a_linear_does_not_stop_their_fusion() -> None:

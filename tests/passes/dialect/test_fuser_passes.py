@@ -163,7 +163,7 @@ PRODUCERS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], tuple[Any, ...], in
     "rms_norm": (te.rms_norm_quantize, (X, WEIGHT), (1e-5, False, False), 1),
     "layer_norm": (te.layer_norm_quantize, (X, WEIGHT, WEIGHT), (1e-5,), 2),
     "activation": (te.activation_quantize, (X,), ("gelu",), 0),
-    "swiglu": (te.swiglu_quantize, (X, X), (), 0),
+    "gated": (te.gated_quantize, (X, X), ("gelu",), 0),
 }
 
 

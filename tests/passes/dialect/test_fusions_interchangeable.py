@@ -55,21 +55,21 @@ FUSED = {
     ),
     SwigluResidual: (
         {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_add"},
-        {"fuse_swiglu_backward_quantize"},
+        {"fuse_gated_backward_quantize"},
     ),
     SharedSwigluResidual: (
         {
             "fuse_norm_quantize",
             "fuse_norm_add_quantize",
             "fuse_activation_quantize",
-            "fuse_gemm_swiglu",
+            "fuse_gemm_gated",
             "fuse_gemm_add",
         },
-        {"fuse_swiglu_backward_quantize"},
+        {"fuse_gated_backward_quantize"},
     ),
     GateUpResidual: (
         {"fuse_norm_quantize", "fuse_norm_add_quantize", "fuse_activation_quantize", "fuse_gemm_add"},
-        {"fuse_swiglu_backward_quantize_halves"},
+        {"fuse_gated_backward_quantize_halves"},
     ),
 }
 JOINT = {SharedSwigluResidual: {"fuse_shared_input"}}
@@ -114,7 +114,7 @@ def test_names_choose_and_a_minus_leaves_out() -> None:
         "fuse_shared_input",
         "fuse_norm_quantize",
         "fuse_activation_quantize",
-        "fuse_gemm_swiglu",
+        "fuse_gemm_gated",
         "fuse_gemm_add",
     }
     assert fired[()] == set()

@@ -52,12 +52,12 @@ def test_backward_graph() -> None:
         "\n".join(kernels),
         """\
 quantize_1: (f8e5m2[256, 64], f8e5m2[64, 256], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], swiglu_quantize[1], swiglu_quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
 gemm_1: bf16[256, 128] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-swiglu_backward_quantize: (f8e5m2[256, 256], f32[2]) = te.swiglu_backward_quantize(gemm_1, slice, slice_1, e5m2[row], keep_output=False, stacked=True)
-gemm_stacked: bf16[256, 64] = te.gemm_stacked(swiglu_backward_quantize[0], swiglu_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
-transpose: f8e5m2[256, 256] = te.transpose(swiglu_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, swiglu_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False, along='M', segments=[128, 128])""",
+gated_backward_quantize: (f8e5m2[256, 256], f32[2]) = te.gated_backward_quantize(gemm_1, slice, slice_1, 'silu', e5m2[row], keep_output=False, stacked=True)
+gemm_stacked: bf16[256, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
+transpose: f8e5m2[256, 256] = te.transpose(gated_backward_quantize[0])
+gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False, along='M', segments=[128, 128])""",
     )
 
 
@@ -79,7 +79,7 @@ def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], c
 def test_what_the_caller_owns_is_not_written() -> None:
     graph = lowered_backward(Gated, 32, 64, low_memory=True)
     lines = launches(graph_text(graph)).splitlines()
-    assert "swiglu_backward_write_kernel -> gate_data, gate_scale_inv" in lines
+    assert "gated_backward_write_kernel -> gate_data, gate_scale_inv" in lines
     assert "transpose_kernel -> transpose" in lines
 
 
@@ -89,7 +89,7 @@ def test_peak_of_a_gated_mlp_is_below_bf16s() -> None:
     # and the weight gradient of down. 1.59 GiB with the module, as measured on an H200 (64 times these bytes).
     bf16 = 4 * activation + hidden + weight
     graphs = [lowered_backward(WideMLP, TOKENS, WIDTH, low_memory=value) for value in (False, True)]
-    assert "swiglu_backward_rows_kernel -> dy, scale_inv" in launches(graph_text(graphs[1])).splitlines()
+    assert "gated_backward_rows_kernel -> dy, scale_inv" in launches(graph_text(graphs[1])).splitlines()
     with_columns_early, low = map(peak_bytes, graphs)
     # gate, up and dact; x, the weights of gate and up columnwise; rowwise and columnwise codes of dgate and dup; and dw
     assert with_columns_early == pytest.approx(3 * activation + hidden / 2 + weight + 2 * activation + weight, rel=1e-3)
@@ -100,7 +100,7 @@ def test_peak_of_a_gated_mlp_is_below_bf16s() -> None:
 
 def test_one_linear_for_gate_and_up_has_the_peak_of_two() -> None:
     one, two = (lowered_backward(model, TOKENS, WIDTH, low_memory=True) for model in (GateUpMLP, WideMLP))
-    assert "swiglu_backward_rows_kernel -> dy, scale_inv" in launches(graph_text(one)).splitlines()
+    assert "gated_backward_rows_kernel -> dy, scale_inv" in launches(graph_text(one)).splitlines()
     assert peak_bytes(one) == pytest.approx(peak_bytes(two), rel=1e-3)
 
 
@@ -121,7 +121,7 @@ def test_other_graphs_write_into_dy_too(how: str) -> None:
     with kernels_everywhere():
         graphs = capture_on_fake_cuda(lambda: model().bfloat16(), inputs)
         text = graph_text(graphs.graph("lower.backward"))
-    assert "swiglu_backward_rows_kernel -> dy, scale_inv" in launches(text).splitlines()
+    assert "gated_backward_rows_kernel -> dy, scale_inv" in launches(text).splitlines()
 
 
 def test_option_is_a_bool() -> None:

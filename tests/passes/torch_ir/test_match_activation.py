@@ -49,10 +49,15 @@ ROOT = math.sqrt(2 / math.pi)
         (lambda x: torch.pow(F.relu(x), 2), "te.relu2(x)"),
         (lambda x: F.relu(x + x.cos()) ** 2, "te.relu2(add)"),
         (lambda x: (h := torch.relu(x)) * h, "te.relu2(x)"),
-        (lambda x: F.silu(x) * x.cos(), "te.swiglu(x, cos)"),
-        (lambda x: x.cos() * F.silu(x), "te.swiglu(x, cos)"),
-        (lambda x: x * torch.sigmoid(x) * x.cos(), "te.swiglu(x, cos)"),
-        (lambda x: x.cos() * (torch.sigmoid(x) * x), "te.swiglu(x, cos)"),
+        (lambda x: F.silu(x) * x.cos(), "te.gated(x, cos, 'silu')"),
+        (lambda x: F.gelu(x) * x.cos(), "te.gated(x, cos, 'gelu')"),
+        (lambda x: x.cos() * F.gelu(x, approximate="tanh"), "te.gated(x, cos, 'gelu_tanh')"),
+        (lambda x: nn.GELU("tanh")(x) * x.cos(), "te.gated(x, cos, 'gelu_tanh')"),
+        (lambda x: x.relu() * x.cos(), "te.gated(x, cos, 'relu')"),
+        (lambda x: x * torch.sigmoid(1.702 * x) * x.cos(), "te.gated(x, cos, 'quick_gelu')"),
+        (lambda x: x.cos() * F.silu(x), "te.gated(x, cos, 'silu')"),
+        (lambda x: x * torch.sigmoid(x) * x.cos(), "te.gated(x, cos, 'silu')"),
+        (lambda x: x.cos() * (torch.sigmoid(x) * x), "te.gated(x, cos, 'silu')"),
     ],
 )
 def test_spellings(activation, call):
@@ -176,8 +181,8 @@ getitem_2: float32[4, 128] = getitem(linear_default, 0)
 chunk = getitem_2.chunk(2, dim=-1)
 gate: float32[4, 64] = getitem(chunk, 0)
 up: float32[4, 64] = getitem(chunk, 1)
-swiglu_default: float32[4, 64] = te.swiglu(gate, up)
-linear_default_1 = te.linear(swiglu_default, down_weight, None, dx=True dw=True)
+gated_default: float32[4, 64] = te.gated(gate, up, 'silu')
+linear_default_1 = te.linear(gated_default, down_weight, None, dx=True dw=True)
 getitem_3: float32[4, 32] = getitem(linear_default_1, 0)
 return (getitem_3)""",
     )
@@ -196,7 +201,7 @@ def test_reads_a_linear_is_enough():
         (lambda x: F.linear(F.relu(x.clone(), inplace=True), WEIGHT), "relu", "it works in place"),
         (lambda x: F.linear(F.silu(x.clone(), True), WEIGHT), "silu", "it works in place"),
         (lambda x: F.linear(x.clone().relu_(), WEIGHT), "relu", "it works in place"),
-        (lambda x: F.linear((s := F.silu(x)) * x.cos() + s, WEIGHT), "swiglu", "its intermediate value"),
+        (lambda x: F.linear((s := F.silu(x)) * x.cos() + s, WEIGHT), "gated silu", "its intermediate value"),
         (lambda x: quick_gelu(x), "quick_gelu", "no FP8 linear reads its output; left to Inductor"),
         (lambda x: F.linear(quick_gelu(x.double()), WEIGHT.double()), "quick_gelu", "its input is fp64"),
         (lambda x: F.linear(F.relu(x.double()), WEIGHT.double()), "relu", "its input is fp64"),
@@ -206,6 +211,40 @@ def test_left_with_the_reason(forward, kind, reason):
     compiled, x = Matched(forward), torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), forward(x))
     assert compiled.reasons(kind)[0].startswith(reason) and f"te.{kind}" not in compiled.text()
+
+
+def linear_then(gate) -> Matched:
+    """gate(F.linear(x)), which a linear reads; trained once, and its numbers are the formula's."""
+    forward = lambda x: F.linear(gate(F.linear(x, WEIGHT)), WEIGHT)  # noqa: E731
+    compiled, x = Matched(forward, run="aot"), torch.randn(4, 32, requires_grad=True)
+    y = compiled(x)
+    torch.testing.assert_close(y, forward(x))
+    y.sum().backward()
+    return compiled
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [lambda h: h.cos() * torch.sigmoid(h), lambda h: h.sigmoid() * h.cos(), lambda h: nn.Sigmoid()(h) * h.cos()],
+)
+def test_a_sigmoid_gates_where_a_linear_makes_what_it_reads(gate):
+    compiled = linear_then(gate)
+    assert compiled.reasons("gated sigmoid") == [""] and ", cos, 'sigmoid')" in compiled.text()
+
+
+def test_glu_is_a_gated_sigmoid():
+    both = torch.cat((WEIGHT, WEIGHT.cos()))
+    for glu in (F.glu, nn.GLU()):
+        forward = lambda x, glu=glu: F.linear(glu(F.linear(x, both)), WEIGHT)  # noqa: E731
+        compiled, x = Matched(forward), torch.randn(4, 32)
+        torch.testing.assert_close(compiled(x), forward(x))
+        assert compiled.reasons("gated sigmoid") == [""] and "te.gated(" in compiled.text()
+
+
+def test_an_activation_that_only_a_product_reads_stays():
+    compiled = linear_then(lambda h: F.gelu(h) * WEIGHT[0])
+    assert compiled.reasons("gelu") == ["only a product reads it, which no kernel takes; left to Inductor"]
+    assert "te.gelu" not in compiled.text()
 
 
 def test_broadcast_and_promoted_products_are_no_swiglu():

@@ -104,7 +104,7 @@ def test_fusions_see_through_shards(mesh: DeviceMesh) -> None:
     assert {name for report in explanation.reports for _, name, _ in report.fusions} == {
         "fuse_norm_quantize",
         "fuse_activation_quantize",
-        "fuse_swiglu_backward_quantize",
+        "fuse_gated_backward_quantize",
     }
 
 

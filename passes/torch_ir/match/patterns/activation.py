@@ -1,9 +1,6 @@
-"""gelu, quick_gelu, silu, relu, relu squared and silu(gate) * up -> te.gelu, te.quick_gelu, te.silu, te.relu, te.relu2, te.swiglu.
+"""gelu, quick_gelu, silu, relu, relu squared -> te.gelu, te.quick_gelu, te.silu, te.relu, te.relu2.
 
-    s = torch.nn.functional.silu(gate)
-    y = s * up                                    ->    y = te.swiglu(gate, up)
-
-Activations written out as formulas: formulas.py.
+Activations written out as formulas: formulas.py. Of an activation that gates another tensor, gated.py makes te.gated first.
 """
 
 from __future__ import annotations
@@ -25,82 +22,94 @@ from te_dynamo.passes.torch_ir.match.values import (
     dtype_name,
     emit,
     erase_unused,
-    fixed,
     left_as_plain,
+    sole_user,
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 
-__all__ = ["GELU", "SILU", "match_activation", "match_swiglu", "match_written_activation"]
+__all__ = [
+    "GELU",
+    "SIGMOID",
+    "SILU",
+    "activation_of",
+    "factors",
+    "match_activation",
+    "match_written_activation",
+    "record",
+    "replace",
+]
 
 GELU = {F.gelu, torch._C._nn.gelu}
 SILU = {F.silu, torch._C._nn.silu}
+SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
 
-_te = torch.ops.te
-_WRITTEN: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
-    "silu": ("silu", _te.silu.default, ()),
-    "quick_gelu": ("quick_gelu", _te.quick_gelu.default, ()),
-    "gelu": ("gelu", _te.gelu.default, ("none",)),
-    "gelu_tanh": ("gelu", _te.gelu.default, ("tanh",)),
-    "relu2": ("relu2", _te.relu2.default, ()),
+
+_OPERATIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+    "gelu": ("gelu", torch.ops.te.gelu.default, ("none",)),
+    "gelu_tanh": ("gelu", torch.ops.te.gelu.default, ("tanh",)),
+    "quick_gelu": ("quick_gelu", torch.ops.te.quick_gelu.default, ()),
+    "silu": ("silu", torch.ops.te.silu.default, ()),
+    "relu": ("relu", torch.ops.te.relu.default, ()),
+    "relu2": ("relu2", torch.ops.te.relu2.default, ()),
 }
-"""{kind of a formula: (kind of its record, operation, options)}"""
+"""Kind -> (what records call it, the operation, its arguments behind x)."""
 
 
-def match_swiglu(node: fx.Node) -> MatchRecord | None:
-    """Replaces silu(gate) * up where that pays; None when `node` is no such product."""
-    for silu, up in _factors(node):
-        gate, inner = _silu_of(silu)
-        if gate is None or not _same_tensor_kind(silu, up, node):
-            continue
-        if len(silu.users) != 1:
-            return _record("swiglu", node, f"its intermediate value {silu} is used elsewhere too")
-        return _replace("swiglu", _te.swiglu.default, (gate, up), (), (*inner, node))
-    return None
+def match_activation(node: fx.Node) -> MatchRecord | None:
+    """Replaces gelu, quick_gelu, silu, relu or relu squared where that pays; None when `node` is none of them."""
+    found = activation_of(node)
+    return None if found is None else _match(node, *found)
 
 
 def match_written_activation(node: fx.Node) -> MatchRecord | None:
     """Replaces an activation written out, where that pays; None when `node` is not the last operation of one."""
     formula = written_formula(node)
-    if formula is None:
-        return None
-    kind, op, options = _WRITTEN[formula.kind]
-    return _replace(kind, op, (formula.x,), options, formula.nodes)
+    return None if formula is None else _match(node, formula.kind, formula.x, formula.nodes)
 
 
-def match_activation(node: fx.Node) -> MatchRecord | None:
-    """Replaces a call of gelu, silu or relu where that pays; None when `node` is none of them."""
-    if calls(node, GELU):
-        given = arguments(node, "input", "approximate") or {}
-        approximate = given.get("approximate", "none")
-        return _replace("gelu", _te.gelu.default, (given.get("input"),), (approximate,), (node,))
-    if calls(node, *RELU):
-        kind, op = "relu", _te.relu.default
-    elif calls(node, SILU):
-        kind, op = "silu", _te.silu.default
-    else:
-        return None
+def _match(node: fx.Node, kind: str, x: fx.Node, nodes: tuple[fx.Node, ...]) -> MatchRecord:
+    name, op, options = _OPERATIONS[kind]
     if written_by(node):
-        return _record(kind, node, "it works in place")
-    x = (arguments(node, "input", "inplace") or {}).get("input")
-    return _replace(kind, op, (x,), (), (node,))
+        return record(name, node, "it works in place")
+    reader = sole_user(node)
+    if reader is not None and factors(reader):
+        return record(name, node, "only a product reads it, which no kernel takes; left to Inductor")
+    return replace(name, op, (x,), options, nodes)
 
 
-def _replace(
-    kind: str, op: Any, reads: tuple[Any, ...], options: tuple[Any, ...], nodes: tuple[Any, ...]
+def activation_of(node: Any) -> tuple[str, fx.Node, tuple[fx.Node, ...]] | None:
+    """(kind, x, the nodes that are f(x)) of the activation that `node` is, however it is spelled."""
+    kind: str | None
+    nodes: tuple[fx.Node, ...]
+    if calls(node, GELU):
+        given, nodes = arguments(node, "input", "approximate") or {}, (node,)
+        x, kind = given.get("input"), {"none": "gelu", "tanh": "gelu_tanh"}.get(given.get("approximate", "none"))
+    elif calls(node, *RELU):
+        kind, x, nodes = "relu", (arguments(node, "input", "inplace") or {}).get("input"), (node,)
+    elif calls(node, SILU):
+        kind, x, nodes = "silu", (arguments(node, "input", "inplace") or {}).get("input"), (node,)
+    else:
+        formula = written_formula(node)
+        return formula and (formula.kind, formula.x, formula.nodes)
+    return (kind, x, nodes) if kind is not None and isinstance(x, fx.Node) else None
+
+
+def replace(
+    kind: str, op: Any, reads: tuple[fx.Node, ...], options: tuple[Any, ...], nodes: tuple[fx.Node, ...]
 ) -> MatchRecord:
+    """Puts op(*reads, *options) in the place of `nodes` where that pays, next to matched linears. kind: what the record calls it."""
     last = nodes[-1]
     reason = left_as_plain(*reads, last) or _dtype_reason(kind, last, reads)
-    if not reason and not any(map(comes_from_linear, reads)):
+    if not reason and not all(map(comes_from_linear, reads)):
         reason = why_not_read_by_linear(last)
-    reason = reason or _stride_reason(kind, reads) or why_its_strides_stay(last) or refuses(nodes)
-    record = _record(kind, last, reason)
+    reason = reason or why_its_strides_stay(last) or refuses(nodes)
     if not reason:
         with last.graph.inserting_before(last):
             new = emit(last.graph, op, (*reads, *options), last)
         last.replace_all_uses_with(new)
         erase_unused(last.graph, nodes)
-    return record
+    return record(kind, last, reason)
 
 
 def _dtype_reason(kind: str, node: fx.Node, reads: tuple[fx.Node, ...]) -> str:
@@ -113,25 +122,7 @@ def _dtype_reason(kind: str, node: fx.Node, reads: tuple[fx.Node, ...]) -> str:
     return ""
 
 
-def _stride_reason(kind: str, reads: tuple[fx.Node, ...]) -> str:
-    """te.swiglu reads parts of a wider tensor where they lie; what does not lie in rows it would have to copy."""
-    for name, node in zip(("gate", "up"), reads if kind == "swiglu" else (), strict=False):
-        value = tensor_of(node)
-        if value.dim() and fixed(value.shape[-1]) != 1 and fixed(value.stride(-1)) != 1:
-            strides = list(value.stride())
-            return f"its {name}'s strides are {strides}; te.swiglu reads rows whose values lie side by side; left to Inductor"
-    return ""
-
-
-def _silu_of(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
-    """(a, nodes) of silu(a) or a * sigmoid(a); (None, ()) of anything else."""
-    if calls(node, SILU):
-        return (arguments(node, "input", "inplace") or {}).get("input"), (node,)
-    formula = written_formula(node)
-    return (formula.x, formula.nodes) if formula is not None and formula.kind == "silu" else (None, ())
-
-
-def _factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
+def factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
     """The two tensors of a product, in both orders."""
     if not calls(node, *MUL) or node.kwargs or len(node.args) != 2:
         return []
@@ -139,13 +130,8 @@ def _factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
     return [(a, b), (b, a)] if isinstance(a, fx.Node) and isinstance(b, fx.Node) else []
 
 
-def _same_tensor_kind(*nodes: fx.Node) -> bool:
-    """Whether they agree in shape and dtype, so that their product neither broadcasts nor promotes."""
-    values = [tensor_of(node) for node in nodes]
-    return all(v is not None and v.dtype == values[0].dtype and v.shape == values[0].shape for v in values)
-
-
-def _record(kind: str, node: fx.Node, reason: str) -> MatchRecord:
+def record(kind: str, node: fx.Node, reason: str) -> MatchRecord:
+    """That `node` was matched as a `kind`, or the reason why not."""
     value = tensor_of(node)
     dtype = "" if value is None else dtype_name(value.dtype)
     return MatchRecord(kind, module_path(node), source_line(node), matched=not reason, reason=reason, dtype=dtype)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.kernels.kernel_cases import FP8_DTYPES, assert_same_bits, gpu, make_input, needs_cuda
 
-from te_dynamo.kernels.activation import swiglu
-from te_dynamo.kernels.activation import swiglu_in_place as kernels
+from te_dynamo.kernels.activation import gated
+from te_dynamo.kernels.activation import gated_in_place as kernels
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 
@@ -23,21 +23,22 @@ E5M2 = torch.float8_e5m2
 )
 def test_a_dy_that_cannot_hold_the_codes_is_an_error(dy: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected a contiguous dy of two bytes an element"):
-        kernels.swiglu_backward_quantize_in_place(dy, dy, dy, E5M2, False, 0.0)
+        kernels.gated_backward_quantize_in_place(dy, dy, dy, "silu", E5M2, False, 0.0)
 
 
+@pytest.mark.parametrize("kind", gated.KINDS)
 @pytest.mark.parametrize(
     "columns, most_registers, gate_half",
     [(14336, 80, -1), (28672, 128, -1), (4096, 80, -1), (128, 80, -1), (14336, 80, 1)],
 )
-def test_a_row_is_read_before_it_is_written(columns: int, most_registers: int, gate_half: int) -> None:
+def test_a_row_is_read_before_it_is_written(columns: int, most_registers: int, gate_half: int, kind: str) -> None:
     block_k, warps = kernels.row_block(columns)
     constants = {"E5M2": True, "FMAX": 57344.0, "EPS": 0.0, "POWER_OF_TWO": False, "PARTIALS": PARTIALS}
-    constants |= {"QUARTER": columns // 4, "BLOCK_K": block_k, "GATE_HALF": gate_half}
+    constants |= {"QUARTER": columns // 4, "BLOCK_K": block_k, "GATE_HALF": gate_half, "KIND": kind}
     arguments = dict.fromkeys(("dy", "gate", "up"), "*bf16") | dict.fromkeys(("gate_stride", "up_stride", "M"), "i32")
     arguments |= dict.fromkeys(("gate_partials", "up_partials", "scale_inv"), "*fp32")
     report = compile_for(
-        kernels.swiglu_backward_rows_kernel, arguments, constants, aligned=list(arguments), num_warps=warps
+        kernels.gated_backward_rows_kernel, arguments, constants, aligned=list(arguments), num_warps=warps
     )
     code = report.ptx.splitlines()
     loads, stores, barriers = (
@@ -68,9 +69,11 @@ def test_codes_are_those_of_the_kernel_with_a_buffer(shape, dtype, fp8_dtype, st
         gate, up = gate.contiguous(), up.contiguous()
     dy = make_input("normal", shape, dtype, "cuda", seed=1)
     for power_of_two, eps in ((False, 0.0), (True, 1.0)):
-        expected = swiglu.swiglu_backward_quantize(dy, gate, up, fp8_dtype, True, False, power_of_two, eps, False, True)
+        expected = gated.gated_backward_quantize(
+            dy, gate, up, "gelu", fp8_dtype, True, False, power_of_two, eps, False, True
+        )
         given = dy.clone()
-        actual = kernels.swiglu_backward_quantize_in_place(given, gate, up, fp8_dtype, power_of_two, eps)
+        actual = kernels.gated_backward_quantize_in_place(given, gate, up, "gelu", fp8_dtype, power_of_two, eps)
         assert_same_bits(actual, expected)
         assert actual[0].data_ptr() == given.data_ptr()
 
@@ -81,13 +84,13 @@ def test_codes_are_those_of_the_kernel_with_a_buffer(shape, dtype, fp8_dtype, st
 def test_codes_of_special_values(kind: str) -> None:
     gate, up = (make_input("normal", (33, 1024), torch.bfloat16, "cuda", seed=seed) for seed in (1, 2))
     dy = make_input(kind, (33, 1024), torch.bfloat16, "cuda")
-    expected = swiglu.swiglu_backward_quantize(dy, gate, up, E5M2, True, False, False, 0.0, False, True)
-    assert_same_bits(kernels.swiglu_backward_quantize_in_place(dy, gate, up, E5M2, False, 0.0), expected)
+    expected = gated.gated_backward_quantize(dy, gate, up, "silu", E5M2, True, False, False, 0.0, False, True)
+    assert_same_bits(kernels.gated_backward_quantize_in_place(dy, gate, up, "silu", E5M2, False, 0.0), expected)
 
 
 @gpu
 @needs_cuda
 def test_no_rows_have_scales() -> None:
     empty = torch.empty(0, 128, dtype=torch.bfloat16, device="cuda")
-    data, scale_inv = kernels.swiglu_backward_quantize_in_place(empty, empty, empty, E5M2, False, 0.0)
+    data, scale_inv = kernels.gated_backward_quantize_in_place(empty, empty, empty, "silu", E5M2, False, 0.0)
     assert data.shape == (0, 256) and scale_inv.tolist() == [1.0, 1.0]

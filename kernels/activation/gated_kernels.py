@@ -1,4 +1,4 @@
-"""The Triton kernels of kernels/activation/swiglu.py, which says what they compute and launches them."""
+"""The Triton kernels of kernels/activation/gated.py, which says what they compute and launches them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, st
 
 __all__ = [
     "gradients",
-    "swiglu_amax_kernel",
-    "swiglu_backward_amax_kernel",
-    "swiglu_backward_write_kernel",
-    "swiglu_write_kernel",
+    "gated_amax_kernel",
+    "gated_backward_amax_kernel",
+    "gated_backward_write_kernel",
+    "gated_write_kernel",
 ]
 
 
@@ -36,29 +36,52 @@ __all__ = [
 
 
 @triton.jit
-def _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile of swiglu(gate, up), rounded to gate's dtype; zero outside [M, K]."""
+def _forward_tile(
+    gate,
+    up,
+    row,
+    column,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Tile of gated(gate, up), rounded to gate's dtype; zero outside [M, K]."""
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    return rounded(activate(g, "silu") * u, gate.dtype.element_ty)
+    return rounded(activate(g, KIND) * u, gate.dtype.element_ty)
 
 
 @writes("partials")
 @triton.jit
-def swiglu_amax_kernel(gate, up, partials, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def gated_amax_kernel(
+    gate,
+    up,
+    partials,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """partials[p] = amax of the result over every PARTIALS-th tile, from tile p on."""
     bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, KIND, BLOCK_M, BLOCK_K)
         bits = tl.maximum(bits, abs_bits(result))
     store_partial_amax(partials, bits)
 
 
 @writes(y="KEEP_OUTPUT", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
 @triton.jit
-def swiglu_write_kernel(
+def gated_write_kernel(
     gate,
     up,
     partials,
@@ -70,6 +93,7 @@ def swiglu_write_kernel(
     up_stride,
     M,
     K,
+    KIND: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
@@ -88,7 +112,7 @@ def swiglu_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        result = _forward_tile(gate, up, row, column, gate_stride, up_stride, M, K, KIND, BLOCK_M, BLOCK_K)
         if KEEP_OUTPUT:
             store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE or COLUMNWISE:
@@ -102,24 +126,36 @@ def swiglu_write_kernel(
 
 @triton.jit
 def _backward_tiles(
-    dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    dy,
+    gate,
+    up,
+    row,
+    column,
+    gate_stride,
+    up_stride,
+    M,
+    K,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Tiles of (dgate, dup) in fp32; zero outside [M, K]."""
     grad = load_tile(dy, row, column, K, M, K, BLOCK_M, BLOCK_K)
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
-    return gradients(grad, g, u)
+    return gradients(grad, g, u, KIND)
 
 
 @triton.jit
-def gradients(dy, gate, up):
+def gradients(dy, gate, up, KIND: tl.constexpr):
     """(dgate, dup) in fp32."""
-    return activate_backward(dy * up, gate, "silu"), dy * activate(gate, "silu")
+    return activate_backward(dy * up, gate, KIND), dy * activate(gate, KIND)
 
 
 @triton.jit
 def _backward_quarter(
     given,
+    KIND: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
     DTYPE: tl.constexpr,
     J: tl.constexpr,
@@ -131,7 +167,7 @@ def _backward_quarter(
     grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
     g = load_quarter(gate, row, column, gate_stride, M, K, J, BLOCK_M, BLOCK_K)
     u = load_quarter(up, row, column, up_stride, M, K, J, BLOCK_M, BLOCK_K)
-    g, u = gradients(grad, g, u)
+    g, u = gradients(grad, g, u, KIND)
     g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
     if KEEP_OUTPUT:
         store_quarter(dgate, g, row, column, grad_stride, M, K, J, BLOCK_M, BLOCK_K)
@@ -141,7 +177,7 @@ def _backward_quarter(
 
 @writes("gate_partials", up_partials="not ONE_AMAX")
 @triton.jit
-def swiglu_backward_amax_kernel(
+def gated_backward_amax_kernel(
     dy,
     gate,
     up,
@@ -151,6 +187,7 @@ def swiglu_backward_amax_kernel(
     up_stride,
     M,
     K,
+    KIND: tl.constexpr,
     ONE_AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -162,7 +199,7 @@ def swiglu_backward_amax_kernel(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+        dgate, dup = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, KIND, BLOCK_M, BLOCK_K)
         gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dgate, BLOCK_M, BLOCK_K))
         if ONE_AMAX:
             gate_amaxes = larger_or_nan(gate_amaxes, amaxes_of_four(dup, BLOCK_M, BLOCK_K))
@@ -184,7 +221,7 @@ def swiglu_backward_amax_kernel(
     up_scale_inv="(ROWWISE or COLUMNWISE) and GATE_HALF == -1 and not STACKED",
 )
 @triton.jit
-def swiglu_backward_write_kernel(
+def gated_backward_write_kernel(
     dy,
     gate,
     up,
@@ -202,6 +239,7 @@ def swiglu_backward_write_kernel(
     up_stride,
     M,
     K,
+    KIND: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
     STACKED: tl.constexpr,
     GATE_HALF: tl.constexpr,
@@ -252,15 +290,15 @@ def swiglu_backward_write_kernel(
         if COLUMNWISE:
             DTYPE: tl.constexpr = gate_transpose.dtype.element_ty
             given = (dy, gate, up, dgate, dup, g_scale, u_scale, row, column, gate_stride, up_stride, grad_stride, M, K)
-            g0, u0 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K)
-            g1, u1 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K)
-            g2, u2 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K)
-            g3, u3 = _backward_quarter(given, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K)
+            g0, u0 = _backward_quarter(given, KIND, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K)
+            g1, u1 = _backward_quarter(given, KIND, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K)
+            g2, u2 = _backward_quarter(given, KIND, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K)
+            g3, u3 = _backward_quarter(given, KIND, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K)
             place = (row, column, data_stride, M, K)
             store_codes((g0, g1, g2, g3), place, gate_data, gate_transpose, ROWWISE, BLOCK_M, BLOCK_K)
             store_codes((u0, u1, u2, u3), place, up_data, up_transpose, ROWWISE, BLOCK_M, BLOCK_K)
         else:
-            g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, BLOCK_M, BLOCK_K)
+            g, u = _backward_tiles(dy, gate, up, row, column, gate_stride, up_stride, M, K, KIND, BLOCK_M, BLOCK_K)
             g, u = rounded(g, gate.dtype.element_ty), rounded(u, gate.dtype.element_ty)
             if KEEP_OUTPUT:
                 store_tile(dgate, g, row, column, M, K, BLOCK_M, BLOCK_K, grad_stride)

@@ -1,12 +1,12 @@
-"""The FP8 GEMM of gate and up in one kernel with the amax of silu(gate) * up, for large products on Hopper.
+"""The FP8 GEMM of gate and up in one kernel with the amax of f(gate) * up, for large products on Hopper.
 
     C = gemm_stacked along N of two segments of one width: gate | up, or up | gate
-    amax = max |silu(gate) * up| of C's values, the product rounded to C's dtype as kernels/activation/swiglu.py rounds it
+    amax = max |f(gate) * up| of C's values, the product rounded to C's dtype as kernels/activation/gated.py rounds it
 
 The ring, the groups of warps and the sums are kernels/gemm/specialized.py's, so C has its bits. A tile of B is two pieces,
 the same columns of the one segment and of the other: the thread that holds an element of gate holds that of up as well.
 
-Computed for every element, silu would take as long as the pass over C that it saves: its two approximations a pair are the
+Computed for every element, f would take as long as the pass over C that it saves: its approximations are the
 slowest instructions there are, and the groups wait for each other at both ends of the ring. But of all tiles of a group few
 raise its amax, n tiles in random order about ln(n) times, and a bound that costs two instructions a pair tells which may.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.activation.activation import activate
-from te_dynamo.kernels.activation.swiglu import swiglu_partial_amaxes, swiglu_reference
+from te_dynamo.kernels.activation.gated import check_kind, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.decode import launch_swiglu_decode
+from te_dynamo.kernels.gemm.decode import launch_gated_decode
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -43,66 +43,71 @@ from te_dynamo.kernels.tiles.fp8 import abs_bits
 
 __all__ = [
     "BOUND",
-    "gemm_swiglu",
-    "gemm_swiglu_kernel",
-    "gemm_swiglu_options",
-    "gemm_swiglu_reference",
-    "gemm_swiglu_specialized",
+    "BOUND_OF_SIGMOID",
+    "gemm_gated",
+    "gemm_gated_kernel",
+    "gemm_gated_options",
+    "gemm_gated_reference",
+    "gemm_gated_specialized",
 ]
 
 
-def gemm_swiglu(
+def gemm_gated(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     fast_accum: bool,
     gate: int,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(C bf16 [M, N], fp32 [PARTIALS] whose maximum is the amax): the module docstring's, on a CUDA device.
 
     a [M, K], a_scale_inv fp32 [1]; b [N, K], two tensors of N / 2 rows one below the other, b_scale_inv fp32 [2]: as
-    `gemm_stacked` takes them, ValueError where it raises one. gate: which half of b is the gate's, 0 or 1, else ValueError.
+    `gemm_stacked` takes them, ValueError where it raises one. gate: which half of b is the gate's, 0 or 1; kind: f's. ValueError
+    for another gate or kind.
     For a few rows kernels/gemm/decode.py's kernel; where neither is the fastest, `gemm_stacked` and a pass over C. The
     bits are the same.
     """
-    width = _checked_width(b, gate)
+    width = _checked_width(b, gate, kind)
     stacking = check_stack(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, "N", (width, width))
-    choice = choose_for(a, b, fast_accum, torch.bfloat16, epilogue="swiglu", stacking=stacking, recorded=is_recording())
+    choice = choose_for(a, b, fast_accum, torch.bfloat16, epilogue="gated", stacking=stacking, recorded=is_recording())
     if choice.specialized:
-        return gemm_swiglu_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate)
+        return gemm_gated_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate, kind)
     if choice.fused and isinstance(choice.tile, DecodeTile):
         c = torch.empty((a.shape[0], 2 * width), dtype=torch.bfloat16, device=a.device)
         partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-        launch_swiglu_decode(choice.tile, a, a_scale_inv, b, b_scale_inv, gate, c, partials)
+        launch_gated_decode(choice.tile, a, a_scale_inv, b, b_scale_inv, gate, kind, c, partials)
         return c, partials
     c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum, "N", (width, width))
-    return c, swiglu_partial_amaxes(*_halves(c, gate))
+    return c, gated_partial_amaxes(*_halves(c, gate), kind)
 
 
-def gemm_swiglu_reference(
+def gemm_gated_reference(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     fast_accum: bool,
     gate: int,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemm_swiglu` in plain PyTorch on any device; all its partial amaxes are the amax."""
-    width = _checked_width(b, gate)
+    """`gemm_gated` in plain PyTorch on any device; all its partial amaxes are the amax."""
+    width = _checked_width(b, gate, kind)
     c = gemm_stacked_reference(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum, "N", (width, width))
     partials = torch.zeros(PARTIALS, dtype=torch.float32, device=a.device)
     if c.numel():
-        partials += swiglu_reference(*_halves(c, gate)).abs().amax()
+        partials += gated_reference(*_halves(c, gate), kind).abs().amax()
     return c, partials
 
 
-def _checked_width(b: torch.Tensor, gate: int) -> int:
-    """The rows of half of b; ValueError for a b or a gate that is not meant."""
+def _checked_width(b: torch.Tensor, gate: int, kind: str) -> int:
+    """The rows of half of b; ValueError for a b, a gate or a kind that is not meant."""
+    check_kind(kind)
     if gate not in (0, 1):
-        raise ValueError(f"te gemm_swiglu: gate must be the gate's half of b, 0 or 1, got {gate}")
+        raise ValueError(f"te gemm_gated: gate must be the gate's half of b, 0 or 1, got {gate}")
     if b.shape[0] % 2:
-        raise ValueError(f"te gemm_swiglu: expected b of two halves, got {b.shape[0]} rows")
+        raise ValueError(f"te gemm_gated: expected b of two halves, got {b.shape[0]} rows")
     return b.shape[0] // 2
 
 
@@ -111,31 +116,33 @@ def _halves(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (left, right) if gate == 0 else (right, left)
 
 
-def gemm_swiglu_specialized(
+def gemm_gated_specialized(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     fast: bool,
     gate: int,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemm_swiglu` by the module's kernel; checks nothing."""
+    """`gemm_gated` by the module's kernel; checks nothing."""
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-    options = gemm_swiglu_options(fast, n // 2, gate)
+    options = gemm_gated_options(fast, n // 2, gate, kind)
     programs = min(multiprocessor_count(a.device), PARTIALS // GROUPS.value)
-    launch(gemm_swiglu_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k, **options)
+    launch(gemm_gated_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k, **options)
     return c, partials
 
 
-def gemm_swiglu_options(fast: bool, width: int, gate: int) -> dict[str, Any]:
+def gemm_gated_options(fast: bool, width: int, gate: int, kind: str) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for segments of that width."""
     tile = specialized_tile(fast)
     return {
         "FAST": fast,
         "SEGMENT": width,
         "GATE": gate,
+        "KIND": kind,
         "PARTIALS": PARTIALS,
         "STAGES": stages_that_fit(tile, 2),
         "BLOCK_M": tile.block_m,
@@ -147,7 +154,7 @@ def gemm_swiglu_options(fast: bool, width: int, gate: int) -> dict[str, Any]:
 
 
 @gluon.jit
-def gemm_swiglu_kernel(
+def gemm_gated_kernel(
     a,
     a_scale_inv,
     b,
@@ -160,6 +167,7 @@ def gemm_swiglu_kernel(
     FAST: gl.constexpr,
     SEGMENT: gl.constexpr,
     GATE: gl.constexpr,
+    KIND: gl.constexpr,
     PARTIALS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -175,8 +183,8 @@ def gemm_swiglu_kernel(
     what = (ring, scales, result, partials, (M, K))
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), what, FAST, SEGMENT, GATE, PARTIALS, GROUP_M)),
-            (_multiply, (gl.constexpr(1), what, FAST, SEGMENT, GATE, PARTIALS, GROUP_M)),
+            (_multiply, (gl.constexpr(0), what, FAST, SEGMENT, GATE, KIND, PARTIALS, GROUP_M)),
+            (_multiply, (gl.constexpr(1), what, FAST, SEGMENT, GATE, KIND, PARTIALS, GROUP_M)),
             (_copy, (descs, ring, (M, K), SEGMENT, GROUP_M)),
         ],
         [GROUP_WARPS, 1],
@@ -205,6 +213,7 @@ def _multiply(
     FAST: gl.constexpr,
     SEGMENT: gl.constexpr,
     GATE: gl.constexpr,
+    KIND: gl.constexpr,
     PARTIALS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
@@ -235,22 +244,22 @@ def _multiply(
         left = _rounded(left, scales, 0, c_desc.dtype)
         store(c_tile, c_desc, left, row, column)
         right = _rounded(right, scales, 1, c_desc.dtype)
-        bound = _fold(_bound(left, right, GATE))
+        bound = _fold(_bound(left, right, GATE, KIND))
         if FAST:
             largest = _largest(abs_bits(bound))
             store(c_tile, c_desc, right, row, SEGMENT + column)
             if largest > amax:
-                amax = gl.maximum(amax, _rounded_amax(_magnitudes(left, right, GATE), c_desc.dtype))
+                amax = gl.maximum(amax, _rounded_amax(_magnitudes(left, right, GATE, KIND), c_desc.dtype))
         else:
             store(c_tile, c_desc, right, row, SEGMENT + column)
             lower_left, lower_right = split_columns(two)
             lower_left = _rounded(lower_left, scales, 0, c_desc.dtype)
             store(c_tile, c_desc, lower_left, row + PART_M, column)
             lower_right = _rounded(lower_right, scales, 1, c_desc.dtype)
-            largest = _largest(abs_bits(_larger(bound, _fold(_bound(lower_left, lower_right, GATE)))))
+            largest = _largest(abs_bits(_larger(bound, _fold(_bound(lower_left, lower_right, GATE, KIND)))))
             store(c_tile, c_desc, lower_right, row + PART_M, SEGMENT + column)
             if largest > amax:
-                upper, lower = _magnitudes(left, right, GATE), _magnitudes(lower_left, lower_right, GATE)
+                upper, lower = _magnitudes(left, right, GATE, KIND), _magnitudes(lower_left, lower_right, GATE, KIND)
                 amax = gl.maximum(amax, _rounded_amax(gl.maximum(upper, lower), c_desc.dtype))
     for place in range(gl.program_id(0) * GROUPS + GROUP, PARTIALS, gl.num_programs(0) * GROUPS):
         gl.store(partials + place, amax.to(gl.float32, bitcast=True))
@@ -273,10 +282,10 @@ def _gate_and_up(left, right, GATE: gl.constexpr):
 
 
 @gluon.jit
-def _magnitudes(left, right, GATE: gl.constexpr):
-    """Bits of |silu(gate) * up|, not rounded yet, by the arithmetic of kernels/activation/swiglu.py."""
+def _magnitudes(left, right, GATE: gl.constexpr, KIND: gl.constexpr):
+    """Bits of |f(gate) * up|, not rounded yet, by the arithmetic of kernels/activation/gated.py."""
     gate, up = _gate_and_up(left, right, GATE)
-    return abs_bits(activate(gate.to(gl.float32), "silu") * up.to(gl.float32))
+    return abs_bits(activate(gate.to(gl.float32), KIND) * up.to(gl.float32))
 
 
 @gluon.jit
@@ -301,18 +310,24 @@ mul.rn.bf16x2 $0, y, $2;
 }"""
 """What `_bound` computes of gate $1 and up $2, two elements a word."""
 
+BOUND_OF_SIGMOID = BOUND.replace("0x3E8F3E8F", "0x3F803F80")
+"""The same with 1 for 143/512."""
+
 _BOUND: gl.constexpr = gl.constexpr(BOUND)
+_BOUND_OF_SIGMOID: gl.constexpr = gl.constexpr(BOUND_OF_SIGMOID)
 
 
 @gluon.jit
-def _bound(left, right, GATE: gl.constexpr):
-    """A bound of |silu(gate) * up| as it is computed and rounded to bf16. It is infinite or NaN where that is.
+def _bound(left, right, GATE: gl.constexpr, KIND: gl.constexpr):
+    """A bound of |f(gate) * up| as it is computed and rounded to bf16. It is infinite or NaN where that is.
 
-    silu(x) is at most x where x > 0 and above -0.2785 elsewhere, so max(x, 143/512) * |up| is a bound, and rounding keeps
-    order. silu(-inf) is NaN: the 143/512 has -x * 2^-120 added, nothing but for an infinity.
+    Where x > 0 an activation is at most x, elsewhere it is above -0.2785, silu's least. So max(x, 143/512) * |up| is a bound,
+    and rounding keeps order. f(-inf) may be NaN: the 143/512 has -x * 2^-120 added, nothing but for an infinity. The sigmoid
+    is at most 1, which stands for 143/512 then.
     """
+    ASSEMBLY: gl.constexpr = _BOUND_OF_SIGMOID if KIND == "sigmoid" else _BOUND
     gate, up = _gate_and_up(left, right, GATE)
-    return gl.inline_asm_elementwise(_BOUND, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit

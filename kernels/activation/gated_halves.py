@@ -1,30 +1,31 @@
-"""Both gradients of swiglu as one tensor with one scale: what the linear wants whose result's halves gate and up are.
+"""Both gradients of a gated unit as one tensor with one scale: what the linear wants whose result's halves gate and up are.
 
     grad [M, 2K] = [dgate, dup], or [dup, dgate], then `quantize`
 
-The launches of kernels/activation/swiglu.py, with one amax for both; grad itself is written only if it is asked for.
+The launches of kernels/activation/gated.py, with one amax for both; grad itself is written only if it is asked for.
 """
 
 from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.activation.swiglu import (
+from te_dynamo.kernels.activation.gated import (
+    gated_backward_reference,
     in_rows,
     launch_gradients,
     partial_amaxes_of_gradients,
-    swiglu_backward_reference,
 )
 from te_dynamo.kernels.quantize.current import Tile, quantize_reference
 from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, rows_and_columns
 
-__all__ = ["swiglu_backward_quantize_halves", "swiglu_backward_quantize_halves_reference"]
+__all__ = ["gated_backward_quantize_halves", "gated_backward_quantize_halves_reference"]
 
 
-def swiglu_backward_quantize_halves_reference(
+def gated_backward_quantize_halves_reference(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
@@ -33,17 +34,18 @@ def swiglu_backward_quantize_halves_reference(
     keep_output: bool,
     gate_first: bool,
 ) -> list[torch.Tensor]:
-    """`swiglu_backward_quantize_halves` in plain PyTorch."""
-    dgate, dup = swiglu_backward_reference(dy, gate, up)
+    """`gated_backward_quantize_halves` in plain PyTorch."""
+    dgate, dup = gated_backward_reference(dy, gate, up, kind)
     grad = torch.cat([dgate, dup] if gate_first else [dup, dgate], -1)
     buffers = quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps)
     return [*([grad] if keep_output else []), *buffers]
 
 
-def swiglu_backward_quantize_halves(
+def gated_backward_quantize_halves(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
@@ -53,13 +55,13 @@ def swiglu_backward_quantize_halves(
     gate_first: bool,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """[grad?, data?, transpose?, scale_inv]: `swiglu_backward`, its results side by side, then `quantize`.
+    """[grad?, data?, transpose?, scale_inv]: `gated_backward`, its results side by side, then `quantize`.
 
     grad [..., 2K] = [dgate, dup] with gate_first, else [dup, dgate].
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
     rows, columns = rows_and_columns(gate)
-    partials = partial_amaxes_of_gradients(dy, gate, up, together=True)
+    partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=True)
     shape = (*gate.shape[:-1], 2 * columns)
     grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, 2 * columns, gate.device, fp8_dtype, rowwise, columnwise)
@@ -67,7 +69,7 @@ def swiglu_backward_quantize_halves(
     launch_gradients(
         {"dy": dy, "gate": gate, "up": up, **partials, "dgate": grad, **unused},
         buffers,
-        {"STACKED": False, "GATE_HALF": int(not gate_first), **buffers.constants(power_of_two, eps)},
+        {"KIND": kind, "STACKED": False, "GATE_HALF": int(not gate_first), **buffers.constants(power_of_two, eps)},
         keep_output,
         tile,
     )

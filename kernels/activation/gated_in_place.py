@@ -1,8 +1,8 @@
-"""swiglu's gradients quantized into the memory of dy: the rowwise half of `swiglu_backward_quantize`, without a buffer of its own.
+"""A gated unit's gradients quantized into the memory of dy: the rowwise half of `gated_backward_quantize`, without a buffer of its own.
 
     data [M, 2K] = [q(dgate), q(dup)]      one byte an element, in the 2 K bytes that a row of bf16 or fp16 dy [M, K] has
 
-The two have a scale each, or one as halves of one tensor, in either order (kernels/activation/swiglu_halves.py).
+The two have a scale each, or one as halves of one tensor, in either order (kernels/activation/gated_halves.py).
 
 One program holds a whole row: it has read all of it before it writes the first code. The transposed copy is made of the codes
 later (kernels/quantize/transpose.py), when gate and up are gone; with both copies written at once, this is where a training step's
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.activation.swiglu import in_rows, partial_amaxes_of_gradients, sizes_of
-from te_dynamo.kernels.activation.swiglu_kernels import gradients
+from te_dynamo.kernels.activation.gated import in_rows, partial_amaxes_of_gradients, sizes_of
+from te_dynamo.kernels.activation.gated_kernels import gradients
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import updates, writes
 from te_dynamo.kernels.tiles.fp8 import Size, load_scale, rounded, rows_and_columns, saturating_cast
 
-__all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "swiglu_backward_quantize_in_place"]
+__all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "gated_backward_quantize_in_place"]
 
 MOST_COLUMNS = 32768
 """Longest row of dy that fits into a program's registers."""
@@ -44,6 +44,7 @@ def _write_quarter(
     up,
     codes,
     scales,
+    KIND: tl.constexpr,
     J: tl.constexpr,
     UP_FIRST: tl.constexpr,
     QUARTER: tl.constexpr,
@@ -56,7 +57,7 @@ def _write_quarter(
     g_scale, u_scale = scales
     g = _load(gate + first, QUARTER, BLOCK_K).to(tl.float32)
     u = _load(up + first, QUARTER, BLOCK_K).to(tl.float32)
-    dgate, dup = gradients(grad.to(tl.float32), g, u)
+    dgate, dup = gradients(grad.to(tl.float32), g, u, KIND)
     dgate, dup = rounded(dgate, gate.dtype.element_ty), rounded(dup, gate.dtype.element_ty)
     DTYPE: tl.constexpr = codes.dtype.element_ty
     columns = tl.arange(0, BLOCK_K)
@@ -68,7 +69,7 @@ def _write_quarter(
 @updates("dy")
 @writes("dy", "scale_inv")
 @triton.jit
-def swiglu_backward_rows_kernel(
+def gated_backward_rows_kernel(
     dy,
     gate,
     up,
@@ -78,6 +79,7 @@ def swiglu_backward_rows_kernel(
     gate_stride,
     up_stride,
     M,
+    KIND: tl.constexpr,
     GATE_HALF: tl.constexpr,
     E5M2: tl.constexpr,
     FMAX: tl.constexpr,
@@ -107,16 +109,17 @@ def swiglu_backward_rows_kernel(
         d3 = _load(grad + 3 * QUARTER, QUARTER, BLOCK_K)
         codes = grad.to(tl.pointer_type(DTYPE), bitcast=True)
         tl.debug_barrier()  # every thread has its part of the row
-        _write_quarter(d0, g, u, codes, scales, 0, UP_FIRST, QUARTER, BLOCK_K)
-        _write_quarter(d1, g, u, codes, scales, 1, UP_FIRST, QUARTER, BLOCK_K)
-        _write_quarter(d2, g, u, codes, scales, 2, UP_FIRST, QUARTER, BLOCK_K)
-        _write_quarter(d3, g, u, codes, scales, 3, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d0, g, u, codes, scales, KIND, 0, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d1, g, u, codes, scales, KIND, 1, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d2, g, u, codes, scales, KIND, 2, UP_FIRST, QUARTER, BLOCK_K)
+        _write_quarter(d3, g, u, codes, scales, KIND, 3, UP_FIRST, QUARTER, BLOCK_K)
 
 
-def swiglu_backward_quantize_in_place(
+def gated_backward_quantize_in_place(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     power_of_two: bool,
     eps: float,
@@ -124,9 +127,9 @@ def swiglu_backward_quantize_in_place(
 ) -> list[torch.Tensor]:
     """[data, scale_inv] of `quantize_stacked([dgate, dup], by_columns=True)`, rowwise only; data [M, 2K] lies in dy's memory.
 
-    gate_first: if it is given, those of `swiglu_backward_quantize_halves` in their place.
+    gate_first: if it is given, those of `gated_backward_quantize_halves` in their place.
     dy: contiguous, of two bytes an element, its columns a multiple of COLUMNS_MULTIPLE and at most MOST_COLUMNS; it is
-    overwritten. gate, up: as `swiglu` takes them. Raises ValueError for another dy.
+    overwritten. gate, up: as `gated` takes them. Raises ValueError for another dy.
     """
     rows, columns = rows_and_columns(dy)
     if (
@@ -136,18 +139,18 @@ def swiglu_backward_quantize_in_place(
         or not dy.is_contiguous()
     ):
         raise ValueError(
-            f"te swiglu_backward_quantize_in_place: expected a contiguous dy of two bytes an element whose columns are a multiple "
+            f"te gated_backward_quantize_in_place: expected a contiguous dy of two bytes an element whose columns are a multiple "
             f"of {COLUMNS_MULTIPLE} up to {MOST_COLUMNS}, got {dy.dtype} {tuple(dy.shape)} with strides {dy.stride()}"
         )
     gate, up = in_rows(gate), in_rows(up)
     halves = gate_first is not None
-    partials = partial_amaxes_of_gradients(dy, gate, up, together=halves)
+    partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=halves)
     scale_inv = torch.empty(1 if halves else 2, dtype=torch.float32, device=dy.device)
     sizes = sizes_of(gate, up)
     block_k, warps = row_block(columns)
     dy = dy.reshape(rows, columns)
     launch(
-        swiglu_backward_rows_kernel,
+        gated_backward_rows_kernel,
         (row_programs(rows, warps, dy.device),),
         dy=dy,
         gate=gate,
@@ -157,6 +160,7 @@ def swiglu_backward_quantize_in_place(
         gate_stride=sizes["gate_stride"],
         up_stride=sizes["up_stride"],
         M=rows,
+        KIND=kind,
         GATE_HALF=int(not gate_first) if halves else -1,
         E5M2=fp8_dtype == torch.float8_e5m2,
         FMAX=torch.finfo(fp8_dtype).max,

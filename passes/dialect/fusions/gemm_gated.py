@@ -1,14 +1,14 @@
-"""The GEMM of gate and up that finds the amax of silu(gate) * up while it multiplies, which saves a pass over both.
+"""The GEMM of gate and up that finds the amax of f(gate) * up while it multiplies, which saves a pass over both.
 
     before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, None, bf16, False, "N", [N, N])
               gate = y[:, :N];  up = y[:, N:]
-              h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False)
-    after     y: (bf16[M, 2N], f32[512]) = te.gemm_swiglu(x.data, x.scale_inv, w.data, w.scale_inv, False, gate=0)
+              h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[row+column], keep_output=False)
+    after     y: (bf16[M, 2N], f32[512]) = te.gemm_gated(x.data, x.scale_inv, w.data, w.scale_inv, False, gate=0, kind='silu')
               gate = y[0][:, :N];  up = y[0][:, N:]
-              h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.swiglu_quantize(gate, up, e4m3[row+column], keep_output=False, amax=y[1])
+              h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[row+column], keep_output=False, amax=y[1])
 
 Bit-equal. gate is 1 where up comes first in the stack. Where the kernel that can do so does not run (small products, a CPU),
-te.gemm_swiglu does what stood there before.
+te.gemm_gated does what stood there before.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.gemm import gemm_swiglu
+from te_dynamo.dialect.gated import gated_quantize
+from te_dynamo.dialect.gemm import gemm_gated
 from te_dynamo.dialect.memory import before_reshapes
 from te_dynamo.dialect.stacked import gemm_stacked
-from te_dynamo.dialect.swiglu import swiglu_quantize
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
-__all__ = ["fuse_gemm_swiglu"]
+__all__ = ["fuse_gemm_gated"]
 
 _slice = torch.ops.aten.slice.Tensor
 
 
-def fuse_gemm_swiglu(graph: Graph) -> int:
-    """te.gemm_stacked of gate and up + te.swiglu_quantize -> te.gemm_swiglu + te.swiglu_quantize with its amax."""
+def fuse_gemm_gated(graph: Graph) -> int:
+    """te.gemm_stacked of gate and up + te.gated_quantize -> te.gemm_gated + te.gated_quantize with its amax."""
     fired = 0
-    for node in calls(graph, swiglu_quantize):
-        if len(node.args) > 4:
+    for node in calls(graph, gated_quantize):
+        if len(node.args) > 5:
             continue
         gate, up = (_half(value) for value in node.args[:2])
         if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:
             continue
         product = gate[0]
         a, a_scale, b, b_scale, _, _, fast_accum, _, _ = product.args
-        fused = call_like(graph, gemm_swiglu, (a, a_scale, b, b_scale, fast_accum, gate[1]), product)
+        fused = call_like(graph, gemm_gated, (a, a_scale, b, b_scale, fast_accum, gate[1], node.args[2]), product)
         read_item(fused, 0, [product])
         amax = getitem_after(fused, 1)
-        quantized = call_like(graph, swiglu_quantize, (*node.args, amax), node)
+        quantized = call_like(graph, gated_quantize, (*node.args, amax), node)
         replace_items(node, quantized, {i: i for i in range(len(node.meta["val"]))})
         graph.erase_node(node)
         fired += 1

@@ -1,11 +1,13 @@
-"""swiglu(gate, up) = silu(gate) * up, its backward, and both fused with quantization (as
+"""gated(gate, up) = f(gate) * up for an activation f (its kind), its backward, and both fused with quantization (as
 kernels/activation/activation.py).
 
-    dgate = dy * up * s * (1 + gate * (1 - s))        dup = dy * gate * s        s = sigmoid(gate)
+    dgate = dy * up * f'(gate)        dup = dy * f(gate)
+
+    silu  SwiGLU      gelu, gelu_tanh  GEGLU      relu  ReGLU      sigmoid  GLU      quick_gelu  QGEGLU
 
 gate and up may be halves of one wider tensor: each has a row stride of its own. Backward quantizes dgate
 and dup, each with its own scale, in one pair of launches, so that dy, gate and up are read twice and not
-four times. Both as halves of one tensor, with one scale: kernels/activation/swiglu_halves.py.
+four times. Both as halves of one tensor, with one scale: kernels/activation/gated_halves.py.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from __future__ import annotations
 import itertools
 
 import torch
-import torch.nn.functional as F
 
-from te_dynamo.kernels.activation.swiglu_kernels import (
-    swiglu_amax_kernel,
-    swiglu_backward_amax_kernel,
-    swiglu_backward_write_kernel,
-    swiglu_write_kernel,
+from te_dynamo.kernels.activation import activation
+from te_dynamo.kernels.activation.gated_kernels import (
+    gated_amax_kernel,
+    gated_backward_amax_kernel,
+    gated_backward_write_kernel,
+    gated_write_kernel,
 )
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
 from te_dynamo.kernels.quantize.stacked import stack_buffers
@@ -33,21 +35,25 @@ from te_dynamo.kernels.tiles.fp8 import (
 )
 
 __all__ = [
+    "KINDS",
+    "check_kind",
     "in_rows",
     "launch_gradients",
     "partial_amaxes_of_gradients",
     "sizes_of",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_backward_quantize",
-    "swiglu_backward_quantize_reference",
-    "swiglu_backward_reference",
-    "swiglu_partial_amaxes",
-    "swiglu_quantize",
-    "swiglu_quantize_reference",
-    "swiglu_reference",
+    "gated",
+    "gated_backward",
+    "gated_backward_quantize",
+    "gated_backward_quantize_reference",
+    "gated_backward_reference",
+    "gated_partial_amaxes",
+    "gated_quantize",
+    "gated_quantize_reference",
+    "gated_reference",
 ]
 
+KINDS = (*(kind for kind in activation.KINDS if kind != "relu2"), "sigmoid")
+"""What may gate: every activation, and the sigmoid, which alone is no te.activation: it is not zero at zero."""
 
 FORWARD_TILE: Tile = (128, 64, 4)
 BACKWARD_TILE: Tile = (128, 64, 8)
@@ -57,23 +63,32 @@ BACKWARD_TILE: Tile = (128, 64, 8)
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`swiglu` in plain PyTorch."""
-    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+def check_kind(kind: str) -> None:
+    """Raises ValueError for a gate that does not exist."""
+    if kind not in KINDS:
+        raise ValueError(f"gated: expected a kind of {', '.join(KINDS)}, got {kind!r}")
 
 
-def swiglu_backward_reference(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+def gated_reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """`gated` in plain PyTorch."""
+    check_kind(kind)
+    return (activation.value_reference(gate.to(torch.float32), kind) * up.to(torch.float32)).to(gate.dtype)
+
+
+def gated_backward_reference(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`swiglu_backward` in plain PyTorch."""
+    """`gated_backward` in plain PyTorch."""
+    check_kind(kind)
     grad, gate32 = dy.to(torch.float32), gate.to(torch.float32)
-    dgate = torch.ops.aten.silu_backward(grad * up.to(torch.float32), gate32)
-    return dgate.to(gate.dtype), (grad * F.silu(gate32)).to(gate.dtype)
+    dgate = activation.derivative_reference(grad * up.to(torch.float32), gate32, kind)
+    return dgate.to(gate.dtype), (grad * activation.value_reference(gate32, kind)).to(gate.dtype)
 
 
-def swiglu_quantize_reference(
+def gated_quantize_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
@@ -82,18 +97,19 @@ def swiglu_quantize_reference(
     keep_output: bool,
     amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """`swiglu_quantize` in plain PyTorch."""
-    y = swiglu_reference(gate, up)
+    """`gated_quantize` in plain PyTorch."""
+    y = gated_reference(gate, up, kind)
     return [
         *([y] if keep_output else []),
         *quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps, amax),
     ]
 
 
-def swiglu_backward_quantize_reference(
+def gated_backward_quantize_reference(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
@@ -102,8 +118,8 @@ def swiglu_backward_quantize_reference(
     keep_output: bool,
     stacked: bool = False,
 ) -> list[torch.Tensor]:
-    """`swiglu_backward_quantize` in plain PyTorch."""
-    grads = swiglu_backward_reference(dy, gate, up)
+    """`gated_backward_quantize` in plain PyTorch."""
+    grads = gated_backward_reference(dy, gate, up, kind)
     each = [quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps) for grad in grads]
     buffers = stack_buffers(each, rowwise, columnwise, by_columns=True) if stacked else [*each[0], *each[1]]
     return [*(grads if keep_output else ()), *buffers]
@@ -121,17 +137,19 @@ _NO_QUANTIZATION = {
 }
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, contiguous, in gate's shape and dtype.
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """f(gate) * up, contiguous, in gate's shape and dtype.
 
-    gate and up have rank >= 2. One whose rows are not contiguous, or not of one stride (in_rows), is copied.
+    gate and up have rank >= 2. One whose rows are not contiguous, or not of one stride (in_rows), is copied. Raises ValueError
+    for an unknown kind.
     """
+    check_kind(kind)
     gate, up = in_rows(gate), in_rows(up)
     sizes = sizes_of(gate, up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
-        swiglu_write_kernel,
+        gated_write_kernel,
         (program_count(sizes["M"], sizes["K"], block_m, block_k, gate.device),),
         gate=gate,
         up=up,
@@ -141,6 +159,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         transpose=gate,
         scale_inv=gate,
         **sizes,
+        KIND=kind,
         KEEP_OUTPUT=True,
         **_NO_QUANTIZATION,
         EARLY=False,
@@ -151,9 +170,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def swiglu_quantize(
+def gated_quantize(
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
@@ -163,7 +183,7 @@ def swiglu_quantize(
     amax: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """[swiglu(gate, up)?, data?, transpose?, scale_inv], equal to `swiglu` then `quantize`.
+    """[gated(gate, up)?, data?, transpose?, scale_inv], equal to `gated` then `quantize`.
 
     amax (fp32, a power of two of partial ones), where the caller knows it, saves a launch and a read of both. `tile`
     overrides the cast's.
@@ -171,19 +191,20 @@ def swiglu_quantize(
     gate, up = in_rows(gate), in_rows(up)
     sizes = sizes_of(gate, up)
     rows, columns = sizes["M"], sizes["K"]
-    partials = swiglu_partial_amaxes(gate, up) if amax is None else amax
+    partials = gated_partial_amaxes(gate, up, kind) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise)
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, FORWARD_TILE)
     for number, usage in enumerate(buffers.launches(gate.element_size())):
         launch(
-            swiglu_write_kernel,
+            gated_write_kernel,
             (program_count(rows, columns, block_m, block_k, gate.device),),
             gate=gate,
             up=up,
             partials=partials,
             y=y,
             **sizes,
+            KIND=kind,
             KEEP_OUTPUT=keep_output and number == 0,
             **buffers.pointers(unused=gate),
             **buffers.constants(power_of_two, eps),
@@ -197,18 +218,20 @@ def swiglu_quantize(
     return [*([y] if keep_output else []), *buffers.as_list()]
 
 
-def swiglu_partial_amaxes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """fp32 [PARTIALS], whose maximum is the amax of `swiglu(gate, up)`."""
+def gated_partial_amaxes(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """fp32 [PARTIALS], whose maximum is the amax of `gated(gate, up)`."""
+    check_kind(kind)
     sizes = sizes_of(gate, up)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
     block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
-        swiglu_amax_kernel,
+        gated_amax_kernel,
         (PARTIALS,),
         gate=gate,
         up=up,
         partials=partials,
         **sizes,
+        KIND=kind,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         num_warps=warps,
@@ -216,15 +239,18 @@ def swiglu_partial_amaxes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return partials
 
 
-def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gated_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(dgate, dup), contiguous, in gate's shape and dtype."""
+    check_kind(kind)
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
     sizes = sizes_of(gate, up)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     block_m, block_k, warps = amax_tile(sizes["K"])
     unused = {f"{grad}_{name}": gate for grad in ("gate", "up") for name in ("data", "transpose", "scale_inv")}
     launch(
-        swiglu_backward_write_kernel,
+        gated_backward_write_kernel,
         (program_count(sizes["M"], sizes["K"], block_m, block_k, gate.device),),
         dy=dy,
         gate=gate,
@@ -235,6 +261,7 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
         dup=dup,
         **unused,
         **sizes,
+        KIND=kind,
         KEEP_OUTPUT=True,
         STACKED=False,
         GATE_HALF=-1,
@@ -246,10 +273,11 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
     return dgate, dup
 
 
-def swiglu_backward_quantize(
+def gated_backward_quantize(
     dy: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
+    kind: str,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
@@ -259,13 +287,13 @@ def swiglu_backward_quantize(
     stacked: bool = False,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """[dgate?, dup?, *buffers of dgate, *buffers of dup]: `swiglu_backward`, then `quantize` of each.
+    """[dgate?, dup?, *buffers of dgate, *buffers of dup]: `gated_backward`, then `quantize` of each.
 
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
     rows, columns = rows_and_columns(gate)
-    partials = partial_amaxes_of_gradients(dy, gate, up)
+    partials = partial_amaxes_of_gradients(dy, gate, up, kind)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
     gate_buffers, *rest = (
@@ -280,7 +308,7 @@ def swiglu_backward_quantize(
     launch_gradients(
         {"dy": dy, "gate": gate, "up": up, **partials, "dgate": dgate, "dup": dup, **up_pointers},
         gate_buffers,
-        {"STACKED": stacked, "GATE_HALF": -1, **gate_buffers.constants(power_of_two, eps)},
+        {"KIND": kind, "STACKED": stacked, "GATE_HALF": -1, **gate_buffers.constants(power_of_two, eps)},
         keep_output,
         tile,
     )
@@ -288,24 +316,26 @@ def swiglu_backward_quantize(
 
 
 def partial_amaxes_of_gradients(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, together: bool = False
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, together: bool = False
 ) -> dict[str, torch.Tensor]:
     """gate_partials and up_partials, fp32 [PARTIALS], whose maxima are the amaxes of dgate and dup; dy is contiguous.
 
     together: the amax of both in gate_partials, and a stand-in for up_partials.
     """
+    check_kind(kind)
     sizes = sizes_of(gate, up)
     gate_partials = torch.empty(PARTIALS, dtype=torch.float32, device=gate.device)
     partials = {"gate_partials": gate_partials, "up_partials": gate if together else torch.empty_like(gate_partials)}
     block_m, block_k, warps = amax_tile(sizes["K"])
     launch(
-        swiglu_backward_amax_kernel,
+        gated_backward_amax_kernel,
         (PARTIALS,),
         dy=dy,
         gate=gate,
         up=up,
         **partials,
         **sizes,
+        KIND=kind,
         ONE_AMAX=together,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
@@ -321,14 +351,14 @@ def launch_gradients(
     keep_output: bool,
     tile: Tile | None,
 ) -> None:
-    """The launches of `swiglu_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name."""
+    """The launches of `gated_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name."""
     gate = tensors["gate"]
     sizes = sizes_of(gate, tensors["up"])
     rows, columns = sizes["M"], sizes["K"]
     block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None, BACKWARD_TILE)
     for number, usage in enumerate(buffers.launches(gate.element_size())):
         launch(
-            swiglu_backward_write_kernel,
+            gated_backward_write_kernel,
             (program_count(rows, columns, block_m, block_k, gate.device),),
             **tensors,
             **sizes,
@@ -376,7 +406,7 @@ def _row_stride(x: torch.Tensor, name: str) -> Size:
         return x.shape[-1]
     if not _rows_collapse(x):
         raise ValueError(
-            f"swiglu: {name} of shape {tuple(x.shape)} and strides {x.stride()} is not rows of one stride; "
+            f"gated: {name} of shape {tuple(x.shape)} and strides {x.stride()} is not rows of one stride; "
             "make it contiguous"
         )
     dims = _leading(x)

@@ -5,18 +5,20 @@ Run as a program, this file is the interpreted part: TRITON_INTERPRET must be se
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
 import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 
-from te_dynamo.kernels.activation.swiglu import swiglu_partial_amaxes, swiglu_reference
+from te_dynamo.kernels.activation import functions
+from te_dynamo.kernels.activation.gated import KINDS, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm import decode as kernels
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
-from te_dynamo.kernels.gemm.decode import swiglu_decode_options
+from te_dynamo.kernels.gemm.decode import gated_decode_options
+from te_dynamo.kernels.gemm.gated import gemm_gated, gemm_gated_reference
 from te_dynamo.kernels.gemm.stacked import gemm_stacked
-from te_dynamo.kernels.gemm.swiglu import gemm_swiglu, gemm_swiglu_reference
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.device import H200, Device
@@ -26,7 +28,7 @@ SHAPES = [(1, 14336, 4096), (16, 2048, 4096), (33, 14336, 4096), (64, 14336, 409
 
 def choice(m: int, width: int, k: int, fast: bool, device: Device = H200) -> Choice:
     stacking = Stacking("N", (width, width))
-    return choose(Product(m, 2 * width, k, fast, 2, "swiglu", stacking=stacking), device, recorded=True)
+    return choose(Product(m, 2 * width, k, fast, 2, "gated", stacking=stacking), device, recorded=True)
 
 
 def chosen(m: int, width: int, k: int, fast: bool) -> DecodeTile:
@@ -54,12 +56,13 @@ def test_the_choice(fast: bool) -> None:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "width", "k"), SHAPES)
 def test_machine_code(m: int, width: int, k: int, fast: bool) -> None:
+    """By the kind whose arithmetic is the longest."""
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     tile = chosen(m, width, k, fast)
-    options = swiglu_decode_options(tile, width, k, 0, True)
+    options = gated_decode_options(tile, width, k, 0, "gelu", True)
     report = compile_for(
-        kernels.gemm_decode_swiglu_kernel,
+        kernels.gemm_decode_gated_kernel,
         args={
             **{"a": "*fp8e4nv", "a_scale_inv": "*fp32", "b": "*fp8e4nv", "b_scale_inv": "*fp32"},
             **{"c": "*bf16", "partials": "*fp32", "M": "i32", "WIDTH": "i32", "K": "i32"},
@@ -79,8 +82,8 @@ def test_in_the_interpreter() -> None:
 
 
 @triton.jit
-def _plain_silu(x, KIND: tl.constexpr):
-    return x / (1.0 + tl.exp(-x))
+def _plain_approximate(FUNCTION: tl.constexpr, x):
+    return tl.exp2(x) if FUNCTION == "ex2" else 1.0 / x
 
 
 @triton.jit
@@ -90,17 +93,17 @@ def _plain_rounded(x, DTYPE: tl.constexpr):
 
 def main() -> None:
     # In place of what is written in PTX, which the interpreter does not know.
-    kernels.activate, kernels.rounded = _plain_silu, _plain_rounded  # type: ignore[assignment]
+    functions._approximate, kernels.rounded = _plain_approximate, _plain_rounded  # type: ignore[assignment]
     kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
     for m, width, k in ((1, 128, 256), (5, 128, 144), (16, 640, 512)):
-        for fast, gate in ((True, 0), (False, 1)):
+        for (fast, gate), kind in itertools.product(((True, 0), (False, 1)), KINDS):
             a, sa, b, sb = operands(m, width, k)
             c = torch.full((m, 2 * width), torch.nan, dtype=torch.bfloat16)
             partials = torch.full((kernels.PARTIALS,), torch.nan)
-            kernels.launch_swiglu_decode(DecodeTile(16, 64, 64, 4, 3, fast, 1), a, sa, b, sb, gate, c, partials)
-            torch.testing.assert_close(c, gemm_swiglu_reference(a, sa, b, sb, fast, gate)[0], rtol=1e-2, atol=1e-2)
+            kernels.launch_gated_decode(DecodeTile(16, 64, 64, 4, 3, fast, 1), a, sa, b, sb, gate, kind, c, partials)
+            torch.testing.assert_close(c, gemm_gated_reference(a, sa, b, sb, fast, gate, kind)[0], rtol=1e-2, atol=1e-2)
             halves = c.chunk(2, 1)
-            amax = swiglu_reference(halves[gate], halves[1 - gate]).abs().amax().float()
+            amax = gated_reference(halves[gate], halves[1 - gate], kind).abs().amax().float()
             torch.testing.assert_close(partials.max(), amax, rtol=1e-2, atol=0)
 
 
@@ -109,14 +112,14 @@ def main() -> None:
 @pytest.mark.parametrize(("m", "width", "k"), SHAPES)
 def test_bits_of_a_product_and_a_pass(m: int, width: int, k: int, fast: bool) -> None:
     a, sa, b, sb = operands(m, width, k, "cuda")
-    for gate in (0, 1):
-        c, partials = gemm_swiglu(a, sa, b, sb, fast, gate)
+    for gate, kind in itertools.product((0, 1), KINDS):
+        c, partials = gemm_gated(a, sa, b, sb, fast, gate, kind)
         expected = gemm_stacked(a, sa, b, sb, None, torch.bfloat16, fast, "N", (width, width))
         torch.testing.assert_close(c, expected, rtol=0, atol=0)
         parts = expected.chunk(2, 1)
-        amax = swiglu_partial_amaxes(parts[gate], parts[1 - gate]).max()
+        amax = gated_partial_amaxes(parts[gate], parts[1 - gate], kind).max()
         torch.testing.assert_close(partials.max(), amax, rtol=0, atol=0)
-        reference = gemm_swiglu_reference(a, sa, b, sb, fast, gate)[0].float()
+        reference = gemm_gated_reference(a, sa, b, sb, fast, gate, kind)[0].float()
         assert (c.float() - reference).norm() / reference.norm() < (0.02 if fast else 0.003)
 
 
@@ -124,7 +127,7 @@ def test_bits_of_a_product_and_a_pass(m: int, width: int, k: int, fast: bool) ->
 def test_nan_is_the_amax() -> None:
     a, sa, b, sb = operands(3, 14336, 4096, "cuda")
     a.view(torch.uint8)[1, 5] = 0x7F  # NaN
-    assert gemm_swiglu(a, sa, b, sb, True, 0)[1].max().isnan()
+    assert gemm_gated(a, sa, b, sb, True, 0, "silu")[1].max().isnan()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from te_dynamo import capture
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.testing import fake_cuda, graph_text
 
-NAME = "fuse_swiglu_backward_quantize_halves"
+NAME = "fuse_gated_backward_quantize_halves"
 Divide = Callable[[Tensor], tuple[Tensor, ...]]
 
 FORMS: dict[str, Divide] = {
@@ -64,7 +64,7 @@ def test_every_form_is_fused_and_gives_the_same_bits(form: str, codegen: str, bi
     with capture() as graphs:
         fused = compiled_run(model, {"codegen": codegen})(x)
     assert ("backward", NAME, 1) in graphs.reports[0].fusions
-    (line,) = [line for line in graphs["backward"].splitlines() if "swiglu_backward" in line and "= te.swiglu" in line]
+    (line,) = [line for line in graphs["backward"].splitlines() if "gated_backward" in line and "= te.gated" in line]
     assert f"gate_first={'up first' not in form}" in line
     assert "aten.cat" not in graphs["backward"] and "te.quantize(" in graphs["backward"]
     assert_same_bits(fused, compiled_run(model, {"codegen": codegen, "fusions": False})(x))
@@ -116,7 +116,7 @@ def test_what_is_no_half_stays() -> None:
 def test_gradients_that_are_read_apart_too_stay() -> None:
     with fake_cuda():
         b = Builder((32, 64), (32, 64), (32, 64))
-        gradients = b.read(b.call(te.swiglu_backward.default, *b.inputs), 0, 1)
+        gradients = b.read(b.call(te.gated_backward.default, *b.inputs, "silu"), 0, 1)
         cat = b.call(torch.ops.aten.cat.default, gradients, -1)
         sums = b.call(te.bias_grad.default, gradients[0])
         graph = b.returns(sums, *b.read(b.call(te.quantize.default, cat, E5M2), 0, 1, 2))
@@ -130,8 +130,8 @@ def test_low_memory_writes_into_dys_memory() -> None:
         text = graph_text(graphs.graph("lower.backward"))
     lines = launches(text).splitlines()
     assert lines[-5:] == [
-        "swiglu_backward_amax_kernel -> gate_partials",
-        "swiglu_backward_rows_kernel -> dy, scale_inv",
+        "gated_backward_amax_kernel -> gate_partials",
+        "gated_backward_rows_kernel -> dy, scale_inv",
         "gemm_kernel -> c",
         "transpose_kernel -> transpose",
         "gemm_kernel -> c",

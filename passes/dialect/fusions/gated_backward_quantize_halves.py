@@ -1,10 +1,10 @@
 """SwiGLU's two gradients written in FP8 as one tensor, where gate and up are the halves of one linear's output.
 
-    before    d: (bf16[M, K], bf16[M, K]) = te.swiglu_backward(dh, gate, up)
+    before    d: (bf16[M, K], bf16[M, K]) = te.gated_backward(dh, gate, up, 'silu')
               grad: bf16[M, 2K] = aten.cat([d[0], d[1]], 1)
               q: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[1]) = te.quantize(grad, e5m2[row+column])
     after     q: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[1])
-                  = te.swiglu_backward_quantize_halves(dh, gate, up, e5m2[row+column], keep_output=False, gate_first=True)
+                  = te.gated_backward_quantize_halves(dh, gate, up, 'silu', e5m2[row+column], keep_output=False, gate_first=True)
 
 Both have one scale, because the linear has one gradient. gate_first is False where up is the first half. If something else reads the gradient
 too, such as the sum for a bias, it is also written in its own precision.
@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.swiglu import swiglu_backward, swiglu_backward_quantize_halves
+from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize_halves
 from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
-__all__ = ["fuse_swiglu_backward_quantize_halves"]
+__all__ = ["fuse_gated_backward_quantize_halves"]
 
 _cat = torch.ops.aten.cat.default
 
 
-def fuse_swiglu_backward_quantize_halves(graph: Graph) -> int:
-    """te.swiglu_backward + aten.cat of both gradients + te.quantize -> one operation."""
+def fuse_gated_backward_quantize_halves(graph: Graph) -> int:
+    """te.gated_backward + aten.cat of both gradients + te.quantize -> one operation."""
     fired = 0
-    for node in calls(graph, swiglu_backward):
+    for node in calls(graph, gated_backward):
         joined = _joined(node)
         quantized = None if joined is None else quantize_of(joined[0])
         if joined is None or quantized is None:
@@ -37,7 +37,7 @@ def fuse_swiglu_backward_quantize_halves(graph: Graph) -> int:
         grad, gradients = joined
         keep_output = bool(other_readers(grad, quantized))
         args = (*node.args, quantized.args[1], keep_output, gradients[0].args[1] == 0)
-        fused = call_like(graph, swiglu_backward_quantize_halves, args, node)
+        fused = call_like(graph, gated_backward_quantize_halves, args, node)
         take_over(graph, fused, int(keep_output), quantized)
         if keep_output:
             read_item(fused, 0, [grad])
