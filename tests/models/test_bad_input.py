@@ -159,11 +159,9 @@ def test_a_rule_that_tells_blocks_of_one_graph_apart_leaves_them() -> None:
     reason = "3 modules run this graph, behind graph breaks, and the rules treat them differently"
     assert {row.reason.partition(";")[0] for row in explanation.linears} == {reason}
     same = te_dynamo.explain(model, x, options={**EAGER, "rules": [("down", None)]})
-    assert [(row.module, row.matched) for row in same.linears] == [
-        ("layers.0.gate", True),
-        ("layers.0.up", True),
-        ("layers.0.down", False),
-    ]
+    assert sorted((row.module, row.matched) for row in same.linears) == sorted(
+        (f"layers.{i}.{name}", name != "down") for i in range(3) for name in ("gate", "up", "down")
+    )
 
 
 # ---- dtypes and shapes
@@ -432,9 +430,8 @@ def test_tokens_that_data_counts_are_not_in_coverage() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         found = te_dynamo.explain(Routed(), torch.randn(4, 16), options=EAGER)
     assert found.coverage == 1.0
-    assert found.headline.endswith(
-        "2 of 2 linears; 1 graph, 0 graph breaks; 1 linear of a length that data decides not counted"
-    )
+    assert "2 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks; " in found.headline
+    assert "; 1 linear of a length that data decides not counted" in found.headline
 
 
 @pytest.mark.parametrize("how", ["a function", "torch.compile", "Module.compile"])
