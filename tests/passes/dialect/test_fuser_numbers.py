@@ -80,7 +80,7 @@ class LayerNormReturned(nn.Module):
 
 
 class ActivationReadTwice(nn.Module):
-    """Two linears and a product read one GELU."""
+    """Two linears and a sum read one GELU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class ActivationReadTwice(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = F.gelu(self.up(x), approximate="tanh")
-        return self.a(h), self.b(h) * h
+        return self.a(h), self.b(h) + h
 
 
 class SwigluReadTwice(nn.Module):

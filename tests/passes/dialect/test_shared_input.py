@@ -203,7 +203,7 @@ class ReadByGelu(Linears):
     widths = (128, 128)
 
     def mix(self, *results: Tensor) -> Tensor:
-        return F.gelu(results[0]) * results[1]
+        return F.gelu(results[0]) + results[1]
 
 
 class Tied(Linears):
