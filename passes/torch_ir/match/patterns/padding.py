@@ -59,7 +59,7 @@ def _can_be_read(node: fx.Node, value: torch.Tensor) -> bool:
             try:
                 with value.fake_mode:
                     view = run(value, *args, **kwargs)
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 return False
             if not _can_be_read(user, view):
                 return False
