@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
     ),
     "gemm_stacked": (
         te.gemm_stacked,
-        lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), torch.bfloat16, True, "N", [128, 256]),
+        lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), None, torch.bfloat16, True, "N", [128, 256]),
         "gemm_stacked_kernel -> c",
     ),
     "gemm_gated": (
@@ -380,7 +380,7 @@ CASES: dict[str, Case] = {
     ),
     "gemm_stacked of a few rows": (
         te.gemm_stacked,
-        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), torch.bfloat16, True, "N", [14336, 14336]),
+        lambda: (f8(16, 512), f32(1), f8(28672, 512), f32(2), None, torch.bfloat16, True, "N", [14336, 14336]),
         "gemm_decode_kernel -> c",
     ),
 }

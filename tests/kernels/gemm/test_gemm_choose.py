@@ -111,7 +111,7 @@ short                 usual       slow 128x128x128 w8 s4, and a pass
 in parts              decode      16x64x128 s8 k/4""",
     )
     halves = {
-        name: Product(m, 2 * n, k, True, 2, "swiglu", stacking=Stacking("N", (n, n))) for name, (m, n, k) in MLP.items()
+        name: Product(m, 2 * n, k, True, 2, "gated", stacking=Stacking("N", (n, n))) for name, (m, n, k) in MLP.items()
     }
     assert_expected_inline(
         table(halves),
