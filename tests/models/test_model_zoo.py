@@ -97,8 +97,8 @@ WRITTEN: dict[str, dict[str, int]] = {
     "GPT2": {"layer_norm": 5, "gelu": 2},
     "Phi": {"layer_norm": 3, "gelu": 2},
     "Albert": {"layer_norm": 6, "gelu": 3},
-    "Cohere": {"layer_norm": 3, "swiglu": 2},
-    "Olmo": {"layer_norm": 5, "swiglu": 2},
+    "Cohere": {"layer_norm": 3, "gated silu": 2},
+    "Olmo": {"layer_norm": 5, "gated silu": 2},
     "Nemotron": {"layer_norm": 5, "relu2": 2},
 }
 """Of families that write their norms and activations as formulas: how many of each are te operations, that is all."""
