@@ -22,7 +22,7 @@ from te_dynamo.kernels.norm.functions import (
     row_statistics,
     store_row_amax,
 )
-from te_dynamo.kernels.norm.norm import row_block, row_programs
+from te_dynamo.kernels.norm.norm import layer_norm_reference, row_block, row_programs
 from te_dynamo.kernels.quantize.current import Tile, cast_tile, quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
@@ -58,13 +58,7 @@ def layer_norm_modulate_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`layer_norm_modulate` in plain PyTorch."""
-    value = x.to(torch.float32)
-    mean = value.mean(-1, keepdim=True)
-    value = value - mean
-    rstd = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    scale = weight.to(torch.float32) + (1.0 if zero_centered else 0.0)
-    value = value * rstd * scale + bias.to(torch.float32)
-    return value.to(x.dtype), mean.reshape(-1), rstd.reshape(-1)
+    return layer_norm_reference(x, 1.0 + weight.to(torch.float32) if zero_centered else weight, bias, eps)
 
 
 def layer_norm_modulate_quantize_reference(
