@@ -12,10 +12,12 @@ from te_dynamo.dialect.fakes import like, plain, quantized, quantized_stack
 from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.activation import gated as kernels
 from te_dynamo.kernels.activation import gated_halves
+from te_dynamo.kernels.activation.gated import KINDS
 from te_dynamo.kernels.tiles.fp8 import rows_and_columns
 from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
+    "KINDS",
     "gated",
     "gated_backward",
     "gated_backward_quantize",

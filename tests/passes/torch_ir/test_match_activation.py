@@ -12,6 +12,7 @@ from helpers.graphs.matching import Matched
 from helpers.models.small_models import QuickGeluMLP, SquaredReluMLP
 from torch import nn
 
+import te_dynamo
 from te_dynamo.testing import capture_on_fake_cuda
 
 torch.manual_seed(0)
@@ -252,3 +253,10 @@ def test_broadcast_and_promoted_products_are_no_swiglu():
     compiled, x = Matched(forward), torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), forward(x))
     assert {record.kind for record in compiled.records} == {"linear", "silu"}
+
+
+@pytest.mark.parametrize("function", [F.silu, lambda x: x * torch.sigmoid(x), lambda x: x * torch.sigmoid(1.702 * x)])
+def test_an_activation_that_is_left_has_one_row(function) -> None:
+    """However it is written: one matcher asks."""
+    explanation = te_dynamo.explain(lambda x: function(x).cos(), torch.randn(32, 64), options={"codegen": "eager"})
+    assert [row.matched for row in explanation.norms_activations] == [False]

@@ -30,7 +30,6 @@ from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 
 __all__ = [
     "GELU",
-    "SIGMOID",
     "SILU",
     "activation_of",
     "factors",
@@ -42,8 +41,6 @@ __all__ = [
 
 GELU = {F.gelu, torch._C._nn.gelu}
 SILU = {F.silu, torch._C._nn.silu}
-SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
-
 
 _OPERATIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "gelu": ("gelu", torch.ops.te.gelu.default, ("none",)),
@@ -57,15 +54,15 @@ _OPERATIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 
 def match_activation(node: fx.Node) -> MatchRecord | None:
-    """Replaces gelu, quick_gelu, silu, relu or relu squared where that pays; None when `node` is none of them."""
-    found = activation_of(node)
+    """Replaces a call of gelu, silu or relu where that pays; None when `node` is none."""
+    found = _called(node)
     return None if found is None else _match(node, *found)
 
 
 def match_written_activation(node: fx.Node) -> MatchRecord | None:
     """Replaces an activation written out, where that pays; None when `node` is not the last operation of one."""
-    formula = written_formula(node)
-    return None if formula is None else _match(node, formula.kind, formula.x, formula.nodes)
+    found = _written(node)
+    return None if found is None else _match(node, *found)
 
 
 def _match(node: fx.Node, kind: str, x: fx.Node, nodes: tuple[fx.Node, ...]) -> MatchRecord:
@@ -78,8 +75,16 @@ def _match(node: fx.Node, kind: str, x: fx.Node, nodes: tuple[fx.Node, ...]) -> 
     return replace(name, op, (x,), options, nodes)
 
 
-def activation_of(node: Any) -> tuple[str, fx.Node, tuple[fx.Node, ...]] | None:
-    """(kind, x, the nodes that are f(x)) of the activation that `node` is, however it is spelled."""
+_Activation = tuple[str, fx.Node, tuple[fx.Node, ...]]
+"""(kind, x, the nodes that are f(x))"""
+
+
+def activation_of(node: Any) -> _Activation | None:
+    """The activation that `node` is, however it is spelled: (kind, x, the nodes that are f(x))."""
+    return _called(node) or _written(node)
+
+
+def _called(node: Any) -> _Activation | None:
     kind: str | None
     nodes: tuple[fx.Node, ...]
     if calls(node, GELU):
@@ -90,9 +95,13 @@ def activation_of(node: Any) -> tuple[str, fx.Node, tuple[fx.Node, ...]] | None:
     elif calls(node, SILU):
         kind, x, nodes = "silu", (arguments(node, "input", "inplace") or {}).get("input"), (node,)
     else:
-        formula = written_formula(node)
-        return formula and (formula.kind, formula.x, formula.nodes)
+        return None
     return (kind, x, nodes) if kind is not None and isinstance(x, fx.Node) else None
+
+
+def _written(node: Any) -> _Activation | None:
+    formula = written_formula(node)
+    return formula and (formula.kind, formula.x, formula.nodes)
 
 
 def replace(

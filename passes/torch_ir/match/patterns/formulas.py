@@ -25,7 +25,7 @@ from torch import fx
 from te_dynamo.passes.torch_ir.match.mutation import written_by
 from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
 
-__all__ = ["ADD", "MUL", "POW", "RELU", "SQUARE", "Formula", "written_formula"]
+__all__ = ["ADD", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
 
 ADD = ({operator.add, torch.add}, {"add", "__add__", "__radd__"})
 MUL = ({operator.mul, torch.mul, torch.multiply}, {"mul", "__mul__", "__rmul__", "multiply"})
@@ -34,8 +34,10 @@ SQUARE = ({torch.square}, {"square"})
 RELU = ({F.relu, torch.relu, F.relu_, torch.relu_}, {"relu", "relu_"})
 _DIV = ({operator.truediv, torch.div, torch.divide, torch.true_divide}, {"div", "__truediv__", "divide", "true_divide"})
 
+SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
+
 _FUNCTIONS = {
-    "sigmoid": ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"}),
+    "sigmoid": SIGMOID,
     "tanh": ({torch.tanh, F.tanh}, {"tanh"}),
     "erf": ({torch.erf, torch.special.erf}, {"erf"}),
     "relu": RELU,

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_dynamo.dialect.gated import KINDS
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import written_by
-from te_dynamo.passes.torch_ir.match.patterns.activation import SIGMOID, activation_of, factors, record, replace
+from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, record, replace
+from te_dynamo.passes.torch_ir.match.patterns.formulas import SIGMOID
 from te_dynamo.passes.torch_ir.match.readers import linear_behind
 from te_dynamo.passes.torch_ir.match.values import (
     arguments,
@@ -43,7 +45,7 @@ def match_gated(node: fx.Node) -> MatchRecord | None:
         return None
     for function, up in factors(node):
         found = activation_of(function) or _sigmoid_of(function)
-        if found is None or found[0] == "relu2" or not _same_tensor_kind(function, up, node):
+        if found is None or found[0] not in KINDS or not _same_tensor_kind(function, up, node):
             continue
         kind, gate, nodes = found
         if len(function.users) != 1:
