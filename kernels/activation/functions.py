@@ -7,7 +7,7 @@ as `tl.fma`: what a fused kernel computes has the bits of the unfused one.
 from __future__ import annotations
 
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.tiles.fp8 import mul_rn
+from te_dynamo.kernels.tiles.fp8 import larger_or_nan, mul_rn
 
 __all__ = ["activate", "activate_backward"]
 
@@ -68,7 +68,7 @@ def _normal_cdf(x, tail, gauss):
 def activate(x, KIND: tl.constexpr):
     """f(x) of that kind, fp32. NaN gives NaN."""
     if KIND == "relu":
-        return tl.where(x <= 0.0, 0.0, x)
+        return larger_or_nan(x, 0.0)
     elif KIND == "relu2":
         return tl.where(x <= 0.0, 0.0, x * x)
     elif KIND == "sigmoid":

@@ -61,6 +61,12 @@ BACKWARD_TILE: Tile = (128, 64, 8)
 """Tiles of the cast launches: the fastest on an H200 at 8192x14336 (benchmarks/quantize.py --sweep)."""
 
 
+def write_tile(rows: Size, columns: int, columnwise: bool, keep_output: bool, large: Tile) -> Tile:
+    """Tile of a write launch; of half the rows where it keeps its output too, for which there are no registers on sm_100a."""
+    block_m, block_k, warps = cast_tile(rows, columns, columnwise, large)
+    return (max(block_m // 2, 1) if keep_output else block_m), block_k, warps
+
+
 # --- reference ----------------------------------------------------------------------------------------------
 
 
@@ -195,7 +201,7 @@ def gated_quantize(
     partials = gated_partial_amaxes(gate, up, kind) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise)
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, FORWARD_TILE)
+    block_m, block_k, warps = tile or write_tile(rows, columns, columnwise, keep_output, FORWARD_TILE)
     for number, usage in enumerate(buffers.launches(gate.element_size())):
         launch(
             gated_write_kernel,
@@ -356,7 +362,8 @@ def launch_gradients(
     gate = tensors["gate"]
     sizes = sizes_of(gate, tensors["up"])
     rows, columns = sizes["M"], sizes["K"]
-    block_m, block_k, warps = tile or cast_tile(rows, columns, buffers.transpose is not None, BACKWARD_TILE)
+    columnwise = buffers.transpose is not None
+    block_m, block_k, warps = tile or write_tile(rows, columns, columnwise, keep_output, BACKWARD_TILE)
     for number, usage in enumerate(buffers.launches(gate.element_size())):
         launch(
             gated_backward_write_kernel,
