@@ -10,8 +10,9 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.errors import UnsupportedError
+from te_dynamo.operations import types
 from te_dynamo.operations.fuser import Group
-from te_dynamo.operations.run import Call, Context, Grads, run_backward
+from te_dynamo.operations.run import Call, Context, run_backward
 
 __all__ = ["backward", "is_autocast_on", "keep"]
 
@@ -27,7 +28,7 @@ def keep(func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[Cont
 
 def backward(
     func_ctx: Any, grad_output: Optional[torch.Tensor], grad_extra_outputs: Sequence[Optional[torch.Tensor]]
-) -> tuple[Optional[torch.Tensor], list[Grads], list[Grads]]:
+) -> types.FuserBackward:
     """(grad of the input, grads of the parameters, of the extra inputs), the last two an entry for each basic operation.
 
     Leaves autograd's context as it found it: a second backward under retain_graph=True runs the same. The gradients have no

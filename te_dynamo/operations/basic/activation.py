@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.dialect.activation import activation, activation_backward
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.operations import types
 from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.operations.op import BasicOperation
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "gelu_kind"]
@@ -19,12 +21,14 @@ _KERNELS = ("gelu", "gelu_tanh", "silu", "relu")
 """The kinds that te.activation has kernels for, alone and fused with quantization."""
 
 
-class Activation(BasicOperation, abstract=True):
+class Activation(SavesAll, abstract=True):
     """y = f(x), element by element. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
+    name: ClassVar[str]
+
     def kind(self) -> str:
-        """What formulas.py and te.activation call f."""
-        raise NotImplementedError
+        """What formulas.py and te.activation call f: the class's `name`, unless a setting decides."""
+        return self.name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """f(x)."""
@@ -38,18 +42,13 @@ class Activation(BasicOperation, abstract=True):
             return activation_backward(dy.contiguous(), x.contiguous(), self.kind())
         return (dy.to(torch.float32) * formulas.derivative(x.to(torch.float32), self.kind())).to(x.dtype)
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return self.forward(input), [input]
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(input.shape, input.dtype, device=input.device), [input]
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         (x,) = ctx.saved_tensors
         assert x is not None
         return self.backward(grad_output, x), ()
@@ -71,29 +70,25 @@ class GELU(Activation):
 class QGELU(Activation):
     """x * sigmoid(1.702 x), the quick approximation of GELU."""
 
-    def kind(self) -> str:
-        return "qgelu"
+    name = "qgelu"
 
 
 class ReLU(Activation):
     """max(x, 0)."""
 
-    def kind(self) -> str:
-        return "relu"
+    name = "relu"
 
 
 class SReLU(Activation):
     """max(x, 0)^2."""
 
-    def kind(self) -> str:
-        return "srelu"
+    name = "srelu"
 
 
 class SiLU(Activation):
     """x * sigmoid(x)."""
 
-    def kind(self) -> str:
-        return "silu"
+    name = "silu"
 
 
 def gelu_kind(op: BasicOperation, approximate: str) -> str:

@@ -6,27 +6,31 @@ with the second half).
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.dialect.swiglu import swiglu, swiglu_backward
 from te_dynamo.errors import InputError
+from te_dynamo.operations import types
 from te_dynamo.operations.basic import formulas
 from te_dynamo.operations.basic.activation import gelu_kind
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.operations.op import BasicOperation
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = ["GEGLU", "GLU", "QGEGLU", "ClampedSwiGLU", "Gated", "ReGLU", "SReGLU", "SwiGLU", "half_of"]
 
 
-class Gated(BasicOperation, abstract=True):
+class Gated(SavesAll, abstract=True):
     """y = f(a) * b, x = [a, b] along the last dimension. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
+    name: ClassVar[str]
+
     def kind(self) -> str:
-        """What formulas.py calls f."""
-        raise NotImplementedError
+        """What formulas.py calls f: the class's `name`, unless a setting decides."""
+        return self.name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y of x."""
@@ -45,19 +49,14 @@ class Gated(BasicOperation, abstract=True):
         db = dy32 * formulas.value(a32, self.kind())
         return torch.cat((da, db), -1).to(x.dtype)
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         half_of(self, input.shape)
         return self.forward(input.contiguous()), [input]
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(half_of(self, input.shape), input.dtype, device=input.device), [input]
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         (x,) = ctx.saved_tensors
         assert x is not None
         return self.backward(grad_output, x.contiguous()), ()
@@ -73,8 +72,7 @@ def half_of(op: BasicOperation, shape: tuple[int, ...]) -> tuple[int, ...]:
 class GLU(Gated):
     """sigmoid(a) * b."""
 
-    def kind(self) -> str:
-        return "sigmoid"
+    name = "sigmoid"
 
 
 class GEGLU(Gated):
@@ -93,29 +91,25 @@ class GEGLU(Gated):
 class QGEGLU(Gated):
     """a * sigmoid(1.702 a) * b."""
 
-    def kind(self) -> str:
-        return "qgelu"
+    name = "qgelu"
 
 
 class ReGLU(Gated):
     """max(a, 0) * b."""
 
-    def kind(self) -> str:
-        return "relu"
+    name = "relu"
 
 
 class SReGLU(Gated):
     """max(a, 0)^2 * b."""
 
-    def kind(self) -> str:
-        return "srelu"
+    name = "srelu"
 
 
 class SwiGLU(Gated):
     """silu(a) * b."""
 
-    def kind(self) -> str:
-        return "silu"
+    name = "silu"
 
 
 class ClampedSwiGLU(Gated):

@@ -13,10 +13,11 @@ from te_dynamo.dialect.activation import activation_backward_quantize, activatio
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from te_dynamo.dialect.swiglu import swiglu_backward_quantize_halves, swiglu_quantize
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import GELU, Activation, ReLU, SiLU
 from te_dynamo.operations.basic.gated import Gated, SwiGLU
 from te_dynamo.operations.basic.norm import LayerNorm, RMSNorm
-from te_dynamo.operations.op import BasicOperation, Params
+from te_dynamo.operations.op import BasicOperation
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 
@@ -35,7 +36,7 @@ DIALECT = (GELU, ReLU, SiLU)
 
 
 def norm_quantized(
-    norm: BasicOperation, x: torch.Tensor, params: Params, quantizer: Quantizer
+    norm: BasicOperation, x: torch.Tensor, params: types.Params, quantizer: Quantizer
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(statistics: mean of a LayerNorm, rstd; buffers of the norm's output)."""
     x = x.contiguous()
