@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 
@@ -51,11 +51,12 @@ class FusibleOperation(Value):
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not abstract:
-            if _kind(cls) is None:
+            if not issubclass(cls, (BasicOperation, FusedOperation)):
                 raise TypeError(f"{cls.__qualname__}: an operation is a BasicOperation or a FusedOperation")
-            check_definition(cls, str(_kind(cls)), _framework())
-            cls._use_split_forward = uses_split_forward(cls, _framework())
-            cls.has_forward, cls.has_backward = halves(cls, _framework())
+            framework = (object, FusibleOperation, BasicOperation, FusedOperation)
+            check_definition(cls, "basic" if issubclass(cls, BasicOperation) else "fused", framework)
+            cls._use_split_forward = uses_split_forward(cls, framework)
+            cls.has_forward, cls.has_backward = halves(cls, framework)
             if cls._use_split_forward:
                 from te_dynamo.operations.define import register  # defined on top of this module
 
@@ -228,11 +229,3 @@ class FusedOperation(FusibleOperation, abstract=True):
             outputs += extra_outputs
             saved += to_save
         return input, outputs, saved
-
-
-def _framework() -> tuple[type, ...]:
-    return (object, FusibleOperation, BasicOperation, FusedOperation)
-
-
-def _kind(cls: type) -> Optional[Literal["basic", "fused"]]:
-    return "basic" if issubclass(cls, BasicOperation) else "fused" if issubclass(cls, FusedOperation) else None

@@ -21,9 +21,10 @@ import torch
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.errors import OperationError
 from te_dynamo.operations import autograd
+from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation
-from te_dynamo.operations.run import Call, Context, compute, contexts, fake, save
+from te_dynamo.operations.run import Call, compute, contexts, fake, save
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 
 __all__ = ["Program", "gradients", "split_tensors", "unaliased"]
@@ -87,7 +88,7 @@ class Program:
             )
         saved = flat.resolve([input, *params, *extra_inputs], results)
         split = split_tensors(self.call.ops, param_protos, extra_protos)
-        ctxs: list[Context] = []
+        ctxs: list[OperationContext] = []
         for group in self.forward:
             made = contexts(group, self.call, proto, *split)
             save(group, self.call, made, saved[group.indices.start : group.indices.stop])

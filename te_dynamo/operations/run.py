@@ -20,7 +20,6 @@ from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 
 __all__ = [
     "Call",
-    "Context",
     "compute",
     "contexts",
     "fake",
@@ -29,8 +28,6 @@ __all__ = [
     "run_forward",
     "save",
 ]
-
-Context = OperationContext | LegacyContext
 
 
 class Call(Value):
@@ -157,9 +154,9 @@ def contexts(
     input: TensorProto,
     params: Sequence[types.Protos],
     extra_inputs: Sequence[types.Protos],
-) -> list[Context]:
+) -> list[OperationContext]:
     """A context for each basic operation of the group, without saved tensors."""
-    made: list[Context] = []
+    made: list[OperationContext] = []
     proto: Optional[TensorProto] = input
     cls = OperationContext if group.op._use_split_forward else LegacyContext
     for i, op in zip(group.indices, group.op.basic_ops, strict=True):
@@ -179,7 +176,7 @@ def contexts(
     return made
 
 
-def save(group: Group, call: Call, ctxs: Sequence[Context], saved: Sequence[types.Saved]) -> None:
+def save(group: Group, call: Call, ctxs: Sequence[OperationContext], saved: Sequence[types.Saved]) -> None:
     """The group's save_ctx; nothing where its backward will not run."""
     if call.needs_grad(group):
         group.op.fuser_forward_save_ctx(ctxs, saved)  # type: ignore[arg-type]
@@ -191,10 +188,10 @@ def run_forward(
     input: torch.Tensor,
     params: Sequence[types.Params],
     extra_inputs: Sequence[types.Params],
-) -> tuple[torch.Tensor, list[types.Params], list[Context]]:
+) -> tuple[torch.Tensor, list[types.Params], list[OperationContext]]:
     """(output, extra outputs and a context for each basic operation) of all groups, split and legacy, on real tensors."""
     extra_outputs: list[types.Params] = []
-    ctxs: list[Context] = []
+    ctxs: list[OperationContext] = []
     param_protos = [tuple(map(to_tensor_proto, tensors)) for tensors in params]
     extra_protos = [tuple(map(to_tensor_proto, tensors)) for tensors in extra_inputs]
     for group in groups:
@@ -212,7 +209,7 @@ def run_forward(
 def _legacy_forward(
     group: Group,
     call: Call,
-    ctxs: Sequence[Context],
+    ctxs: Sequence[OperationContext],
     input: torch.Tensor,
     params: Sequence[types.Params],
     extra_inputs: Sequence[types.Params],
@@ -227,7 +224,7 @@ def _legacy_forward(
 def run_backward(
     groups: Sequence[Group],
     call: Call,
-    ctxs: Sequence[Context],
+    ctxs: Sequence[OperationContext],
     grad_output: torch.Tensor,
     grad_extra_outputs: Sequence[types.Grads],
     parts: bool = False,
@@ -268,7 +265,7 @@ def _backward(
     return group.op.fuser_backward(ctxs, grad, grad_extra_outputs)
 
 
-def _check_grad_input(group: Group, grad: Any, ctx: Context, needed: bool) -> None:
+def _check_grad_input(group: Group, grad: Any, ctx: OperationContext, needed: bool) -> None:
     name = type(group.op).__qualname__
     if grad is None and needed:
         raise OperationError(f"{name}: its backward gives no gradient for its input, which requires one")

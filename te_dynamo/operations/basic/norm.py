@@ -18,22 +18,27 @@ from te_dynamo.quantized.tensor_proto import TensorProto
 __all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
 
 
-class LayerNorm(SavesAll):
-    """y = (x - mean) * rsqrt(var + eps) * weight + bias, [..., features]. Saves x, the weight, mean and rstd."""
+class _OfFeatures(SavesAll, abstract=True):
+    """A norm whose parameters have an element for each of the last dimension's `features`."""
 
     features: int
-    eps: float = 1e-5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self, "features")
 
+    def check_input(self, input: TensorProto) -> None:
+        check_width(self, input.shape, self.features)
+
+
+class LayerNorm(_OfFeatures):
+    """y = (x - mean) * rsqrt(var + eps) * weight + bias, [..., features]. Saves x, the weight, mean and rstd."""
+
+    eps: float = 1e-5
+
     def parameters(self) -> tuple[Parameter, ...]:
         shape = (self.features,)
         return Parameter("weight", shape, torch.nn.init.ones_), Parameter("bias", shape, torch.nn.init.zeros_)
-
-    def check_input(self, input: TensorProto) -> None:
-        check_width(self, input.shape, self.features)
 
     def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         weight, bias = params
@@ -52,28 +57,20 @@ class LayerNorm(SavesAll):
         return dx, (dweight, dbias)
 
 
-class RMSNorm(SavesAll):
+class RMSNorm(_OfFeatures):
     """y = x * rsqrt(mean(x^2) + eps) * w, [..., features]; w = weight, or 1 + weight when zero_centered.
 
     cast_before_weight: the product with the weight is of x * rsqrt(..) rounded to x's dtype, as in Hugging Face's Llama.
     Saves x, the weight and rstd.
     """
 
-    features: int
     eps: float = 1e-5
     zero_centered: bool = False
     cast_before_weight: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_settings(self, "features")
-
     def parameters(self) -> tuple[Parameter, ...]:
         init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
         return (Parameter("weight", (self.features,), init),)
-
-    def check_input(self, input: TensorProto) -> None:
-        check_width(self, input.shape, self.features)
 
     def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         (weight,) = params
