@@ -114,7 +114,7 @@ def gemm_with_tile(
     """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing.
 
     partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of the result, or None.
-    addend:   as of `kernels/gemm/add.py`, its rows whole 16 bytes; or None. Not beside partials.
+    addend:   as of `kernels/gemm/epilogue.py`, its rows whole 16 bytes; or None. Not beside partials.
     c:        what the result is written to, the addend's memory perhaps; a new tensor otherwise.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]

@@ -62,7 +62,7 @@ def gemm_specialized_out(
     """Writes `kernels/gemm/current.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
     fast: by fast accumulation. stacking: of operands as kernels/gemm/stacked.py takes them. Checks nothing.
-    addend: None, or what is added to C as kernels/gemm/add.py does; of two bytes an element, not stacked. It may be out.
+    addend: None, or what is added to C as kernels/gemm/epilogue.py does; of two bytes an element, not stacked. It may be out.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias

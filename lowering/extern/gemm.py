@@ -17,12 +17,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
-from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_grouped_columns, gemm_swiglu
-from te_dynamo.dialect.gemm_scaled import gemm_block
+from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_grouped_columns, gemm_swiglu
 from te_dynamo.dialect.stacked import gemm_stacked
-from te_dynamo.kernels.gemm.add import gemm_add_specialized_out, is_aligned
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
+from te_dynamo.kernels.gemm.epilogue import gemm_add_specialized_out, is_aligned
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_specialized_out
 from te_dynamo.kernels.gemm.swiglu import gemm_swiglu_specialized
