@@ -25,8 +25,6 @@ from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.epilogue import gemm_add_in_place, is_aligned
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
-__all__ = ["launches_in_place", "sum_fits_addend"]
-
 
 def launches_in_place(node: Node) -> Callable[..., Any] | None:
     """The launches of `node` that overwrite one of its arguments, as a function of its arguments; None where that must be kept, or

@@ -29,8 +29,6 @@ from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocesso
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
 
-__all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -25,16 +25,6 @@ from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime.launch import is_recording
 
-__all__ = [
-    "gemm_add",
-    "gemm_add_in_place",
-    "gemm_add_reference",
-    "gemm_add_specialized_out",
-    "gemm_amax",
-    "gemm_amax_reference",
-    "is_aligned",
-]
-
 _ALIGNMENT = 16  # bytes, of a tensor that is copied by a descriptor
 
 

@@ -36,9 +36,6 @@ from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 
-__all__ = ["gemm_grouped", "gemm_grouped_columns", "gemm_grouped_columns_reference", "gemm_grouped_reference"]
-
-
 # --- checks and references ----------------------------------------------------------------------------------
 
 

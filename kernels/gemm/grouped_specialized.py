@@ -30,8 +30,6 @@ from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 
-__all__ = ["columns_specialized_options", "columns_specialized_out"]
-
 _MASK_WARPS = gl.constexpr(2)
 _MASK_ROWS = gl.constexpr(32)  # of a tile in registers at once
 _MASK_REGISTERS = gl.constexpr(80)

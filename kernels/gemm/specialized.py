@@ -37,15 +37,6 @@ from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbar
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
-__all__ = [
-    "accumulate",
-    "gemm_specialized_out",
-    "scale_and_shift",
-    "scaled",
-    "specialized_options",
-    "stacked_specialized_out",
-]
-
 
 def gemm_specialized_out(
     a: torch.Tensor,

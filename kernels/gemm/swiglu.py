@@ -41,15 +41,6 @@ from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
 from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
-__all__ = [
-    "BOUND",
-    "gemm_swiglu",
-    "gemm_swiglu_kernel",
-    "gemm_swiglu_options",
-    "gemm_swiglu_reference",
-    "gemm_swiglu_specialized",
-]
-
 
 def gemm_swiglu(
     a: torch.Tensor,

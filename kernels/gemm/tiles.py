@@ -16,33 +16,6 @@ from typing import TypeVar
 
 from te_dynamo.kernels.tiles.stacking import Stacking
 
-__all__ = [
-    "BLOCK_TILES",
-    "GROUPED_TILES",
-    "REDUCE_BLOCK",
-    "REDUCE_BYTES_PER_US",
-    "SPECIALIZED",
-    "SPECIALIZED_BLOCK",
-    "SPECIALIZED_FAST",
-    "TILES",
-    "BlockGemmTile",
-    "DecodeTile",
-    "Tile",
-    "choose_block_tile",
-    "choose_columns_tile",
-    "choose_decode_tile",
-    "choose_rows_tile",
-    "choose_stacked_tile",
-    "choose_swiglu_decode_tile",
-    "choose_tile",
-    "columns_specialized_us",
-    "columns_us",
-    "estimated_us",
-    "specialized_tile",
-    "stages_that_fit",
-    "stores_by_descriptor",
-]
-
 _REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
 _REDUCE_US = 3.0  # launch of the kernel that adds up the parts of a split K

@@ -29,8 +29,6 @@ from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
 
-__all__ = ["is_extern", "register"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:

@@ -14,18 +14,6 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.activation import activation as kernels
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = [
-    "activation",
-    "activation_backward",
-    "activation_backward_quantize",
-    "activation_quantize",
-    "gelu",
-    "quick_gelu",
-    "relu",
-    "silu",
-]
-
-
 # The dialect.
 
 

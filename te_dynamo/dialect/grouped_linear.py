@@ -28,19 +28,6 @@ from te_dynamo.quantized.quantizers import Quantizer, check_grouped_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 from te_dynamo.recipe import Recipe
 
-__all__ = [
-    "GroupedLinearBwdArgs",
-    "GroupedLinearConfig",
-    "GroupedLinearFwdArgs",
-    "grouped_backward_products",
-    "grouped_grad_output_quantizer",
-    "grouped_linear",
-    "grouped_linear_backward",
-    "grouped_linear_forward",
-    "grouped_linear_forward_fake",
-    "grouped_linear_with_workspace",
-]
-
 
 @register_value_class
 @dataclasses.dataclass(frozen=True)

@@ -35,22 +35,6 @@ from te_dynamo.quantized.quantizers import Quantizer, check_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 from te_dynamo.recipe import Recipe
 
-__all__ = [
-    "LinearBwdArgs",
-    "LinearConfig",
-    "LinearFwdArgs",
-    "backward_products",
-    "forward_product",
-    "grad_output_quantizer",
-    "linear",
-    "linear_backward",
-    "linear_forward",
-    "linear_with_workspace",
-    "quantize_operands",
-    "saved_aliases",
-    "saved_operands",
-]
-
 
 @register_value_class
 @dataclasses.dataclass(frozen=True)

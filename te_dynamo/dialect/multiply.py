@@ -17,8 +17,6 @@ from te_dynamo.quantized.quantizers import (
     check_product,
 )
 
-__all__ = ["GEMMS", "Operand", "multiply"]
-
 GEMMS = (gemm, gemm_block, gemm_mxfp8, gemm_nvfp4)
 """The products of two quantized tensors. All have arguments `bias` and `out_dtype`."""
 

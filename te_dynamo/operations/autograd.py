@@ -15,8 +15,6 @@ from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.run import Call, run_backward
 
-__all__ = ["backward", "is_autocast_on", "keep"]
-
 
 def keep(
     func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[OperationContext], output: torch.Tensor

@@ -12,8 +12,6 @@ from te_dynamo.operations.value import Value
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["LegacyContext", "OperationContext", "RequiresGrad"]
-
 
 class RequiresGrad(Value):
     """Which of a basic operation's tensors need a gradient: read once, when the operations are called.

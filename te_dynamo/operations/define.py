@@ -28,8 +28,6 @@ from te_dynamo.operations.run import Call, contexts, run_backward
 from te_dynamo.operations.value import Value
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["OVERLOADS", "Layout", "backward_node", "forward_node", "register"]
-
 
 class Layout(Value):
     """How the flat lists of a backward are to be read.

@@ -23,8 +23,6 @@ from te_dynamo.fusion_registry import Fusion, Phase, fusion_error, operation_fus
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
 
-__all__ = ["FusedOps", "Group", "OperationFuser", "grouped", "sliding_window"]
-
 Ops = list[FusibleOperation]
 
 

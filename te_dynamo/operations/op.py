@@ -21,8 +21,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "Parameter"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:

@@ -27,8 +27,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.run import Call, compute, contexts, fake, save
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 
-__all__ = ["Program", "gradients", "split_tensors", "unaliased"]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -18,17 +18,6 @@ from te_dynamo.operations.value import Value
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 
-__all__ = [
-    "Call",
-    "compute",
-    "contexts",
-    "fake",
-    "first_needing_grad",
-    "run_backward",
-    "run_forward",
-    "save",
-]
-
 
 class Call(Value):
     """What one call of a list of basic operations is told, beside its tensors.

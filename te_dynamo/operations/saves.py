@@ -8,8 +8,6 @@ from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation, FusibleOperation
 
-__all__ = ["FuserSavesAll", "SavesAll"]
-
 
 class SavesAll(BasicOperation, abstract=True):
     """A basic operation without extra inputs and outputs."""

@@ -15,8 +15,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "gelu_kind"]
-
 _KERNELS = ("gelu", "gelu_tanh", "silu", "relu")
 """The kinds that te.activation has kernels for, alone and fused with quantization."""
 

@@ -12,8 +12,6 @@ from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["AllGather", "AllReduce", "Collective", "ReduceScatter"]
-
 
 class Collective(SavesAll, abstract=True):
     """group: the name of a process group (`group.group_name`), None for all processes. Along the leading dimension."""

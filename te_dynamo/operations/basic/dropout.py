@@ -12,8 +12,6 @@ from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["Dropout"]
-
 
 class Dropout(SavesAll):
     """In training y = x * mask / (1 - p), every element kept with probability 1 - p; otherwise y = x.

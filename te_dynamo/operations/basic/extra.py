@@ -14,8 +14,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["AddExtraInput", "MakeExtraOutput", "check_same_shape"]
-
 
 class AddExtraInput(FuserSavesAll, BasicOperation):
     """y = x + extra, of one shape, rounded to x's dtype. dy flows to both. Saves nothing."""

@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["derivative", "value"]
-
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _QUICK = 1.702
 

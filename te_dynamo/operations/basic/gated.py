@@ -20,8 +20,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["GEGLU", "GLU", "QGEGLU", "ClampedSwiGLU", "Gated", "ReGLU", "SReGLU", "SwiGLU", "half_of"]
-
 
 class Gated(SavesAll, abstract=True):
     """y = f(a) * b, x = [a, b] along the last dimension. Saves x. Arithmetic in fp32, rounded once to x's dtype."""

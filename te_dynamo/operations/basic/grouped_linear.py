@@ -26,8 +26,6 @@ from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Recipe
 
-__all__ = ["GroupedLinear"]
-
 
 class GroupedLinear(FuserSavesAll, BasicOperation):
     """y[m, N] = x[m, K] @ weight[g, N, K]^T for the rows m of group g: offs[g - 1] <= m < offs[g].

@@ -29,8 +29,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BasicLinear", "Bias"]
-
 
 class BasicLinear(SavesAll):
     """y [..., N] = x [..., K] @ weight [N, K]^T, without a bias.

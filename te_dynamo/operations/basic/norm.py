@@ -15,8 +15,6 @@ from te_dynamo.operations.op import Parameter
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
-
 
 class _OfFeatures(SavesAll, abstract=True):
     """A norm whose parameters have an element for each of the last dimension's `features`."""

@@ -14,8 +14,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["Quantize"]
-
 
 class Quantize(SavesAll):
     """y = the values of x in `forward`'s format, in x's dtype; dx = those of dy in `backward`'s. None leaves them as they are.

@@ -15,8 +15,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["Scaled", "ScaledSReLU", "ScaledSwiGLU"]
-
 
 class Scaled(FuserSavesAll, BasicOperation, abstract=True):
     """y [..., N] = f(x) * scales [..., None]. Extra input: scales, of x's leading dimensions. Saves x and scales.

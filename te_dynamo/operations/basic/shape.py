@@ -13,8 +13,6 @@ from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["ConstantScale", "Identity", "Reshape"]
-
 
 class Identity(SavesAll):
     """y = x."""

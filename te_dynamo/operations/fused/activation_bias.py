@@ -29,8 +29,6 @@ from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BackwardActivationBias", "fuse_activation_bias"]
-
 
 class BackwardActivationBias(FusedOperation):
     """dx [..., K], dweight [N, K] and dbias [N] of y = f(x @ weight^T + bias) from dy [..., N] and z, the input of f."""

@@ -23,8 +23,6 @@ from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BackwardAddRMSNorm", "fuse_backward_add_rms_norm"]
-
 
 class BackwardAddRMSNorm(FusedOperation):
     """dx [..., features] of RMSNorm, plus dextra, and dweight [features]."""

@@ -11,8 +11,6 @@ from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.op import BasicOperation
 
-__all__ = ["backward_chain"]
-
 
 def backward_chain(
     ops: Sequence[BasicOperation],

@@ -23,8 +23,6 @@ from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BackwardLinearAdd", "fuse_backward_linear_add"]
-
 
 class BackwardLinearAdd(FusedOperation):
     """dx [..., K] = dy [..., N] @ weight [N, K] + dextra [..., K], and dweight [N, K]."""

@@ -30,8 +30,6 @@ from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BackwardLinearScale", "fuse_backward_linear_scale"]
-
 
 class BackwardLinearScale(FusedOperation):
     """dx [..., K] and dweight [N, K] of y = scale * (x @ weight^T) from dy [..., N]."""

@@ -40,8 +40,6 @@ from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["GroupedMLP", "fuse_grouped_mlp"]
-
 
 class GroupedMLP(FuserSavesAll, FusedOperation):
     """y[m, N] = f(x[m, K] @ w1[g]^T) @ w2[g]^T for the rows m of group g, f an activation, by the scales of its rows or not."""

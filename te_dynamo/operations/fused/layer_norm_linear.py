@@ -33,8 +33,6 @@ from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["LayerNormLinear", "fuse_layer_norm_linear"]
-
 
 class LayerNormLinear(FuserSavesAll, FusedOperation):
     """z [..., N] = norm(x [..., K]) @ weight [N, K]^T (+ bias [N])."""

@@ -56,8 +56,6 @@ from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["LayerNormMLP", "layer_norm_mlp"]
-
 
 class LayerNormMLP(FuserSavesAll, FusedOperation):
     """y [..., N] = f(norm(x [..., K]) @ w1^T + b1) @ w2^T + b2.

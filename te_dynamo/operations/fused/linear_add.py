@@ -25,8 +25,6 @@ from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.recipe import Recipe
 
-__all__ = ["ForwardLinearBiasAdd", "fuse_linear_bias_add"]
-
 
 class ForwardLinearBiasAdd(FuserSavesAll, FusedOperation):
     """y [..., N] = x [..., K] @ weight [N, K]^T + bias [N] + extra [..., N], rounded to x's dtype before extra is added."""

@@ -26,8 +26,6 @@ from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
 
-__all__ = ["ForwardLinearBiasActivation", "fuse_linear_bias_activation"]
-
 
 class ForwardLinearBiasActivation(FusedOperation):
     """y [..., N] = f(x [..., K] @ weight [N, K]^T + bias [N]); f the identity without a third operation."""

@@ -26,8 +26,6 @@ from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.recipe import Recipe
 
-__all__ = ["ForwardLinearScaleAdd", "fuse_linear_scale_add"]
-
 
 class ForwardLinearScaleAdd(FuserSavesAll, FusedOperation):
     """y [..., N] = scale * (x [..., K] @ weight [N, K]^T) + extra [..., N]."""

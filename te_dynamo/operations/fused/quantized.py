@@ -21,14 +21,6 @@ from te_dynamo.operations.op import BasicOperation
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = [
-    "DIALECT",
-    "NORMS",
-    "activation_gradient_quantized",
-    "activation_quantized",
-    "norm_quantized",
-]
-
 NORMS = (LayerNorm, RMSNorm)
 
 DIALECT = (GELU, ReLU, SiLU)

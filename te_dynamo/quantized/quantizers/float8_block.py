@@ -20,8 +20,6 @@ from te_dynamo.quantized.quantizers.formats import (
     tiles,
 )
 
-__all__ = ["Float8BlockQuantizer"]
-
 BLOCK = 128
 
 

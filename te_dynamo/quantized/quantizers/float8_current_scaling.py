@@ -19,8 +19,6 @@ from te_dynamo.quantized.quantizers.formats import (
     rows_and_columns,
 )
 
-__all__ = ["Float8CurrentScalingQuantizer"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Float8CurrentScalingQuantizer(Quantizer):

@@ -18,8 +18,6 @@ from te_dynamo.quantized.quantizers.formats import (
     rounded_up,
 )
 
-__all__ = ["Float8GroupedQuantizer"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Float8GroupedQuantizer(Quantizer):

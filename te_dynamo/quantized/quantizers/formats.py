@@ -8,17 +8,6 @@ import torch
 
 from te_dynamo.errors import QuantizationError
 
-__all__ = [
-    "FP8_DTYPES",
-    "TRANSPOSE_ALIGNMENT",
-    "check_amax_epsilon",
-    "check_fp8_format",
-    "epsilon_text",
-    "rounded_up",
-    "rows_and_columns",
-    "tiles",
-]
-
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 TRANSPOSE_ALIGNMENT = 16

@@ -18,8 +18,6 @@ from te_dynamo.quantized.quantizers.formats import (
     tiles,
 )
 
-__all__ = ["MXFP8Quantizer"]
-
 BLOCK = 32
 
 
