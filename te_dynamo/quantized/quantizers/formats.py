@@ -14,12 +14,6 @@ TRANSPOSE_ALIGNMENT = 16
 """The row stride of transposed 8-bit data is a multiple of this many bytes, as the GEMM's tensor copies need."""
 
 
-def check_fp8_format(fp8_format: str) -> None:
-    """Raises QuantizationError for a format that is none of FP8_DTYPES."""
-    if fp8_format not in FP8_DTYPES:
-        raise QuantizationError(f"fp8_format: expected one of {sorted(FP8_DTYPES)}, got {fp8_format!r}")
-
-
 def check_amax_epsilon(amax_epsilon: float) -> None:
     """Raises QuantizationError for a lower bound of an amax, which is fp32, that is none."""
     if not 0 <= amax_epsilon <= torch.finfo(torch.float32).max:
