@@ -168,10 +168,7 @@ def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[st
         "HALVES": tile.halves,
         "SPLIT_K": tile.split_k,
         "DESCRIPTOR_STORE": tile.split_k == 1 and isinstance(n, int) and stores_by_descriptor(n),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

@@ -199,10 +199,7 @@ def grouped_options(tile: Tile, width: int | torch.SymInt) -> dict[str, Any]:
         "FAST": tile.fast,
         "HALVES": tile.halves,
         "DESCRIPTOR_STORE": isinstance(width, int) and stores_by_descriptor(width),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

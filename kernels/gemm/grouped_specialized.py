@@ -59,10 +59,7 @@ def columns_specialized_options(out_bytes: int, fast: bool) -> dict[str, Any]:
     return {
         "FAST": fast,
         "STAGES": stages_that_fit(tile, out_bytes),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": GROUP_WARPS.value,
     }
 

@@ -89,10 +89,7 @@ def specialized_options(
         "FAST": fast,
         **stacking.constants(),
         "STAGES": stages_that_fit(tile, out_bytes),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": GROUP_WARPS.value,
     }
 

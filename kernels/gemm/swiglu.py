@@ -129,10 +129,7 @@ def gemm_swiglu_options(fast: bool, width: int, gate: int) -> dict[str, Any]:
         "GATE": gate,
         "PARTIALS": PARTIALS,
         "STAGES": stages_that_fit(tile, 2),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": GROUP_WARPS.value,
     }
 

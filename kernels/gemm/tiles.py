@@ -12,7 +12,7 @@ Which kernel runs is choose.py's to say.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from te_dynamo.kernels.tiles.stacking import Stacking
 
@@ -51,6 +51,10 @@ class Tile:
     split_k: int = 1
     ctas_per_sm: int = 1
     group_m: int = 8
+
+    def constants(self) -> dict[str, Any]:
+        """The sizes as the kernels' constant arguments."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
 
     @property
     def narrow(self) -> bool:
