@@ -189,9 +189,13 @@ def grouped_linear_forward_fake(
 
 
 def _expansion(
-    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: GroupedLinearConfig
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    offs: torch.Tensor,
+    config: GroupedLinearConfig,
+    workspace: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config))
+    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config, tuple(workspace)))
     return [out, *to_save]
 
 
@@ -234,18 +238,7 @@ def grouped_linear(
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
-def _expansion_with_workspace(
-    x: torch.Tensor,
-    weight: Optional[torch.Tensor],
-    offs: torch.Tensor,
-    config: GroupedLinearConfig,
-    workspace: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config, tuple(workspace)))
-    return [out, *to_save]
-
-
-@te_op(reference=_expansion_with_workspace, setup_context=_setup_context, backward=_backward_with_workspace)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward_with_workspace)
 def grouped_linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],
@@ -267,4 +260,4 @@ def grouped_linear_with_workspace(
 
 
 expand_in_compiler(grouped_linear, _expansion)
-expand_in_compiler(grouped_linear_with_workspace, _expansion_with_workspace)
+expand_in_compiler(grouped_linear_with_workspace, _expansion)
