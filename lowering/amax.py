@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-__all__ = ["amax_by_rows"]
-
 
 def amax_by_rows(x: torch.Tensor) -> torch.Tensor:
     """max|x| in fp32, shape [1], rows first: the row maxima fuse with a kernel that works by rows. NaN propagates, no rows give 0."""

@@ -10,8 +10,6 @@ from te_dynamo.errors import NoDeviceError
 
 _CHECK_DEVICE = "check that one is installed and that CUDA_VISIBLE_DEVICES does not hide it"
 
-__all__ = ["DeviceInfo", "read_device", "device_count"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:

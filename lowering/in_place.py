@@ -21,11 +21,9 @@ from te_dynamo.kernels.activation.gated_in_place import (
     MOST_COLUMNS,
     gated_backward_quantize_in_place,
 )
-from te_dynamo.kernels.gemm.add import gemm_add_in_place, is_aligned
 from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.epilogue import gemm_add_in_place, is_aligned
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
-
-__all__ = ["launches_in_place", "sum_fits_addend"]
 
 
 def launches_in_place(node: Node) -> Callable[..., Any] | None:

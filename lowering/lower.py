@@ -25,8 +25,6 @@ from te_dynamo.lowering.inductor.install import install
 from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.trace import Traces, where
 
-__all__ = ["lower"]
-
 
 @compiling_ours()
 def lower(graph: Graph) -> list[tuple[str, str]]:

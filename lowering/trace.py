@@ -26,8 +26,6 @@ from te_dynamo.lowering.amax import amax_by_rows
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = ["Traces", "where"]
-
 
 class Traces:
     """The traces of one graph's nodes, by what they depend on."""

@@ -31,8 +31,6 @@ from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocesso
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
-__all__ = ["gemm_block", "gemm_block_reference", "gemm_block_with_tile"]
-
 
 def gemm_block(
     a: torch.Tensor,

@@ -31,8 +31,6 @@ from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
-__all__ = ["gemm_block_specialized_out", "specialized_block_options"]
-
 _DECODE_ROWS = 128
 _DECODE_BLOCKS = 8
 

@@ -29,8 +29,6 @@ from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocesso
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
 
-__all__ = ["gemm", "gemm_reference", "gemm_with_tile"]
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -114,7 +112,7 @@ def gemm_with_tile(
     """`gemm` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing.
 
     partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of the result, or None.
-    addend:   as of `kernels/gemm/add.py`, its rows whole 16 bytes; or None. Not beside partials.
+    addend:   as of `kernels/gemm/epilogue.py`, its rows whole 16 bytes; or None. Not beside partials.
     c:        what the result is written to, the addend's memory perhaps; a new tensor otherwise.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
@@ -170,10 +168,7 @@ def kernel_options(tile: Tile, n: int | torch.SymInt, has_bias: bool) -> dict[st
         "HALVES": tile.halves,
         "SPLIT_K": tile.split_k,
         "DESCRIPTOR_STORE": tile.split_k == 1 and isinstance(n, int) and stores_by_descriptor(n),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

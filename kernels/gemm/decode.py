@@ -29,15 +29,6 @@ from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, rounded, store_amax
 from te_dynamo.kernels.tiles.stacking import Stacking
 
-__all__ = [
-    "decode_options",
-    "gemm_decode_kernel",
-    "gemm_decode_gated_kernel",
-    "launch_decode",
-    "launch_gated_decode",
-    "gated_decode_options",
-]
-
 
 def launch_decode(
     tile: DecodeTile,

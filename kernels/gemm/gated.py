@@ -41,16 +41,6 @@ from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
 from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
-__all__ = [
-    "BOUND",
-    "BOUND_OF_SIGMOID",
-    "gemm_gated",
-    "gemm_gated_kernel",
-    "gemm_gated_options",
-    "gemm_gated_reference",
-    "gemm_gated_specialized",
-]
-
 
 def gemm_gated(
     a: torch.Tensor,
@@ -145,10 +135,7 @@ def gemm_gated_options(fast: bool, width: int, gate: int, kind: str) -> dict[str
         "KIND": kind,
         "PARTIALS": PARTIALS,
         "STAGES": stages_that_fit(tile, 2),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": GROUP_WARPS.value,
     }
 

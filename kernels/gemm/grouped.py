@@ -36,9 +36,6 @@ from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 
-__all__ = ["gemm_grouped", "gemm_grouped_columns", "gemm_grouped_columns_reference", "gemm_grouped_reference"]
-
-
 # --- checks and references ----------------------------------------------------------------------------------
 
 
@@ -202,10 +199,7 @@ def grouped_options(tile: Tile, width: int | torch.SymInt) -> dict[str, Any]:
         "FAST": tile.fast,
         "HALVES": tile.halves,
         "DESCRIPTOR_STORE": isinstance(width, int) and stores_by_descriptor(width),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

@@ -30,8 +30,6 @@ from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 
-__all__ = ["columns_specialized_options", "columns_specialized_out"]
-
 _MASK_WARPS = gl.constexpr(2)
 _MASK_ROWS = gl.constexpr(32)  # of a tile in registers at once
 _MASK_REGISTERS = gl.constexpr(80)
@@ -61,10 +59,7 @@ def columns_specialized_options(out_bytes: int, fast: bool) -> dict[str, Any]:
     return {
         "FAST": fast,
         "STAGES": stages_that_fit(tile, out_bytes),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": GROUP_WARPS.value,
     }
 

@@ -18,8 +18,6 @@ from te_dynamo.kernels.runtime.device import device_of
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.tiles.fp8 import Size
 
-__all__ = ["CONSTANTS", "OPTIONS", "gemm_mxfp8", "gemm_mxfp8_kernel", "gemm_mxfp8_reference"]
-
 CONSTANTS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP_M": 8}
 OPTIONS = {"num_warps": 8, "num_stages": 4}
 

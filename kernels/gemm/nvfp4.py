@@ -13,8 +13,6 @@ from te_dynamo.kernels.quantize.nvfp4_kernels import nvfp4_epilogue_kernel
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 
-__all__ = ["gemm_nvfp4", "gemm_nvfp4_reference"]
-
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 

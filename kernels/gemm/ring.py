@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from te_dynamo.kernels.runtime._gluon import async_load, async_store, gl, gluon, hopper, mbarrier, reinterpret, tma
 
-__all__ = ["COPY_REGISTERS", "GROUPS", "GROUP_REGISTERS", "GROUP_WARPS"]
-
 GROUPS = gl.constexpr(2)  # of warps that multiply
 GROUP_WARPS = gl.constexpr(4)
 GROUP_REGISTERS = gl.constexpr(240)

@@ -37,15 +37,6 @@ from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbar
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
-__all__ = [
-    "accumulate",
-    "gemm_specialized_out",
-    "scale_and_shift",
-    "scaled",
-    "specialized_options",
-    "stacked_specialized_out",
-]
-
 
 def gemm_specialized_out(
     a: torch.Tensor,
@@ -62,7 +53,7 @@ def gemm_specialized_out(
     """Writes `kernels/gemm/current.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
     fast: by fast accumulation. stacking: of operands as kernels/gemm/stacked.py takes them. Checks nothing.
-    addend: None, or what is added to C as kernels/gemm/add.py does; of two bytes an element, not stacked. It may be out.
+    addend: None, or what is added to C as kernels/gemm/epilogue.py does; of two bytes an element, not stacked. It may be out.
     """
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
@@ -99,10 +90,7 @@ def specialized_options(
         "FAST": fast,
         **stacking.constants(),
         "STAGES": stages_that_fit(tile, out_bytes),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        **tile.constants(),
         "num_warps": GROUP_WARPS.value,
     }
 

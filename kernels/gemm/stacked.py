@@ -37,8 +37,6 @@ from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocesso
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.stacking import Stacking, check_segments
 
-__all__ = ["check_stack", "gemm_stacked", "gemm_stacked_reference", "gemm_stacked_with_tile"]
-
 
 def gemm_stacked(
     a: torch.Tensor,

@@ -12,36 +12,9 @@ Which kernel runs is choose.py's to say.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from te_dynamo.kernels.tiles.stacking import Stacking
-
-__all__ = [
-    "BLOCK_TILES",
-    "GROUPED_TILES",
-    "REDUCE_BLOCK",
-    "REDUCE_BYTES_PER_US",
-    "SPECIALIZED",
-    "SPECIALIZED_BLOCK",
-    "SPECIALIZED_FAST",
-    "TILES",
-    "BlockGemmTile",
-    "DecodeTile",
-    "Tile",
-    "choose_block_tile",
-    "choose_columns_tile",
-    "choose_decode_tile",
-    "choose_rows_tile",
-    "choose_stacked_tile",
-    "choose_gated_decode_tile",
-    "choose_tile",
-    "columns_specialized_us",
-    "columns_us",
-    "estimated_us",
-    "specialized_tile",
-    "stages_that_fit",
-    "stores_by_descriptor",
-]
 
 _REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
@@ -78,6 +51,10 @@ class Tile:
     split_k: int = 1
     ctas_per_sm: int = 1
     group_m: int = 8
+
+    def constants(self) -> dict[str, Any]:
+        """The sizes as the kernels' constant arguments."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
 
     @property
     def narrow(self) -> bool:

@@ -17,9 +17,6 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, load_tile, rows_and_columns, store_partial_amax, store_tile
 
-__all__ = ["quantize_bias_grad", "quantize_bias_grad_reference"]
-
-
 # --- reference ----------------------------------------------------------------------------------------------
 
 

@@ -34,17 +34,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     zero_padded,
 )
 
-__all__ = [
-    "CAST_TILE",
-    "PARTIALS",
-    "Tile",
-    "amax_tile",
-    "cast_tile",
-    "partial_amaxes",
-    "quantize",
-    "quantize_reference",
-]
-
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""
 

@@ -55,8 +55,6 @@ from te_dynamo.kernels.tiles.blocks import (
 )
 from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, round_up, rows_and_columns, scale_from_amax, zero_padded
 
-__all__ = ["BLOCK", "BlockTile", "block_tile", "quantize_block", "quantize_block_reference"]
-
 BLOCK = 128
 
 

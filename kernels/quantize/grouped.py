@@ -27,8 +27,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_origin,
 )
 
-__all__ = ["quantize_grouped", "quantize_grouped_reference"]
-
 PARTIALS = 64
 """Programs of the amax launch for each group, so also partial amaxes: a power of two."""
 

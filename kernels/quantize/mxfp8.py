@@ -34,15 +34,6 @@ from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
 from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, round_up, rows_and_columns, zero_padded
 
-__all__ = [
-    "SCALE_BLOCKS",
-    "dequantize_mxfp8",
-    "quantize_mxfp8",
-    "dequantize_mxfp8_reference",
-    "quantize_mxfp8_reference",
-    "swizzle_scales",
-]
-
 SCALE_BLOCKS = (32, 128)
 
 

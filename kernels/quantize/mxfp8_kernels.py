@@ -34,9 +34,6 @@ from te_dynamo.kernels.tiles.blocks import (
 )
 from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask, tile_offsets, tile_origin
 
-__all__ = ["dequantize_mxfp8_kernel", "quantize_mxfp8_128_kernel", "quantize_mxfp8_kernel"]
-
-
 # --- scales -------------------------------------------------------------------------------------------------
 
 

@@ -22,16 +22,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_total,
 )
 
-__all__ = [
-    "HADAMARD_SIGNS",
-    "HIGH_ROTATIONS",
-    "LOW_ROTATIONS",
-    "dequantize_nvfp4_kernel",
-    "hadamard_amax_kernel",
-    "nvfp4_epilogue_kernel",
-    "quantize_nvfp4_kernel",
-]
-
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
 

@@ -29,8 +29,6 @@ from te_dynamo.kernels.tiles.fp8 import (
 )
 from te_dynamo.kernels.tiles.stacking import check_segments
 
-__all__ = ["quantize_stacked", "quantize_stacked_reference", "stack_buffers", "stacked_size"]
-
 
 def stacked_size(xs: Sequence[torch.Tensor], by_columns: bool) -> tuple[Size, Size]:
     """(M, K) of the stack. Raises ValueError unless the tensors fit and their stacked sides are what kernels take."""

@@ -22,8 +22,6 @@ from te_dynamo.kernels.tiles.fp8 import (
 )
 from te_dynamo.kernels.tiles.row_quarters import load_codes, store_codes
 
-__all__ = ["transpose", "transpose_reference"]
-
 
 def transpose_reference(data: torch.Tensor) -> torch.Tensor:
     """`transpose` in plain PyTorch, on any device."""

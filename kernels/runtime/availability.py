@@ -9,8 +9,6 @@ import torch
 
 from te_dynamo.kernels.runtime._triton import INSTALLED
 
-__all__ = ["MINIMUM_CAPABILITY", "Availability", "kernels_available"]
-
 MINIMUM_CAPABILITY = (9, 0)
 """Hopper: the first architecture with the tensor-core instruction (wgmma) and the copy engine the GEMMs are written for."""
 

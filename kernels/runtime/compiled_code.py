@@ -27,8 +27,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-__all__ = ["PtxReport", "compile_for"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PtxReport:

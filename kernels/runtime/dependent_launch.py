@@ -15,8 +15,6 @@ import torch
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.device import device_of
 
-__all__ = ["FEW_ROWS", "starts_early", "wait_for_predecessor"]
-
 FEW_ROWS = 64
 """The most rows whose kernels are short enough for the time between launches to count."""
 

@@ -7,8 +7,6 @@ import functools
 
 import torch
 
-__all__ = ["DEVICES", "H200", "Device", "device_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Device:

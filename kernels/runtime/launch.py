@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.device import device_of
 
-__all__ = ["compiling_only", "is_recording", "launch", "multiprocessor_count", "size_hint"]
-
 
 def launch(
     kernel: Any,

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["updated", "updates", "writes", "written"]
-
 T = TypeVar("T")
 
 

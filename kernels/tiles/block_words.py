@@ -18,8 +18,6 @@ import torch
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.tiles.fp8 import Size
 
-__all__ = ["packs", "whole_tiles"]
-
 COLUMNS: tl.constexpr = tl.constexpr(128)
 WORDS: tl.constexpr = tl.constexpr(64)
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.tiles.fp8 import Size, abs_bits, tile_mask
 
-__all__ = ["grouped_grid"]
-
 COLUMNS: tl.constexpr = tl.constexpr(128)
 
 

@@ -21,8 +21,6 @@ import torch
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import multiprocessor_count
 
-__all__ = ["Fp8Buffers", "cast_launches", "program_count", "round_up", "rows_and_columns", "zero_padded"]
-
 FLOAT32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 Size = Any  # int or torch.SymInt

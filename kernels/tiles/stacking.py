@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["MOST_SEGMENTS", "NOT_STACKED", "SEGMENT_MULTIPLE", "Stacking", "check_segments"]
-
 MOST_SEGMENTS = 3
 """Kernels know the first two borders: gate and up, or q, k and v."""
 

@@ -16,8 +16,6 @@ from torch.fx import Node
 from te_dynamo.dialect.memory import has_own_buffer
 from te_dynamo.lowering.in_place import sum_fits_addend
 
-__all__ = ["call_into_last", "can_write_into_addend"]
-
 
 def can_write_into_addend(node: Node) -> bool:
     """Whether te.gemm_add, a node of the graph that Inductor lowers, may write its result to its addend's buffer."""

@@ -17,8 +17,6 @@ import torch
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.lowering.inductor.install import AHEAD
 
-__all__ = ["compile_ahead", "compiles_ahead"]
-
 _MOST_THREADS = 16
 
 

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["cpp_scratch"]
-
 _PROGRAMS = "grid_0 * grid_1 * grid_2"
 """As the C++ code names them where it allocates."""
 

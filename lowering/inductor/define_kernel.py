@@ -14,8 +14,6 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["define_kernel"]
-
 _OURS = "custom_kernel=True"
 """In the definition of a kernel that Inductor has not written."""
 

@@ -15,8 +15,6 @@ from torch.fx import Node
 from te_dynamo._compat import nodes_of_updater
 from te_dynamo.lowering.inductor.private import warn_skipped
 
-__all__ = ["incremental_update", "values_are_right"]
-
 _RIGHT_FOR = "te_value_is_right_for"
 """In a node's meta: the (target, args, kwargs) that its value belongs to, the node's own objects."""
 

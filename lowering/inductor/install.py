@@ -20,8 +20,6 @@ from te_dynamo.lowering.inductor.private import Private, warn_skipped
 from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
 from te_dynamo.lowering.inductor.workers import STATIC_LAUNCH, submit
 
-__all__ = ["AHEAD", "TABLE", "install", "launch_options"]
-
 AHEAD = Private(
     "triton.runtime._async_compile.AsyncCompileMode",
     "Gluon kernels, which Inductor only calls, are compiled in threads while it writes code",

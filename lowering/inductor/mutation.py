@@ -16,8 +16,6 @@ import torch
 from te_dynamo._compat import as_analysed
 from te_dynamo.kernels.runtime.writes import updated, written
 
-__all__ = ["analyse"]
-
 _OURS = "te_dynamo.kernels."
 
 

@@ -17,8 +17,6 @@ from typing import Any
 from te_dynamo._compat import is_newer_than
 from te_dynamo.kernels.runtime._triton import INSTALLED
 
-__all__ = ["Private", "compiling_ours", "warn_skipped"]
-
 _TESTED = ((2, 11), (2, 15))
 """The releases of torch that all of this is tested with."""
 

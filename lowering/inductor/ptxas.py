@@ -12,8 +12,6 @@ import functools
 
 import torch
 
-__all__ = ["use_torchs_ptxas"]
-
 
 @functools.cache
 def use_torchs_ptxas() -> None:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["STATIC_LAUNCH", "submit"]
-
 STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
 """Inductor's option."""
 

@@ -26,8 +26,6 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect.gated import gated_backward
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users
 
-__all__ = ["put_halves_side_by_side"]
-
 _aten = torch.ops.aten
 
 

@@ -19,8 +19,6 @@ from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls, replace_items
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = ["merge_common_subexpressions"]
-
 _VIEWS = {*RESHAPES, torch.ops.aten.permute.default, torch.ops.aten.t.default}
 
 

@@ -19,8 +19,6 @@ from te_dynamo.errors import FusionError, InvalidOptionError
 from te_dynamo.fusion_registry import PHASES, Fusion, Phase, fusion_error, fusion_name, registered
 from te_dynamo.passes.dialect import fusions as shipped
 
-__all__ = ["check_choice", "fuse"]
-
 _MOST_ROUNDS = 1000
 
 _KINDS: dict[str, tuple[Phase, ...]] = {

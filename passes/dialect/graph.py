@@ -15,20 +15,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.memory import is_view
 
-__all__ = [
-    "calls",
-    "call_like",
-    "fakes_of",
-    "getitem_after",
-    "is_plain_sum",
-    "item_users",
-    "read_item",
-    "replace_items",
-    "reshaped_like",
-    "retrace_views",
-    "sorted_topologically",
-]
-
 
 def calls(graph: Graph, *targets: torch._ops.OpOverload) -> Iterator[Node]:
     """The nodes that call one of `targets`, in graph order; safe while the graph changes."""

@@ -31,8 +31,6 @@ from te_dynamo.dialect.gemm import gemm
 from te_dynamo.dialect.quantize import transpose
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
-__all__ = ["make_columns_late"]
-
 
 def make_columns_late(graph: Graph) -> int:
     """Rewrites a graph that holds backward in place; returns how many copies are made later and how many products change places."""

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.quantize import quantize
 
-__all__ = ["save_products_only"]
-
 
 def save_products_only(graph: Graph) -> int:
     """Marks in place, before forward and backward are divided; returns how many quantizations are computed again."""

@@ -18,8 +18,6 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, replace_items
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = ["drop_unread_usages"]
-
 _ONE_RESULT_QUANTIZED = (
     quantize,
     quantize_with_amax,

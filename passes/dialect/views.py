@@ -22,8 +22,6 @@ from te_dynamo.dialect.memory import RESHAPES
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls
 
-__all__ = ["read_through_views"]
-
 _CLONE = torch.ops.aten.clone.default
 _READ_THROUGH = (*RESHAPES, _CLONE)
 

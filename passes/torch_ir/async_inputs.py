@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map_only
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.passes.torch_ir.match.where import source_name
 
-__all__ = ["WaitsForInputs", "plain_examples"]
-
 
 def plain_examples(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[int, str]]:
     """(the example inputs with plain tensors in place of those whose collective may still run, the names of these by position).

@@ -54,8 +54,6 @@ from te_dynamo.passes.torch_ir.match.patterns.written_norm import written_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, arguments, calls, fixed, left_as_plain, sole_user, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 
-__all__ = ["Link", "chains"]
-
 _te = torch.ops.te
 _LINEAR = _te.linear.default
 _CHUNK = ({torch.chunk}, {"chunk"})

@@ -31,8 +31,6 @@ from te_dynamo.passes.torch_ir.match.mutation import effects_known, refuses
 from te_dynamo.passes.torch_ir.match.values import emit, emit_getitem, erase_unused, tensor_of
 from te_dynamo.passes.torch_ir.operation_chains import Link, chains
 
-__all__ = ["fuse_operations"]
-
 
 @dataclasses.dataclass
 class _Span:

@@ -14,8 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from te_dynamo.passes.torch_ir.match.mutation import written_by
 from te_dynamo.passes.torch_ir.match.values import tensor_of
 
-__all__ = ["Region", "regions", "written_inputs"]
-
 _HAVE_OPERANDS = {
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled", "wrap_with_autocast",
     "invoke_subgraph",

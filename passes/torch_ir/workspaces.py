@@ -38,8 +38,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.weights.cache import Workspace, entry_of
 from te_dynamo.weights.frozen import FROZEN, frozen_name, is_dropped, restore
 
-__all__ = ["Supplied", "use_workspaces"]
-
 _te = torch.ops.te
 _READING: dict[Any, torch._ops.OpOverload] = {
     _te.linear.default: _te.linear_with_workspace.default,

@@ -4,28 +4,16 @@ The user's function at Torch IR (te.gelu) becomes `te.activation(x, kind)` in th
 for every kind. All arithmetic is in fp32 with one rounding to x's dtype.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from te_dynamo.dialect.define import expand_in_compiler, te_op
+from te_dynamo.dialect.define import KERNELS, expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import column_sums, like, quantized
 from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.activation import activation as kernels
 from te_dynamo.quantized.quantizers import Quantizer
-
-__all__ = [
-    "activation",
-    "activation_backward",
-    "activation_backward_quantize",
-    "activation_quantize",
-    "gelu",
-    "quick_gelu",
-    "relu",
-    "relu2",
-    "silu",
-]
-
 
 # The dialect.
 
@@ -72,70 +60,44 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return like(x)
 
 
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return activation(x, "quick_gelu")
+def _of_kind(kind: str) -> dict[str, Callable[..., Any]]:
+    """What `te_op` takes for te.activation of one kind, as a function of x alone."""
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return activation(x, kind)
+
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return activation_backward(dy.contiguous(), *ctx.saved_tensors, kind)
+
+    return {"reference": reference, "setup_context": _save_x, "backward": backward}
 
 
-def _quick_gelu_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    return activation_backward(dy.contiguous(), *ctx.saved_tensors, "quick_gelu")
-
-
-@te_op(reference=_quick_gelu, setup_context=_save_x, backward=_quick_gelu_backward)
+@te_op(**_of_kind("quick_gelu"))
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(1.702 x), the approximation of GELU that CLIP uses."""
     return like(x)
 
 
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return activation(x, "silu")
-
-
-def _silu_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    return activation_backward(dy.contiguous(), *ctx.saved_tensors, "silu")
-
-
-@te_op(reference=_silu, setup_context=_save_x, backward=_silu_backward)
+@te_op(**_of_kind("silu"))
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x)."""
     return like(x)
 
 
-def _relu(x: torch.Tensor) -> torch.Tensor:
-    return activation(x, "relu")
-
-
-def _relu_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    return activation_backward(dy.contiguous(), *ctx.saved_tensors, "relu")
-
-
-@te_op(reference=_relu, setup_context=_save_x, backward=_relu_backward)
+@te_op(**_of_kind("relu"))
 def relu(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)."""
     return like(x)
 
 
-def _relu2(x: torch.Tensor) -> torch.Tensor:
-    return activation(x, "relu2")
-
-
-def _relu2_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    return activation_backward(dy.contiguous(), *ctx.saved_tensors, "relu2")
-
-
-@te_op(reference=_relu2, setup_context=_save_x, backward=_relu2_backward)
+@te_op(**_of_kind("relu2"))
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2, squared ReLU (Nemotron, NanoChat)."""
     return like(x)
 
 
-for _overload, _expansion in (
-    (gelu, _gelu),
-    (quick_gelu, _quick_gelu),
-    (silu, _silu),
-    (relu, _relu),
-    (relu2, _relu2),
-):
-    expand_in_compiler(_overload, _expansion)
+for _overload in (gelu, quick_gelu, silu, relu, relu2):
+    expand_in_compiler(_overload, KERNELS[_overload])
 
 
 # With the result quantized: what fusion makes.

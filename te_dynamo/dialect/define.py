@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.runtime.availability import kernels_available
 
-__all__ = ["KERNELS", "NAMESPACE", "REFERENCE_ONLY", "expand_in_compiler", "is_te", "te_op"]
-
 NAMESPACE = "te"
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}

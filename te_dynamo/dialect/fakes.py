@@ -11,8 +11,6 @@ from torch._guards import detect_fake_mode
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["column_sums", "fake_mode_of", "like", "of_proto", "plain", "quantized", "quantized_stack", "row_statistic"]
-
 
 def fake_mode_of(values: Any) -> contextlib.AbstractContextManager[Any]:
     """The fake mode of the tensors among `values`, or nothing where none is a fake."""

@@ -1,5 +1,8 @@
-"""The FP8 products of one scale a tensor: `te.gemm`, its forms that do more in the same launch, those of groups whose sizes only the
-device knows; and what stands beside them in a linear: `te.add_bias`, `te.bias_grad`."""
+"""The products of quantized tensors, and what stands beside them in a linear: `te.add_bias`, `te.bias_grad`.
+
+With one scale a tensor: `te.gemm`, its forms that do more in the same launch, those of groups whose sizes only the device knows. With
+scales for parts of a row: `te.gemm_block` of Float8 block scaling, `te.gemm_mxfp8`, `te.gemm_nvfp4`.
+"""
 
 from typing import Optional
 
@@ -7,14 +10,16 @@ import torch
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import column_sums, plain
-from te_dynamo.kernels.gemm import add as add_kernels
+from te_dynamo.kernels.gemm import block as block_kernels
 from te_dynamo.kernels.gemm import current as kernels
+from te_dynamo.kernels.gemm import epilogue as epilogue_kernels
 from te_dynamo.kernels.gemm import gated as gated_kernels
 from te_dynamo.kernels.gemm import grouped as grouped_kernels
-from te_dynamo.kernels.gemm.amax import gemm_amax as launch_gemm_amax
-from te_dynamo.kernels.gemm.amax import gemm_amax_reference
+from te_dynamo.kernels.gemm import mxfp8 as mxfp8_kernels
+from te_dynamo.kernels.gemm import nvfp4 as nvfp4_kernels
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.quantize.current import PARTIALS
+from te_dynamo.kernels.runtime.device import device_of
 
 __all__ = [
     "add_bias",
@@ -23,9 +28,12 @@ __all__ = [
     "gemm",
     "gemm_add",
     "gemm_amax",
+    "gemm_block",
     "gemm_grouped",
     "gemm_grouped_columns",
     "gemm_gated",
+    "gemm_mxfp8",
+    "gemm_nvfp4",
 ]
 
 
@@ -43,7 +51,7 @@ def gemm(
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
-@te_op(reference=gemm_amax_reference, kernel=launch_gemm_amax)
+@te_op(reference=epilogue_kernels.gemm_amax_reference, kernel=epilogue_kernels.gemm_amax)
 def gemm_amax(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -57,7 +65,7 @@ def gemm_amax(
     return plain((a.shape[0], b.shape[0]), out_dtype, a), plain((PARTIALS,), torch.float32, a)
 
 
-@te_op(reference=add_kernels.gemm_add_reference, kernel=add_kernels.gemm_add)
+@te_op(reference=epilogue_kernels.gemm_add_reference, kernel=epilogue_kernels.gemm_add)
 def gemm_add(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -120,6 +128,77 @@ def gemm_grouped_columns(
     """[G, N, K]: a[N, M] @ b[K, M]^T * (a_scale_inv * b_scale_inv) over the columns of each group; zero for an empty one."""
     grouped_kernels.check_columns(a, b, offs, out_dtype)
     return plain((offs.shape[0], a.shape[0], b.shape[0]), out_dtype, a)
+
+
+def _block_kernel(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    a_two_d: bool,
+    b_two_d: bool,
+) -> torch.Tensor:
+    """E8M0 codes, of which four are equal, are MXFP8 as they are to tensor cores that know it."""
+    if a_scale_inv.dtype == torch.uint8 and device_of(a.device).has_block_scales:
+        return mxfp8_kernels.gemm_mxfp8(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, False, False)
+    return block_kernels.gemm_block(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
+
+
+@te_op(reference=block_kernels.gemm_block_reference, kernel=_block_kernel)
+def gemm_block(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    a_two_d: bool,
+    b_two_d: bool,
+) -> torch.Tensor:
+    """[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), each 128 products times their scales, summed in fp32 and rounded once.
+
+    Scales are fp32, of 1x128 or (two_d) 128x128 blocks, or uint8 E8M0 codes of 1x128 blocks.
+    """
+    return plain((a.shape[0], b.shape[0]), out_dtype, a)
+
+
+@te_op(reference=mxfp8_kernels.gemm_mxfp8_reference, kernel=mxfp8_kernels.gemm_mxfp8)
+def gemm_mxfp8(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    a_columnwise: bool,
+    b_columnwise: bool,
+) -> torch.Tensor:
+    """[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), summed in fp32 and rounded once.
+
+    A columnwise operand is held as [K, M] ([K, N]): blocks along K, not transposed.
+    """
+    m, n = a.shape[1 if a_columnwise else 0], b.shape[1 if b_columnwise else 0]
+    return plain((m, n), out_dtype, a)
+
+
+@te_op(reference=nvfp4_kernels.gemm_nvfp4_reference, kernel=nvfp4_kernels.gemm_nvfp4)
+def gemm_nvfp4(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_amax: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_amax: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """[M, N] = a[M, K] @ b[N, K]^T * (a_amax * b_amax / 2688^2) (+ bias[N]), two e2m1 values a byte, 16 with one e4m3 scale.
+
+    Summed in fp32 and rounded once.
+    """
+    return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
 def _add_bias(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -28,19 +28,6 @@ from te_dynamo.quantized.quantizers import Quantizer, check_grouped_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 from te_dynamo.recipe import Recipe
 
-__all__ = [
-    "GroupedLinearBwdArgs",
-    "GroupedLinearConfig",
-    "GroupedLinearFwdArgs",
-    "grouped_backward_products",
-    "grouped_grad_output_quantizer",
-    "grouped_linear",
-    "grouped_linear_backward",
-    "grouped_linear_forward",
-    "grouped_linear_forward_fake",
-    "grouped_linear_with_workspace",
-]
-
 
 @register_value_class
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +189,13 @@ def grouped_linear_forward_fake(
 
 
 def _expansion(
-    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: GroupedLinearConfig
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    offs: torch.Tensor,
+    config: GroupedLinearConfig,
+    workspace: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config))
+    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config, tuple(workspace)))
     return [out, *to_save]
 
 
@@ -247,18 +238,7 @@ def grouped_linear(
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
-def _expansion_with_workspace(
-    x: torch.Tensor,
-    weight: Optional[torch.Tensor],
-    offs: torch.Tensor,
-    config: GroupedLinearConfig,
-    workspace: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    out, to_save = grouped_linear_forward(GroupedLinearFwdArgs(x, weight, offs, config, tuple(workspace)))
-    return [out, *to_save]
-
-
-@te_op(reference=_expansion_with_workspace, setup_context=_setup_context, backward=_backward_with_workspace)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward_with_workspace)
 def grouped_linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],
@@ -280,4 +260,4 @@ def grouped_linear_with_workspace(
 
 
 expand_in_compiler(grouped_linear, _expansion)
-expand_in_compiler(grouped_linear_with_workspace, _expansion_with_workspace)
+expand_in_compiler(grouped_linear_with_workspace, _expansion)

@@ -35,22 +35,6 @@ from te_dynamo.quantized.quantizers import Quantizer, check_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 from te_dynamo.recipe import Recipe
 
-__all__ = [
-    "LinearBwdArgs",
-    "LinearConfig",
-    "LinearFwdArgs",
-    "backward_products",
-    "forward_product",
-    "grad_output_quantizer",
-    "linear",
-    "linear_backward",
-    "linear_forward",
-    "linear_with_workspace",
-    "quantize_operands",
-    "saved_aliases",
-    "saved_operands",
-]
-
 
 @register_value_class
 @dataclasses.dataclass(frozen=True)
@@ -325,9 +309,13 @@ def _gradients_in_high_precision(
 
 
 def _expansion(
-    x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], config: LinearConfig
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    config: LinearConfig,
+    workspace: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    out, to_save = linear_forward(LinearFwdArgs(x, weight, bias, config))
+    out, to_save = linear_forward(LinearFwdArgs(x, weight, bias, config, tuple(workspace)))
     return [out, *to_save]
 
 
@@ -367,18 +355,7 @@ def linear(
     return _fake(x, to_tensor_proto(weight), bias, config, ())
 
 
-def _expansion_with_workspace(
-    x: torch.Tensor,
-    weight: Optional[torch.Tensor],
-    bias: Optional[torch.Tensor],
-    config: LinearConfig,
-    workspace: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    out, to_save = linear_forward(LinearFwdArgs(x, weight, bias, config, tuple(workspace)))
-    return [out, *to_save]
-
-
-@te_op(reference=_expansion_with_workspace, setup_context=_setup_context, backward=_backward_with_workspace)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward_with_workspace)
 def linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],
@@ -419,4 +396,4 @@ def _fake(
 
 
 expand_in_compiler(linear, _expansion)
-expand_in_compiler(linear_with_workspace, _expansion_with_workspace)
+expand_in_compiler(linear_with_workspace, _expansion)

@@ -21,8 +21,6 @@ from te_dynamo.quantized.tensor_proto import TensorProto
 if TYPE_CHECKING:
     from te_dynamo.dialect.linear import LinearConfig
 
-__all__ = ["LinearBwdProtos", "LinearFwdProtos", "Parallel", "linear_backward_fake", "linear_forward_fake"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parallel:

@@ -15,17 +15,6 @@ from torch.fx import Node
 
 from te_dynamo.dialect.define import REFERENCE_ONLY, is_te
 
-__all__ = [
-    "RESHAPES",
-    "before_reshapes",
-    "has_own_buffer",
-    "is_in_memory",
-    "is_view",
-    "may_be_overwritten",
-    "must_be_written",
-    "written_by_inductor",
-]
-
 _aten = torch.ops.aten
 
 RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)

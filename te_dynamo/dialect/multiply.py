@@ -6,8 +6,7 @@ from typing import Optional
 
 import torch
 
-from te_dynamo.dialect.gemm import gemm, gemm_add
-from te_dynamo.dialect.gemm_scaled import gemm_block, gemm_mxfp8, gemm_nvfp4
+from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_mxfp8, gemm_nvfp4
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
@@ -17,8 +16,6 @@ from te_dynamo.quantized.quantizers import (
     Quantizer,
     check_product,
 )
-
-__all__ = ["GEMMS", "Operand", "multiply"]
 
 GEMMS = (gemm, gemm_block, gemm_mxfp8, gemm_nvfp4)
 """The products of two quantized tensors. All have arguments `bias` and `out_dtype`."""

@@ -14,15 +14,6 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.norm import norm as kernels
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = [
-    "layer_norm",
-    "layer_norm_gradients",
-    "layer_norm_quantize",
-    "rms_norm",
-    "rms_norm_gradients",
-    "rms_norm_quantize",
-]
-
 
 def _keep_dims(statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A statistic of shape (rows,) as it broadcasts against x."""

@@ -13,8 +13,6 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.norm import add as kernels
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = ["add_layer_norm_quantize", "add_rms_norm_quantize"]
-
 
 @te_op(
     reference=takes_quantizer(kernels.add_rms_norm_quantize_reference),

@@ -28,8 +28,6 @@ from te_dynamo.quantized.quantizers import (
     Quantizer,
 )
 
-__all__ = ["FORMATS", "Format", "quantize", "quantize_bias_grad", "quantize_with_amax", "takes_quantizer", "transpose"]
-
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

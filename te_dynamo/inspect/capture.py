@@ -23,18 +23,6 @@ from te_dynamo.inspect.graph_names import name_inputs
 from te_dynamo.inspect.graph_text import graph_text
 from te_dynamo.inspect.report import Report
 
-__all__ = [
-    "STAGES",
-    "Captured",
-    "abandon",
-    "active",
-    "begin_graph",
-    "capture",
-    "publish",
-    "record",
-    "uncached",
-]
-
 STAGES = (
     "match",
     "joint",

@@ -19,8 +19,6 @@ from te_dynamo.errors import NoDeviceError
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _RECIPES: tuple[recipes.Recipe, ...] = (
     *map(recipes.by_name, recipes.names()),
     recipes.MXFP8BlockScaling(scale_block=128),

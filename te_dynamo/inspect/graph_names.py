@@ -20,8 +20,6 @@ from torch import fx
 
 from te_dynamo.inspect.graph_text import NAME, input_name, output_names
 
-__all__ = ["name_inputs"]
-
 _FORWARD_OF = {"backward": "forward", "lower.backward": "lower.forward"}
 
 

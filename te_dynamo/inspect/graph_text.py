@@ -30,8 +30,6 @@ from torch import fx
 
 from te_dynamo.lowering.inductor.private import compiling_ours
 
-__all__ = ["DTYPE_NAMES", "NAME", "graph_text", "input_name", "output_names"]
-
 NAME = "te_dynamo_name"
 """Key of a placeholder's meta: the name to print it under."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["MatchRecord", "Report", "WorkspaceRecord", "coverage"]
-
 
 @dataclasses.dataclass
 class MatchRecord:

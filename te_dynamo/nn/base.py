@@ -15,8 +15,6 @@ from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.recipe import Recipe, by_name
 from te_dynamo.weights.quantize_weight import quantize_weight
 
-__all__ = ["QuantizedModule"]
-
 
 class QuantizedModule(nn.Module):
     """Base of the modules.

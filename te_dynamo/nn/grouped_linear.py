@@ -14,8 +14,6 @@ from te_dynamo.nn.base import QuantizedModule
 from te_dynamo.nn.linear import linear_parameters
 from te_dynamo.recipe import Recipe
 
-__all__ = ["GroupedLinear"]
-
 
 class GroupedLinear(QuantizedModule):
     """num_gemms linears without bias, each of its own rows. State: weight0, weight1, ... [out_features, in_features].

@@ -10,8 +10,6 @@ from te_dynamo.nn.base import QuantizedModule
 from te_dynamo.nn.linear import linear_parameters
 from te_dynamo.recipe import Recipe
 
-__all__ = ["LayerNormLinear", "NormedModule"]
-
 _NORMS = ("LayerNorm", "RMSNorm")
 
 

@@ -12,8 +12,6 @@ from te_dynamo.nn.layer_norm_linear import NormedModule
 from te_dynamo.nn.linear import linear_parameters
 from te_dynamo.recipe import Recipe
 
-__all__ = ["LayerNormMLP"]
-
 
 def _swiglu(x: Tensor) -> Tensor:
     """silu of the first half times the second, as Transformer Engine has it."""

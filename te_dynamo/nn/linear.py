@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from te_dynamo.nn.base import QuantizedModule
 from te_dynamo.recipe import Recipe
 
-__all__ = ["Linear", "linear_parameters"]
-
 
 def linear_parameters(
     out_features: int, in_features: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None

@@ -10,13 +10,15 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.errors import UnsupportedError
+from te_dynamo.operations import types
+from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fuser import Group
-from te_dynamo.operations.run import Call, Context, Grads, run_backward
-
-__all__ = ["backward", "is_autocast_on", "keep"]
+from te_dynamo.operations.run import Call, run_backward
 
 
-def keep(func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[Context], output: torch.Tensor) -> None:
+def keep(
+    func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[OperationContext], output: torch.Tensor
+) -> None:
     """Puts on autograd's context what `backward` reads. No tensor is kept but by save_for_backward."""
     func_ctx.set_materialize_grads(False)
     func_ctx.save_for_backward(*chain.from_iterable(ctx.saved_tensors for ctx in ctxs))
@@ -27,7 +29,7 @@ def keep(func_ctx: Any, call: Call, groups: Sequence[Group], ctxs: Sequence[Cont
 
 def backward(
     func_ctx: Any, grad_output: Optional[torch.Tensor], grad_extra_outputs: Sequence[Optional[torch.Tensor]]
-) -> tuple[Optional[torch.Tensor], list[Grads], list[Grads]]:
+) -> types.FuserBackward:
     """(grad of the input, grads of the parameters, of the extra inputs), the last two an entry for each basic operation.
 
     Leaves autograd's context as it found it: a second backward under retain_graph=True runs the same. The gradients have no
@@ -35,7 +37,7 @@ def backward(
     """
     call = func_ctx.call
     saved = iter(func_ctx.saved_tensors)
-    ctxs: list[Context] = [ctx.with_saved([next(saved) for _ in range(n)]) for ctx, n in func_ctx.ctxs]
+    ctxs: list[OperationContext] = [ctx.with_saved([next(saved) for _ in range(n)]) for ctx, n in func_ctx.ctxs]
     if grad_output is None:
         shape, dtype, device = func_ctx.output
         grad_output = torch.zeros(shape, dtype=dtype, device=device)

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Sequence
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.recipe import Recipe
 
-__all__ = ["SPLIT", "check_definition", "check_settings", "check_width", "halves", "uses_split_forward"]
-
 COMPUTE, SAVE_CTX, FAKE, LEGACY, BACKWARD = "forward_compute", "forward_save_ctx", "forward_fake", "forward", "backward"
 
 SPLIT = (COMPUTE, SAVE_CTX, FAKE)

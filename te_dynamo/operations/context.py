@@ -12,8 +12,6 @@ from te_dynamo.operations.value import Value
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["LegacyContext", "OperationContext", "RequiresGrad"]
-
 
 class RequiresGrad(Value):
     """Which of a basic operation's tensors need a gradient: read once, when the operations are called.
@@ -82,29 +80,20 @@ class OperationContext:
 
     def with_saved(self, tensors: Sequence[Optional[torch.Tensor]]) -> OperationContext:
         """The same call with these saved tensors: each backward gets a context of its own."""
-        facts = {name: getattr(self, name) for name in self.__slots__ if hasattr(self, name)}
-        return OperationContext(**{**facts, "_saved": tuple(tensors)})
+        facts = {name: getattr(self, name) for name in OperationContext.__slots__ if hasattr(self, name)}
+        return type(self)(**{**facts, "_saved": tuple(tensors)})
 
 
-class LegacyContext:
+class LegacyContext(OperationContext):
     """The context of an operation with the legacy `op_forward`: as open as torch.autograd.Function's, and as untraceable.
 
-    It has what OperationContext has, and takes any attribute. `input`, `params` and `extra_inputs` are protos.
+    It takes any attribute.
     """
 
-    def __init__(self, **facts: Any) -> None:
-        self._saved: tuple[Optional[torch.Tensor], ...] = ()
-        self.__dict__.update(facts)
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
-    def save_for_backward(self, *tensors: Optional[torch.Tensor]) -> None:
-        """Keeps tensors for backward."""
-        self._saved = tensors
-
-    @property
-    def saved_tensors(self) -> tuple[Optional[torch.Tensor], ...]:
-        """What save_for_backward was given."""
-        return self._saved
-
-    def with_saved(self, tensors: Sequence[Optional[torch.Tensor]]) -> LegacyContext:
+    def with_saved(self, tensors: Sequence[Optional[torch.Tensor]]) -> OperationContext:
         """A copy for one backward, so that what it changes is not there in the next."""
-        return LegacyContext(**{**self.__dict__, "_saved": tuple(tensors)})
+        copy = super().with_saved(tensors)
+        copy.__dict__.update(self.__dict__)
+        return copy

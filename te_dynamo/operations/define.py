@@ -19,16 +19,14 @@ import torch
 from te_dynamo.dialect.define import REFERENCE_ONLY, expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.errors import OperationError
+from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.flat import unaliased
 from te_dynamo.operations.fuser import Group, grouped
-from te_dynamo.operations.op import FusibleOperation, Params, Saved
-from te_dynamo.operations.program import Program, gradients, split_tensors
-from te_dynamo.operations.run import Call, Grads, contexts, run_backward
+from te_dynamo.operations.op import FusibleOperation
+from te_dynamo.operations.program import Program, gradients, split_tensors, unaliased
+from te_dynamo.operations.run import Call, contexts, run_backward
 from te_dynamo.operations.value import Value
 from te_dynamo.quantized.tensor_proto import TensorProto
-
-__all__ = ["OVERLOADS", "Layout", "backward_node", "forward_node", "register"]
 
 
 class Layout(Value):
@@ -113,8 +111,12 @@ def _define_forward(name: str) -> torch._ops.OpOverload:
 
 
 def forward_node(
-    op: FusibleOperation, call: Call, input: torch.Tensor, params: Sequence[Params], extra_inputs: Sequence[Params]
-) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    op: FusibleOperation,
+    call: Call,
+    input: torch.Tensor,
+    params: Sequence[types.Params],
+    extra_inputs: Sequence[types.Params],
+) -> types.FuserForward:
     """What `fuser_forward_compute` returns, by one call of the class's own `te::` operation."""
     flat = [*chain.from_iterable(params)], [*chain.from_iterable(extra_inputs)]
     results = op.forward_overload(input, *flat, op, call)
@@ -188,8 +190,8 @@ def backward_node(
     call: Call,
     ctxs: Sequence[OperationContext],
     grad_output: torch.Tensor,
-    grad_extra_outputs: Sequence[Grads],
-) -> tuple[Optional[torch.Tensor], list[Grads], list[Grads]]:
+    grad_extra_outputs: Sequence[types.Grads],
+) -> types.FuserBackward:
     """What `fuser_backward` returns, by one call of the class's own `te::` operation."""
     protos = [
         ctxs[0].input,

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.checks import check_definition, halves, uses_split_forward
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.value import Value
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
-
-__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "Parameter", "Params", "Saved"]
-
-Params = tuple[torch.Tensor, ...]
-Saved = list[Optional[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +49,12 @@ class FusibleOperation(Value):
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not abstract:
-            if _kind(cls) is None:
+            if not issubclass(cls, (BasicOperation, FusedOperation)):
                 raise TypeError(f"{cls.__qualname__}: an operation is a BasicOperation or a FusedOperation")
-            check_definition(cls, str(_kind(cls)), _framework())
-            cls._use_split_forward = uses_split_forward(cls, _framework())
-            cls.has_forward, cls.has_backward = halves(cls, _framework())
+            framework = (object, FusibleOperation, BasicOperation, FusedOperation)
+            check_definition(cls, "basic" if issubclass(cls, BasicOperation) else "fused", framework)
+            cls._use_split_forward = uses_split_forward(cls, framework)
+            cls.has_forward, cls.has_backward = halves(cls, framework)
             if cls._use_split_forward:
                 from te_dynamo.operations.define import register  # defined on top of this module
 
@@ -73,39 +70,34 @@ class FusibleOperation(Value):
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
-        extra_inputs: Sequence[Params],
+        params: Sequence[types.Params],
+        extra_inputs: Sequence[types.Params],
         *,
         requires_grad: Sequence[RequiresGrad],
         **keywords: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    ) -> types.FuserForward:
         """(output, extra outputs, tensors to save), the last two a list with an entry for each basic operation. Pure."""
         raise NotImplementedError
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[types.Saved]) -> None:
         """Keeps what backward needs: ctx.save_for_backward of what compute returned. Runs once, on fake tensors when compiled."""
         raise NotImplementedError
 
     def fuser_forward_fake(
         self,
         input: TensorProto,
-        params: Sequence[tuple[TensorProto, ...]],
-        extra_inputs: Sequence[tuple[TensorProto, ...]],
+        params: Sequence[types.Protos],
+        extra_inputs: Sequence[types.Protos],
         *,
         requires_grad: Sequence[RequiresGrad],
         **keywords: Any,
-    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+    ) -> types.FuserFake:
         """What compute returns, in protos: a tensor that is an input, a parameter or another result is that tensor's own proto."""
         raise NotImplementedError
 
     def fuser_backward(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: torch.Tensor,
-        grad_extra_outputs: Sequence[tuple[Optional[torch.Tensor], ...]],
-    ) -> tuple[
-        Optional[torch.Tensor], list[tuple[Optional[torch.Tensor], ...]], list[tuple[Optional[torch.Tensor], ...]]
-    ]:
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Sequence[types.Grads]
+    ) -> types.FuserBackward:
         """(grad of the input, grads of the parameters, grads of the extra inputs), an entry for each basic operation."""
         raise NotImplementedError
 
@@ -150,34 +142,26 @@ class BasicOperation(FusibleOperation, abstract=True):
         return None
 
     def op_forward_compute(
-        self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, training: bool, **keywords: Any
-    ) -> tuple[torch.Tensor, Saved]:
+        self, input: torch.Tensor, params: types.Params, *, requires_grad: RequiresGrad, training: bool, **keywords: Any
+    ) -> types.Forward:
         """(output, tensors to save). Pure: reads its arguments and the fields, changes nothing."""
         raise NotImplementedError
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: types.Saved) -> None:
         """ctx.save_for_backward of what backward needs of them. Runs once, on fake tensors when compiled."""
         raise NotImplementedError
 
     def op_forward_fake(
-        self,
-        input: TensorProto,
-        params: tuple[TensorProto, ...],
-        *,
-        requires_grad: RequiresGrad,
-        training: bool,
-        **keywords: Any,
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        self, input: TensorProto, params: types.Protos, *, requires_grad: RequiresGrad, training: bool, **keywords: Any
+    ) -> types.Fake:
         """(output, tensors to save) in protos; a tensor that is the input, a parameter or another result is its own proto."""
         raise NotImplementedError
 
-    def op_forward(self, ctx: Any, input: torch.Tensor, params: Params, **keywords: Any) -> torch.Tensor:
+    def op_forward(self, ctx: Any, input: torch.Tensor, params: types.Params, **keywords: Any) -> torch.Tensor:
         """The legacy API: the output; whatever backward needs is put on ctx."""
         raise NotImplementedError
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         """(grad of the input, grads of the parameters); None for one that ctx.requires_grad does not ask for."""
         raise NotImplementedError
 
@@ -185,7 +169,7 @@ class BasicOperation(FusibleOperation, abstract=True):
         output, saved = self.op_forward_compute(input, params[0], requires_grad=requires_grad[0], **keywords)
         return output, [()], [saved]
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[types.Saved]) -> None:
         self.op_forward_save_ctx(ctxs[0], tensors_to_save[0])
 
     def fuser_forward_fake(self, input, params, extra_inputs, *, requires_grad, **keywords):  # type: ignore[no-untyped-def]
@@ -243,11 +227,3 @@ class FusedOperation(FusibleOperation, abstract=True):
             outputs += extra_outputs
             saved += to_save
         return input, outputs, saved
-
-
-def _framework() -> tuple[type, ...]:
-    return (object, FusibleOperation, BasicOperation, FusedOperation)
-
-
-def _kind(cls: type) -> Optional[Literal["basic", "fused"]]:
-    return "basic" if issubclass(cls, BasicOperation) else "fused" if issubclass(cls, FusedOperation) else None

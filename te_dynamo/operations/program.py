@@ -1,10 +1,18 @@
-"""Groups of operations as what a `te::` operation needs: a forward over flat lists of tensors, its fake, its autograd."""
+"""Groups of operations as what a `te::` operation needs: a forward over flat lists of tensors, its fake, its autograd.
+
+A `te::` operation returns one flat list, with no result twice, and no input:
+
+    [output, *extra outputs, *tensors to save that are neither an input nor a result already]
+
+The list is made by identity, of tensors and of protos alike: a fake that returns the proto of its input stands for a forward that
+returns its input, so both have the same list.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Optional
 
@@ -13,13 +21,11 @@ import torch
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.errors import OperationError
 from te_dynamo.operations import autograd
-from te_dynamo.operations.flat import Flat, flatten, unaliased
+from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation
-from te_dynamo.operations.run import Call, Context, compute, contexts, fake, save
+from te_dynamo.operations.run import Call, compute, contexts, fake, save
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
-
-__all__ = ["Program", "split_tensors"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -50,11 +56,11 @@ class Program:
         """`expand` without data, over protos."""
         return [of_proto(proto) for proto in self.protos(input, params, extra_inputs).results]
 
-    def protos(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> Flat:
+    def protos(self, input: torch.Tensor, params: Tensors, extra_inputs: Tensors) -> _Flat:
         """The protos of what a forward returns, and where among them and its arguments each saved tensor is."""
         return self._run(to_tensor_proto(input), _protos(params), _protos(extra_inputs), fake)
 
-    def _run(self, input: Any, params: Sequence[Any], extra_inputs: Sequence[Any], forward: Any) -> Flat:
+    def _run(self, input: Any, params: Sequence[Any], extra_inputs: Sequence[Any], forward: Any) -> _Flat:
         """The groups one after another, with `forward` compute (on tensors) or fake (on protos)."""
         inputs = [input, *params, *extra_inputs]
         split_params, split_extras = split_tensors(self.call.ops, params, extra_inputs)
@@ -64,7 +70,7 @@ class Program:
             input, extra, to_save = forward(group, self.call, input, split_params, split_extras)
             extra_outputs += chain.from_iterable(extra)
             saved += to_save
-        return flatten(inputs, [input, *extra_outputs], saved, _copy)
+        return _flatten(inputs, [input, *extra_outputs], saved, _copy)
 
     def setup_context(
         self, func_ctx: Any, input: torch.Tensor, params: Tensors, extra_inputs: Tensors, results: Tensors
@@ -80,7 +86,7 @@ class Program:
             )
         saved = flat.resolve([input, *params, *extra_inputs], results)
         split = split_tensors(self.call.ops, param_protos, extra_protos)
-        ctxs: list[Context] = []
+        ctxs: list[OperationContext] = []
         for group in self.forward:
             made = contexts(group, self.call, proto, *split)
             save(group, self.call, made, saved[group.indices.start : group.indices.stop])
@@ -116,3 +122,49 @@ def _protos(tensors: Tensors) -> list[Any]:
 
 def _copy(result: Any) -> Any:
     return result.clone() if isinstance(result, torch.Tensor) else dataclasses.replace(result)
+
+
+@dataclasses.dataclass
+class _Flat:
+    """results: the list. saved: for each basic operation the places of what it saves, an index into (*inputs, *results)."""
+
+    results: list[Any]
+    saved: list[list[Optional[int]]]
+
+    def resolve(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[list[Any]]:
+        """The saved tensors of each basic operation, from the tensors of one run."""
+        all_tensors = [*inputs, *results]
+        return [[None if place is None else all_tensors[place] for place in places] for places in self.saved]
+
+
+def _flatten(
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    saved: Sequence[Sequence[Any]],
+    copy: Callable[[Any], Any],
+) -> _Flat:
+    """outputs: the output and the extra outputs; one that is an input or another output is copied."""
+    place = {id(tensor): i for i, tensor in reversed(list(enumerate(inputs)))}
+    results: list[Any] = []
+    for tensor in outputs:
+        if id(tensor) in place:
+            tensor = copy(tensor)
+        place[id(tensor)] = len(inputs) + len(results)
+        results.append(tensor)
+    for tensor in (tensor for tensors in saved for tensor in tensors):
+        if tensor is not None and id(tensor) not in place:
+            place[id(tensor)] = len(inputs) + len(results)
+            results.append(tensor)
+    return _Flat(results, [[None if t is None else place[id(t)] for t in tensors] for tensors in saved])
+
+
+def unaliased(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, those that are views of an input or of another result copied: a custom operation may return no view."""
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+    fresh = []
+    for tensor in results:
+        if tensor.untyped_storage()._cdata in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage()._cdata)
+        fresh.append(tensor)
+    return fresh

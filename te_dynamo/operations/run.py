@@ -10,29 +10,13 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_dynamo.errors import OperationError, UnsupportedError
+from te_dynamo.operations import types
 from te_dynamo.operations.context import LegacyContext, OperationContext, RequiresGrad
 from te_dynamo.operations.fuser import Group
-from te_dynamo.operations.op import BasicOperation, FusibleOperation, Params, Saved
+from te_dynamo.operations.op import BasicOperation, FusibleOperation
 from te_dynamo.operations.value import Value
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
-
-__all__ = [
-    "Call",
-    "Context",
-    "Grads",
-    "compute",
-    "contexts",
-    "fake",
-    "first_needing_grad",
-    "run_backward",
-    "run_forward",
-    "save",
-]
-
-Context = OperationContext | LegacyContext
-
-Grads = tuple[Optional[torch.Tensor], ...]
 
 
 class Call(Value):
@@ -100,10 +84,10 @@ def compute(
     group: Group,
     call: Call,
     input: torch.Tensor,
-    params: Sequence[Params],
-    extra_inputs: Sequence[Params],
+    params: Sequence[types.Params],
+    extra_inputs: Sequence[types.Params],
     parts: bool = False,
-) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+) -> types.FuserForward:
     """The group's forward by the split API, its results' numbers checked; nothing to save where no gradient is needed.
 
     params, extra_inputs: of all basic operations. parts: run an opaque operation as its parts too, not as its own node.
@@ -120,12 +104,8 @@ def compute(
 
 
 def fake(
-    group: Group,
-    call: Call,
-    input: TensorProto,
-    params: Sequence[tuple[TensorProto, ...]],
-    extra_inputs: Sequence[tuple[TensorProto, ...]],
-) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+    group: Group, call: Call, input: TensorProto, params: Sequence[types.Protos], extra_inputs: Sequence[types.Protos]
+) -> types.FuserFake:
     """What `compute` returns, in protos."""
     mine = slice(group.indices.start, group.indices.stop)
     results = group.op.fuser_forward_fake(input, params[mine], extra_inputs[mine], **call.keywords(group))
@@ -161,11 +141,11 @@ def contexts(
     group: Group,
     call: Call,
     input: TensorProto,
-    params: Sequence[tuple[TensorProto, ...]],
-    extra_inputs: Sequence[tuple[TensorProto, ...]],
-) -> list[Context]:
+    params: Sequence[types.Protos],
+    extra_inputs: Sequence[types.Protos],
+) -> list[OperationContext]:
     """A context for each basic operation of the group, without saved tensors."""
-    made: list[Context] = []
+    made: list[OperationContext] = []
     proto: Optional[TensorProto] = input
     cls = OperationContext if group.op._use_split_forward else LegacyContext
     for i, op in zip(group.indices, group.op.basic_ops, strict=True):
@@ -185,7 +165,7 @@ def contexts(
     return made
 
 
-def save(group: Group, call: Call, ctxs: Sequence[Context], saved: Sequence[Saved]) -> None:
+def save(group: Group, call: Call, ctxs: Sequence[OperationContext], saved: Sequence[types.Saved]) -> None:
     """The group's save_ctx; nothing where its backward will not run."""
     if call.needs_grad(group):
         group.op.fuser_forward_save_ctx(ctxs, saved)  # type: ignore[arg-type]
@@ -195,12 +175,12 @@ def run_forward(
     groups: Sequence[Group],
     call: Call,
     input: torch.Tensor,
-    params: Sequence[Params],
-    extra_inputs: Sequence[Params],
-) -> tuple[torch.Tensor, list[Params], list[Context]]:
+    params: Sequence[types.Params],
+    extra_inputs: Sequence[types.Params],
+) -> tuple[torch.Tensor, list[types.Params], list[OperationContext]]:
     """(output, extra outputs and a context for each basic operation) of all groups, split and legacy, on real tensors."""
-    extra_outputs: list[Params] = []
-    ctxs: list[Context] = []
+    extra_outputs: list[types.Params] = []
+    ctxs: list[OperationContext] = []
     param_protos = [tuple(map(to_tensor_proto, tensors)) for tensors in params]
     extra_protos = [tuple(map(to_tensor_proto, tensors)) for tensors in extra_inputs]
     for group in groups:
@@ -218,11 +198,11 @@ def run_forward(
 def _legacy_forward(
     group: Group,
     call: Call,
-    ctxs: Sequence[Context],
+    ctxs: Sequence[OperationContext],
     input: torch.Tensor,
-    params: Sequence[Params],
-    extra_inputs: Sequence[Params],
-) -> tuple[torch.Tensor, list[Params]]:
+    params: Sequence[types.Params],
+    extra_inputs: Sequence[types.Params],
+) -> tuple[torch.Tensor, list[types.Params]]:
     mine = slice(group.indices.start, group.indices.stop)
     results = group.op.fuser_forward(ctxs, input, params[mine], extra_inputs[mine], **call.keywords(group))  # type: ignore[attr-defined]
     output, extra_outputs = _of_length(group.op, "(output, extra outputs)", results, 2)
@@ -233,18 +213,18 @@ def _legacy_forward(
 def run_backward(
     groups: Sequence[Group],
     call: Call,
-    ctxs: Sequence[Context],
+    ctxs: Sequence[OperationContext],
     grad_output: torch.Tensor,
-    grad_extra_outputs: Sequence[Grads],
+    grad_extra_outputs: Sequence[types.Grads],
     parts: bool = False,
-) -> tuple[Optional[torch.Tensor], list[Grads], list[Grads]]:
+) -> types.FuserBackward:
     """(grad of the input, grads of the parameters, grads of the extra inputs), the last two an entry for each basic operation.
 
     groups: those that need a gradient, in the order of forward; the rest have no backward and their gradients are None.
     parts: as in `compute`.
     """
-    grad_params: list[Grads] = [(None,) * len(needs.params) for needs in call.requires_grad]
-    grad_extras: list[Grads] = [(None,) * len(needs.extra_inputs) for needs in call.requires_grad]
+    grad_params: list[types.Grads] = [(None,) * len(needs.params) for needs in call.requires_grad]
+    grad_extras: list[types.Grads] = [(None,) * len(needs.extra_inputs) for needs in call.requires_grad]
     grad: Optional[torch.Tensor] = grad_output
     for group in reversed(groups):
         mine = slice(group.indices.start, group.indices.stop)
@@ -260,7 +240,12 @@ def run_backward(
 
 
 def _backward(
-    group: Group, call: Call, ctxs: Sequence[Any], grad: torch.Tensor, grad_extra_outputs: Sequence[Grads], parts: bool
+    group: Group,
+    call: Call,
+    ctxs: Sequence[Any],
+    grad: torch.Tensor,
+    grad_extra_outputs: Sequence[types.Grads],
+    parts: bool,
 ) -> Any:
     if group.op.opaque and not parts:
         from te_dynamo.operations.define import backward_node  # defined on top of this module
@@ -269,7 +254,7 @@ def _backward(
     return group.op.fuser_backward(ctxs, grad, grad_extra_outputs)
 
 
-def _check_grad_input(group: Group, grad: Any, ctx: Context, needed: bool) -> None:
+def _check_grad_input(group: Group, grad: Any, ctx: OperationContext, needed: bool) -> None:
     name = type(group.op).__qualname__
     if grad is None and needed:
         raise OperationError(f"{name}: its backward gives no gradient for its input, which requires one")
@@ -281,7 +266,7 @@ def _check_grad_input(group: Group, grad: Any, ctx: Context, needed: bool) -> No
             raise OperationError(f"{name}: its backward gives a gradient of the wrong shape, {shapes}")
 
 
-def _checked_grads(group: Group, of: str, grads: Any, needed: Sequence[tuple[bool, ...]]) -> list[Grads]:
+def _checked_grads(group: Group, of: str, grads: Any, needed: Sequence[tuple[bool, ...]]) -> list[types.Grads]:
     _of_length(group.op, f"grads of {of}, a tuple for each basic operation", grads, len(needed))
     for basic, given, wanted in zip(group.op.basic_ops, grads, needed, strict=True):
         _of_length(group.op, f"grads of the {of} of {type(basic).__name__}", given, len(wanted))

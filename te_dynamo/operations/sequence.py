@@ -23,8 +23,6 @@ from te_dynamo.operations.run import Call, first_needing_grad
 from te_dynamo.operations.value import Value
 from te_dynamo.recipe import Recipe
 
-__all__ = ["OperationSequence", "sequence"]
-
 
 class OperationSequence(Value):
     """What a Sequential runs, without its parameters.

@@ -19,8 +19,6 @@ from te_dynamo.operations.run import run_forward
 from te_dynamo.operations.sequence import OperationSequence, sequence
 from te_dynamo.recipe import Recipe, as_recipe
 
-__all__ = ["Sequential"]
-
 
 class _Parameters(torch.nn.Module):
     """The parameters of one operation, which `repr` shows."""

@@ -13,8 +13,6 @@ from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 
-__all__ = ["Value"]
-
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, Quantizer, Recipe)
 
 

@@ -9,8 +9,6 @@ import torch
 if TYPE_CHECKING:
     from te_dynamo.quantized.quantizers.base import Quantizer
 
-__all__ = ["quantize_tensor", "random_key"]
-
 
 def quantize_tensor(
     x: torch.Tensor, quantizer: Quantizer, generator: torch.Generator | None = None

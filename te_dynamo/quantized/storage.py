@@ -16,8 +16,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.quantizers.base import Buffers
 from te_dynamo.quantized.quantizers.formats import rows_and_columns
 
-__all__ = ["QuantizedTensorStorage", "check_buffers"]
-
 _REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
 
 

@@ -20,8 +20,6 @@ from te_dynamo.errors import QuantizationError, UnsupportedError
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
-__all__ = ["QuantizedTensor"]
-
 aten = torch.ops.aten
 
 

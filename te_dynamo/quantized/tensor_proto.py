@@ -16,8 +16,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage, check_buffers
 from te_dynamo.quantized.tensor import QuantizedTensor, from_buffers
 
-__all__ = ["TensorProto", "buffer_protos", "check_layout", "to_tensor_proto"]
-
 
 @dataclasses.dataclass
 class TensorProto:

@@ -31,8 +31,6 @@ from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.weights.frozen import FROZEN, end_own_load, is_dropped, lock, place_of, values_of
 from te_dynamo.weights.unseen_writes import tell_of_unseen_writes
 
-__all__ = ["WeightSupply", "Workspace", "dequantized", "entry_of", "forget_weights", "make_buffers", "renew_weights"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:

@@ -15,8 +15,6 @@ from te_dynamo.errors import KeptWeightError
 from te_dynamo.weights.cache import dequantized, forget_weights, renew_weights
 from te_dynamo.weights.frozen import FROZEN, Frozen, drop, end_load, is_dropped, lend, restore, values_of
 
-__all__ = ["freeze", "invalidate", "unfreeze", "watch"]
-
 
 def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
     """Each weight of a linear that backend "te" compiles is quantized once, at the first call; returns the model.

@@ -11,21 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_dynamo.errors import KeptWeightError
 
-__all__ = [
-    "FROZEN",
-    "Frozen",
-    "drop",
-    "end_load",
-    "end_own_load",
-    "frozen_name",
-    "is_dropped",
-    "lend",
-    "lock",
-    "place_of",
-    "restore",
-    "values_of",
-]
-
 
 @dataclasses.dataclass(slots=True)
 class Frozen:

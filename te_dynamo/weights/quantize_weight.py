@@ -13,8 +13,6 @@ from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
-__all__ = ["is_valid_workspace", "quantize_weight"]
-
 
 def quantize_weight(
     tensor: torch.Tensor,

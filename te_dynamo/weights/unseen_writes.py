@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["silent_operators", "tell_of_unseen_writes"]
-
 Written = Callable[[Iterable[Tensor]], None]
 
 _WRITES_NO_WEIGHT = {

@@ -88,7 +88,7 @@ class LoweredGELU(GELU):
 @pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0"])
 def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blackwell's: the same operations, both forms of scales."""
-    for module in ("kernels.gemm.mxfp8", "dialect.gemm_scaled"):
+    for module in ("kernels.gemm.mxfp8", "dialect.gemm"):
         monkeypatch.setattr(f"te_dynamo.{module}.device_of", lambda device: Device((10, 0), 148))
     target, arguments, _ = CASES[case]
     graph = graph_of(target.default, *arguments())

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.dialect.activation import activation, activation_backward
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.operations.op import BasicOperation
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["GELU", "QGELU", "Activation", "ReLU", "SReLU", "SiLU", "gelu_kind"]
 
-
-class Activation(BasicOperation, abstract=True):
+class Activation(SavesAll, abstract=True):
     """y = f(x), element by element. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
+    name: ClassVar[str]
+
     def kind(self) -> str:
-        """What te.activation calls f."""
-        raise NotImplementedError
+        """What te.activation calls f: the class's `name`, unless a setting decides."""
+        return self.name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """f(x)."""
@@ -30,18 +32,13 @@ class Activation(BasicOperation, abstract=True):
         """dy * f'(x)."""
         return activation_backward(dy.contiguous(), x.contiguous(), self.kind())
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return self.forward(input), [input]
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(input.shape, input.dtype, device=input.device), [input]
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         (x,) = ctx.saved_tensors
         assert x is not None
         return self.backward(grad_output, x), ()
@@ -63,32 +60,25 @@ class GELU(Activation):
 class QGELU(Activation):
     """x * sigmoid(1.702 x), the quick approximation of GELU."""
 
-    def kind(self) -> str:
-        return "quick_gelu"
+    name = "quick_gelu"
 
 
 class ReLU(Activation):
     """max(x, 0)."""
 
-    def kind(self) -> str:
-        return "relu"
+    name = "relu"
 
 
 class SReLU(Activation):
-    """max(x, 0)^2, in PyTorch: there is no kernel."""
+    """max(x, 0)^2."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x.to(torch.float32)).square().to(x.dtype)
-
-    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return (dy.to(torch.float32) * 2 * torch.relu(x.to(torch.float32))).to(x.dtype)
+    name = "relu2"
 
 
 class SiLU(Activation):
     """x * sigmoid(x)."""
 
-    def kind(self) -> str:
-        return "silu"
+    name = "silu"
 
 
 def gelu_kind(op: BasicOperation, approximate: str) -> str:

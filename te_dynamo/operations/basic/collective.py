@@ -7,15 +7,13 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.errors import InputError
-from te_dynamo.operations.basic.shape import SavesNothing
+from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import Params, Saved
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["AllGather", "AllReduce", "Collective", "ReduceScatter"]
 
-
-class Collective(SavesNothing, abstract=True):
+class Collective(SavesAll, abstract=True):
     """group: the name of a process group (`group.group_name`), None for all processes. Along the leading dimension."""
 
     group: Optional[str] = None
@@ -53,7 +51,7 @@ class Collective(SavesNothing, abstract=True):
             functional.reduce_scatter_tensor(x.contiguous(), "sum", self.ranks(), self._name())
         )
 
-    def _fake(self, input: TensorProto, shape: tuple[int, ...]) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def _fake(self, input: TensorProto, shape: tuple[int, ...]) -> types.Fake:
         if self.ranks() == 1:
             return input, []
         return TensorProto(shape, input.dtype, device=input.device), []
@@ -62,30 +60,26 @@ class Collective(SavesNothing, abstract=True):
 class AllGather(Collective):
     """y [ranks * L, ...] = every process's x [L, ...]. Backward: reduce-scatter."""
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return self._gathered(input), []
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return self._fake(input, (self.ranks() * input.shape[0], *input.shape[1:]))
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         return self._scattered(grad_output), ()
 
 
 class AllReduce(Collective):
     """y = the sum of every process's x. Backward: the identity, for a gradient that is the same on every process."""
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return self._reduced(input), []
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return self._fake(input, input.shape)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         return grad_output, ()
 
 
@@ -100,14 +94,12 @@ class ReduceScatter(Collective):
             raise InputError(f"ReduceScatter: {self.ranks()} processes cannot share a leading dimension of {shape[0]}")
         return (shape[0] // self.ranks(), *shape[1:])
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         self._share(tuple(input.shape))
         return self._scattered(input), []
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return self._fake(input, self._share(input.shape))
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         return self._gathered(grad_output), ()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["Dropout"]
 
-
-class Dropout(BasicOperation):
+class Dropout(SavesAll):
     """In training y = x * mask / (1 - p), every element kept with probability 1 - p; otherwise y = x.
 
     Saves the mask (bool). It is drawn from torch's random state, which torch.utils.checkpoint restores when it computes forward
@@ -36,25 +35,20 @@ class Dropout(BasicOperation):
         return (x.to(torch.float32) * mask * scale).to(x.dtype)
 
     def op_forward_compute(
-        self, input: torch.Tensor, params: Params, *, training: bool, **_: Any
-    ) -> tuple[torch.Tensor, Saved]:
+        self, input: torch.Tensor, params: types.Params, *, training: bool, **_: Any
+    ) -> types.Forward:
         if not self._drops(training):
             return input, []
         mask = torch.rand(input.shape, dtype=torch.float32, device=input.device) >= self.p
         return self._masked(input, mask), [mask]
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], *, training: bool, **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, *, training: bool, **_: Any) -> types.Fake:
         if not self._drops(training):
             return input, []
         output = TensorProto(input.shape, input.dtype, device=input.device)
         return output, [TensorProto(input.shape, torch.bool, device=input.device)]
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         if not self._drops(ctx.training):
             return grad_output, ()
         (mask,) = ctx.saved_tensors

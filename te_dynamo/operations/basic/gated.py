@@ -6,26 +6,28 @@ with the second half).
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.errors import InputError
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import gelu_kind
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.operations.op import BasicOperation
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["GEGLU", "GLU", "QGEGLU", "ClampedSwiGLU", "Gated", "ReGLU", "SReGLU", "SwiGLU", "half_of"]
 
-
-class Gated(BasicOperation, abstract=True):
+class Gated(SavesAll, abstract=True):
     """y = f(a) * b, x = [a, b] along the last dimension. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
+    name: ClassVar[str]
+
     def kind(self) -> str:
-        """What te.gated calls f."""
-        raise NotImplementedError
+        """What te.gated calls f: the class's `name`, unless a setting decides."""
+        return self.name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y of x."""
@@ -35,19 +37,14 @@ class Gated(BasicOperation, abstract=True):
         """dx = [dy * b * f'(a), dy * f(a)]."""
         return torch.cat(gated_backward(dy.contiguous(), *x.chunk(2, -1), self.kind()), -1)
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         half_of(self, input.shape)
         return self.forward(input.contiguous()), [input]
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(half_of(self, input.shape), input.dtype, device=input.device), [input]
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         (x,) = ctx.saved_tensors
         assert x is not None
         return self.backward(grad_output, x.contiguous()), ()
@@ -63,8 +60,7 @@ def half_of(op: BasicOperation, shape: tuple[int, ...]) -> tuple[int, ...]:
 class GLU(Gated):
     """sigmoid(a) * b."""
 
-    def kind(self) -> str:
-        return "sigmoid"
+    name = "sigmoid"
 
 
 class GEGLU(Gated):
@@ -83,15 +79,13 @@ class GEGLU(Gated):
 class QGEGLU(Gated):
     """a * sigmoid(1.702 a) * b."""
 
-    def kind(self) -> str:
-        return "quick_gelu"
+    name = "quick_gelu"
 
 
 class ReGLU(Gated):
     """max(a, 0) * b."""
 
-    def kind(self) -> str:
-        return "relu"
+    name = "relu"
 
 
 class SReGLU(Gated):
@@ -110,8 +104,7 @@ class SReGLU(Gated):
 class SwiGLU(Gated):
     """silu(a) * b."""
 
-    def kind(self) -> str:
-        return "silu"
+    name = "silu"
 
 
 class ClampedSwiGLU(Gated):

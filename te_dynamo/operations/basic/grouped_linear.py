@@ -18,18 +18,16 @@ from te_dynamo.dialect.grouped_linear import (
     grouped_linear_forward_fake,
 )
 from te_dynamo.errors import InputError, InvalidOptionError
+from te_dynamo.operations import types
 from te_dynamo.operations.checks import check_settings
 from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.operations.op import BasicOperation, Parameter
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Recipe
 
-__all__ = ["GroupedLinear"]
 
-_Grads = list[tuple[Optional[torch.Tensor], ...]]
-
-
-class GroupedLinear(BasicOperation):
+class GroupedLinear(FuserSavesAll, BasicOperation):
     """y[m, N] = x[m, K] @ weight[g, N, K]^T for the rows m of group g: offs[g - 1] <= m < offs[g].
 
     Extra input: offs, int32 [G], ascending, the end of each group's rows; it has no gradient and is read on the device alone.
@@ -94,12 +92,12 @@ class GroupedLinear(BasicOperation):
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
-        extra_inputs: Sequence[Params],
+        params: Sequence[types.Params],
+        extra_inputs: Sequence[types.Params],
         *,
         requires_grad: Sequence[RequiresGrad],
         **_: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    ) -> types.FuserForward:
         ((weight,),), ((offs,),), (needs,) = params, extra_inputs, requires_grad
         self._check(input, offs)
         config = self.config(needs)
@@ -109,18 +107,15 @@ class GroupedLinear(BasicOperation):
         output, saved = grouped_linear_forward(GroupedLinearFwdArgs(input, weight, offs, config))
         return output, [()], [[offs, *saved] if saved else []]
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        ctxs[0].save_for_backward(*tensors_to_save[0])
-
     def fuser_forward_fake(
         self,
         input: TensorProto,
-        params: Sequence[tuple[TensorProto, ...]],
-        extra_inputs: Sequence[tuple[TensorProto, ...]],
+        params: Sequence[types.Protos],
+        extra_inputs: Sequence[types.Protos],
         *,
         requires_grad: Sequence[RequiresGrad],
         **_: Any,
-    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+    ) -> types.FuserFake:
         ((weight,),), ((offs,),), (needs,) = params, extra_inputs, requires_grad
         self._check(input, offs)
         config = self.config(needs)
@@ -133,7 +128,7 @@ class GroupedLinear(BasicOperation):
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], _Grads, _Grads]:
+    ) -> types.FuserBackward:
         (ctx,) = ctxs
         if not ctx.saved_tensors:
             return None, [(None,)], [(None,)]

@@ -20,17 +20,17 @@ from te_dynamo.dialect.linear import (
 )
 from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.errors import InputError, InvalidOptionError
+from te_dynamo.operations import types
 from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.operations.op import BasicOperation, Parameter
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Recipe
 
-__all__ = ["BasicLinear", "Bias"]
 
-
-class BasicLinear(BasicOperation):
+class BasicLinear(SavesAll):
     """y [..., N] = x [..., K] @ weight [N, K]^T, without a bias.
 
     recipe: how the GEMMs hold their operands; None takes that of the Sequential, and without one high precision.
@@ -86,8 +86,8 @@ class BasicLinear(BasicOperation):
         return self.recipe is not None and self.recipe.backward == "quantized"
 
     def op_forward_compute(
-        self, input: torch.Tensor, params: Params, *, requires_grad: RequiresGrad, **_: Any
-    ) -> tuple[torch.Tensor, Saved]:
+        self, input: torch.Tensor, params: types.Params, *, requires_grad: RequiresGrad, **_: Any
+    ) -> types.Forward:
         return self.forward(input, params[0], None, requires_grad)
 
     def forward(
@@ -97,7 +97,7 @@ class BasicLinear(BasicOperation):
         bias: Optional[torch.Tensor],
         requires_grad: RequiresGrad,
         addend: Optional[torch.Tensor] = None,
-    ) -> tuple[torch.Tensor, Saved]:
+    ) -> types.Forward:
         """(output, tensors to save), a bias in the GEMM's epilogue, and then an addend of the output's shape."""
         config = self.config(requires_grad)
         if config is None:
@@ -114,12 +114,9 @@ class BasicLinear(BasicOperation):
             return output, self._unquantized(input, weight, requires_grad)
         return output, [*saved_operands(config, *operands)]
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
     def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], *, requires_grad: RequiresGrad, **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+        self, input: TensorProto, params: types.Protos, *, requires_grad: RequiresGrad, **_: Any
+    ) -> types.Fake:
         (weight,) = params
         config = self.config(requires_grad)
         if config is None:
@@ -134,14 +131,12 @@ class BasicLinear(BasicOperation):
         """What the products of backward read in high precision: x if wgrad is needed, the weight if dgrad is."""
         return [input] * requires_grad.params[0] + [weight] * requires_grad.input
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         return self.backward(ctx, grad_output, None)
 
     def backward(
         self, ctx: OperationContext, grad_output: torch.Tensor, addend: Optional[torch.Tensor]
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    ) -> types.Backward:
         """(dx, (dweight,)), each None where nobody asked for it; an addend of dx's shape in dgrad's GEMM."""
         args = self.backward_args(ctx)
         if args.config is None:
@@ -168,7 +163,7 @@ class BasicLinear(BasicOperation):
 
     def _backward(
         self, x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...], dy: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    ) -> types.Backward:
         """Both gradients in dy's precision, of those operands that were saved; dtype: of the weight."""
         dx = dy @ weight[0].to(dy.dtype) if weight else None
         if not x:
@@ -176,7 +171,7 @@ class BasicLinear(BasicOperation):
         return dx, ((dy.reshape(-1, dy.shape[-1]).t() @ x[0].reshape(-1, x[0].shape[-1])).to(dtype),)
 
 
-class Bias(BasicOperation):
+class Bias(SavesAll):
     """y [..., N] = x [..., N] + bias [N]. Saves nothing; db is the sum of dy over the leading dimensions, in fp32."""
 
     features: int
@@ -191,19 +186,12 @@ class Bias(BasicOperation):
     def check_input(self, input: TensorProto) -> None:
         check_width(self, input.shape, self.features)
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return (input + params[0]).to(input.dtype), []
 
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward()
-
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(input.shape, input.dtype, device=input.device), []
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         dbias = bias_grad(grad_output).to(ctx.params[0].dtype) if ctx.requires_grad.params[0] else None
         return grad_output, (dbias,)

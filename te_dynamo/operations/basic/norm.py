@@ -3,55 +3,51 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 from te_dynamo.dialect.norm import layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
+from te_dynamo.operations import types
 from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Parameter, Params, Saved
+from te_dynamo.operations.op import Parameter
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
 
-
-class _Norm(BasicOperation, abstract=True):
-    def op_forward_save_ctx(self, ctx: OperationContext, tensors_to_save: Saved) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
-
-class LayerNorm(_Norm):
-    """y = (x - mean) * rsqrt(var + eps) * weight + bias, [..., features]. Saves x, the weight, mean and rstd."""
+class _OfFeatures(SavesAll, abstract=True):
+    """A norm whose parameters have an element for each of the last dimension's `features`."""
 
     features: int
-    eps: float = 1e-5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self, "features")
 
+    def check_input(self, input: TensorProto) -> None:
+        check_width(self, input.shape, self.features)
+
+
+class LayerNorm(_OfFeatures):
+    """y = (x - mean) * rsqrt(var + eps) * weight + bias, [..., features]. Saves x, the weight, mean and rstd."""
+
+    eps: float = 1e-5
+
     def parameters(self) -> tuple[Parameter, ...]:
         shape = (self.features,)
         return Parameter("weight", shape, torch.nn.init.ones_), Parameter("bias", shape, torch.nn.init.zeros_)
 
-    def check_input(self, input: TensorProto) -> None:
-        check_width(self, input.shape, self.features)
-
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         weight, bias = params
         output, mean, rstd = layer_norm(input.contiguous(), weight, bias, self.eps)
         return output, [input, weight, mean, rstd]
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         output = TensorProto(input.shape, input.dtype, device=input.device)
         return output, [input, params[0], _statistic(input), _statistic(input)]
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         x, weight, mean, rstd = ctx.saved_tensors
         assert x is not None and mean is not None and rstd is not None
         needs = (ctx.requires_grad.input, *ctx.requires_grad.params)
@@ -59,43 +55,31 @@ class LayerNorm(_Norm):
         return dx, (dweight, dbias)
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_OfFeatures):
     """y = x * rsqrt(mean(x^2) + eps) * w, [..., features]; w = weight, or 1 + weight when zero_centered.
 
     cast_before_weight: the product with the weight is of x * rsqrt(..) rounded to x's dtype, as in Hugging Face's Llama.
     Saves x, the weight and rstd.
     """
 
-    features: int
     eps: float = 1e-5
     zero_centered: bool = False
     cast_before_weight: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_settings(self, "features")
 
     def parameters(self) -> tuple[Parameter, ...]:
         init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
         return (Parameter("weight", (self.features,), init),)
 
-    def check_input(self, input: TensorProto) -> None:
-        check_width(self, input.shape, self.features)
-
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         (weight,) = params
         output, rstd = rms_norm(input.contiguous(), weight, self.eps, self.cast_before_weight, self.zero_centered)
         return output, [input, weight, rstd]
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         output = TensorProto(input.shape, input.dtype, device=input.device)
         return output, [input, params[0], _statistic(input)]
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[Optional[torch.Tensor], tuple[Optional[torch.Tensor], ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         x, weight, rstd = ctx.saved_tensors
         assert x is not None and rstd is not None
         needs = (ctx.requires_grad.input, *ctx.requires_grad.params)
@@ -103,23 +87,21 @@ class RMSNorm(_Norm):
         return dx, (dweight,)
 
 
-class L2Normalization(_Norm):
+class L2Normalization(SavesAll):
     """y = x * rsqrt(sum(x^2) + eps) over the last dimension, in fp32, rounded to x's dtype. Saves x and the rsqrt."""
 
     eps: float = 1e-6
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         x = input.to(torch.float32)
         inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
         return (x * inverse).to(input.dtype), [input, inverse]
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         inverse = TensorProto((*input.shape[:-1], 1), torch.float32, device=input.device)
         return TensorProto(input.shape, input.dtype, device=input.device), [input, inverse]
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         x, inverse = ctx.saved_tensors
         assert x is not None and inverse is not None
         dy, y = grad_output.to(torch.float32), x.to(torch.float32) * inverse

@@ -6,18 +6,16 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.operations.basic.shape import SavesNothing
+from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import Params, Saved
+from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["Quantize"]
 
-
-class Quantize(SavesNothing):
+class Quantize(SavesAll):
     """y = the values of x in `forward`'s format, in x's dtype; dx = those of dy in `backward`'s. None leaves them as they are.
 
     The rounding is taken for the identity in backward (straight through).
@@ -26,18 +24,16 @@ class Quantize(SavesNothing):
     forward: Optional[Quantizer] = None
     backward: Optional[Quantizer] = None
 
-    def op_forward_compute(self, input: torch.Tensor, params: Params, **_: Any) -> tuple[torch.Tensor, Saved]:
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return _rounded(input, self.forward), []
 
-    def op_forward_fake(
-        self, input: TensorProto, params: tuple[TensorProto, ...], **_: Any
-    ) -> tuple[TensorProto, list[Optional[TensorProto]]]:
+    def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         if self.forward is None:
             return input, []
         self.forward.check_shape(input.shape)
         return TensorProto(input.shape, input.dtype, device=input.device), []
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Optional[torch.Tensor], tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
         return _rounded(grad_output, self.backward), ()
 
 

@@ -7,16 +7,16 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation, SReLU
 from te_dynamo.operations.basic.gated import Gated, SwiGLU, half_of
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation, Params, Saved
+from te_dynamo.operations.op import BasicOperation
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
-__all__ = ["Scaled", "ScaledSReLU", "ScaledSwiGLU"]
 
-
-class Scaled(BasicOperation, abstract=True):
+class Scaled(FuserSavesAll, BasicOperation, abstract=True):
     """y [..., N] = f(x) * scales [..., None]. Extra input: scales, of x's leading dimensions. Saves x and scales.
 
     dscales = sum over N of dy * f(x), in fp32; f(x) is computed again.
@@ -29,35 +29,23 @@ class Scaled(BasicOperation, abstract=True):
         raise NotImplementedError
 
     def fuser_forward_compute(
-        self, input: torch.Tensor, params: Sequence[Params], extra_inputs: Sequence[Params], **_: Any
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+        self, input: torch.Tensor, params: Sequence[types.Params], extra_inputs: Sequence[types.Params], **_: Any
+    ) -> types.FuserForward:
         ((scales,),) = extra_inputs
         y = self.activation().forward(input.contiguous())
         scaled = y.to(torch.float32) * scales.to(torch.float32).unsqueeze(-1)
         return scaled.to(input.dtype), [()], [[input, scales]]
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        ctxs[0].save_for_backward(*tensors_to_save[0])
-
     def fuser_forward_fake(
-        self,
-        input: TensorProto,
-        params: Sequence[tuple[TensorProto, ...]],
-        extra_inputs: Sequence[tuple[TensorProto, ...]],
-        **_: Any,
-    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+        self, input: TensorProto, params: Sequence[types.Protos], extra_inputs: Sequence[types.Protos], **_: Any
+    ) -> types.FuserFake:
         ((scales,),) = extra_inputs
         shape = half_of(self, input.shape) if isinstance(self.activation(), Gated) else input.shape
         return TensorProto(shape, input.dtype, device=input.device), [()], [[input, scales]]
 
     def fuser_backward(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: torch.Tensor,
-        grad_extra_outputs: Sequence[tuple[Optional[torch.Tensor], ...]],
-    ) -> tuple[
-        Optional[torch.Tensor], list[tuple[Optional[torch.Tensor], ...]], list[tuple[Optional[torch.Tensor], ...]]
-    ]:
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Sequence[types.Grads]
+    ) -> types.FuserBackward:
         x, scales = ctxs[0].saved_tensors
         assert x is not None and scales is not None
         dx = None

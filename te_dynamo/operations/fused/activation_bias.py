@@ -20,15 +20,14 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.linear import backward_products, grad_output_quantizer
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.backward_chain import backward_chain
 from te_dynamo.operations.fused.quantized import DIALECT, activation_gradient_quantized
+from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
-
-__all__ = ["BackwardActivationBias", "fuse_activation_bias"]
 
 
 class BackwardActivationBias(FusedOperation):
@@ -36,7 +35,7 @@ class BackwardActivationBias(FusedOperation):
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+    ) -> types.FuserBackward:
         linear, activation = self.ops[0], self.ops[-1]
         assert isinstance(linear, BasicLinear)
         if not ctxs[0].requires_grad.any():
@@ -51,7 +50,7 @@ class BackwardActivationBias(FusedOperation):
         dx, dweight = backward_products(args, buffers)
         if dx is not None and grad_output.dim() != 2:
             dx = dx.reshape(*grad_output.shape[:-1], dx.shape[-1])
-        grads: Grads = [(dweight,), *((None,) * len(op.parameters()) for op in self.ops[1:])]
+        grads: list[types.Grads] = [(dweight,), *((None,) * len(op.parameters()) for op in self.ops[1:])]
         if sums is not None:
             grads[1] = (sums.to(ctxs[1].params[0].dtype),)
         return dx, grads, [() for _ in self.ops]

@@ -15,26 +15,21 @@ from typing import Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import MakeExtraOutput
 from te_dynamo.operations.basic.norm import RMSNorm
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.fused.backward_chain import Grads
+from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
-
-__all__ = ["BackwardAddRMSNorm", "fuse_backward_add_rms_norm"]
 
 
 class BackwardAddRMSNorm(FusedOperation):
     """dx [..., features] of RMSNorm, plus dextra, and dweight [features]."""
 
     def fuser_backward(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: torch.Tensor,
-        grad_extra_outputs: Sequence[tuple[Optional[torch.Tensor], ...]],
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Sequence[types.Grads]
+    ) -> types.FuserBackward:
         (grad_extra,) = grad_extra_outputs[0]
         dx, of_params = self.ops[1].op_backward(ctxs[1], grad_output)
         if dx is not None and grad_extra is not None:

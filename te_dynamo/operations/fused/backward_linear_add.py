@@ -15,26 +15,21 @@ from typing import Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import MakeExtraOutput
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.fused.backward_chain import Grads
+from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.windows import sliding_window
 from te_dynamo.recipe import Recipe
-
-__all__ = ["BackwardLinearAdd", "fuse_backward_linear_add"]
 
 
 class BackwardLinearAdd(FusedOperation):
     """dx [..., K] = dy [..., N] @ weight [N, K] + dextra [..., K], and dweight [N, K]."""
 
     def fuser_backward(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: torch.Tensor,
-        grad_extra_outputs: Sequence[tuple[Optional[torch.Tensor], ...]],
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Sequence[types.Grads]
+    ) -> types.FuserBackward:
         linear = self.ops[1]
         assert isinstance(linear, BasicLinear)
         (grad_extra,) = grad_extra_outputs[0]

@@ -20,16 +20,15 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.linear import backward_products, grad_output_quantizer
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.backward_chain import backward_chain
+from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.windows import sliding_window
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.recipe import Recipe
-
-__all__ = ["BackwardLinearScale", "fuse_backward_linear_scale"]
 
 
 class BackwardLinearScale(FusedOperation):
@@ -37,7 +36,7 @@ class BackwardLinearScale(FusedOperation):
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+    ) -> types.FuserBackward:
         linear, scale = self.ops
         assert isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale)
         if not ctxs[0].requires_grad.any():

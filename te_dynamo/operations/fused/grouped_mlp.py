@@ -25,23 +25,23 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.grouped_linear import grouped_backward_products, grouped_grad_output_quantizer
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.gated import Gated
 from te_dynamo.operations.basic.grouped_linear import GroupedLinear
 from te_dynamo.operations.basic.scaled import Scaled
 from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.backward_chain import backward_chain
 from te_dynamo.operations.fused.quantized import DIALECT_GATED, activation_gradient_quantized
-from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
-from te_dynamo.operations.windows import sliding_window
+from te_dynamo.operations.fuser import sliding_window
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["GroupedMLP", "fuse_grouped_mlp"]
 
-
-class GroupedMLP(FusedOperation):
+class GroupedMLP(FuserSavesAll, FusedOperation):
     """y[m, N] = f(x[m, K] @ w1[g]^T) @ w2[g]^T for the rows m of group g, f an activation, by the scales of its rows or not."""
 
     # One node of the graph: a partitioner that sees the parts computes in forward all that needs no dy, and saves it.
@@ -50,13 +50,13 @@ class GroupedMLP(FusedOperation):
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
-        extra_inputs: Sequence[Params],
+        params: Sequence[types.Params],
+        extra_inputs: Sequence[types.Params],
         *,
         requires_grad: Sequence[RequiresGrad],
         **keywords: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
-        saved: list[Saved] = []
+    ) -> types.FuserForward:
+        saved: list[types.Saved] = []
         needs = _needs_in_forward(requires_grad)
         for i, op in enumerate(self.ops):
             one = slice(i, i + 1)
@@ -66,13 +66,9 @@ class GroupedMLP(FusedOperation):
             saved += to_save if needs[i].any() else [[]]
         return input, [() for _ in self.ops], saved
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
-            ctx.save_for_backward(*tensors)
-
     def fuser_forward_fake(
         self, input: TensorProto, params: Any, extra_inputs: Any, *, requires_grad: Any, **keywords: Any
-    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+    ) -> types.FuserFake:
         needs = _needs_in_forward(requires_grad)
         output, extra_outputs, saved = super().fuser_forward_fake(
             input, params, extra_inputs, requires_grad=needs, **keywords
@@ -81,7 +77,7 @@ class GroupedMLP(FusedOperation):
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+    ) -> types.FuserBackward:
         first, activation, second = ctxs
         if _recomputes([ctx.requires_grad for ctx in ctxs]):
             offs, *weight = second.saved_tensors
@@ -93,7 +89,7 @@ class GroupedMLP(FusedOperation):
 
     def _first_backward(
         self, ctxs: Sequence[OperationContext], da: Any, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+    ) -> types.FuserBackward:
         """What `backward_chain` gives of the first linear and the activation, a gated one's gradient quantized in one kernel."""
         linear, activation, _ = self.ops
         gated = activation.activation() if isinstance(activation, Scaled) else activation

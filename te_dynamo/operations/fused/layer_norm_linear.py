@@ -21,31 +21,31 @@ from typing import Any, Optional
 import torch
 
 from te_dynamo.dialect.linear import forward_product, saved_operands
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.backward_chain import backward_chain
 from te_dynamo.operations.fused.quantized import NORMS, norm_quantized
-from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
-from te_dynamo.operations.windows import sliding_window
+from te_dynamo.operations.fuser import sliding_window
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["LayerNormLinear", "fuse_layer_norm_linear"]
 
-
-class LayerNormLinear(FusedOperation):
+class LayerNormLinear(FuserSavesAll, FusedOperation):
     """z [..., N] = norm(x [..., K]) @ weight [N, K]^T (+ bias [N])."""
 
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
+        params: Sequence[types.Params],
         extra_inputs: Any,
         *,
         requires_grad: Sequence[RequiresGrad],
         **_: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    ) -> types.FuserForward:
         norm, linear = self.ops[:2]
         assert isinstance(linear, BasicLinear)
         config = linear.config(requires_grad[1])
@@ -54,18 +54,14 @@ class LayerNormLinear(FusedOperation):
         weight_buffers = quantize_tensor(params[1][0].contiguous(), config.weight_quantizer)
         bias = params[2][0] if len(self.ops) == 3 else None
         output = forward_product(config, x_buffers, weight_buffers, input.dtype, bias)
-        of_norm: Saved = [input, params[0][0], *statistics] if requires_grad[0].any() else []
-        of_linear: Saved = [*saved_operands(config, x_buffers, weight_buffers)]
+        of_norm: types.Saved = [input, params[0][0], *statistics] if requires_grad[0].any() else []
+        of_linear: types.Saved = [*saved_operands(config, x_buffers, weight_buffers)]
         output = output.reshape(*input.shape[:-1], linear.out_features)
         return output, [() for _ in self.ops], [of_norm, of_linear, *([] for _ in self.ops[2:])]
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
-            ctx.save_for_backward(*tensors)
-
     def fuser_forward_fake(
         self, input: TensorProto, params: Any, extra_inputs: Any, *, requires_grad: Any, **keywords: Any
-    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+    ) -> types.FuserFake:
         output, extra_outputs, saved = super().fuser_forward_fake(
             input, params, extra_inputs, requires_grad=requires_grad, **keywords
         )
@@ -73,7 +69,7 @@ class LayerNormLinear(FusedOperation):
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+    ) -> types.FuserBackward:
         return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
 
 

@@ -37,27 +37,27 @@ import torch
 from te_dynamo.dialect.linear import backward_products, forward_product, grad_output_quantizer, saved_operands
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import Fusion
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.gated import Gated
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext, RequiresGrad
-from te_dynamo.operations.fused.backward_chain import Grads, backward_chain
+from te_dynamo.operations.fused.backward_chain import backward_chain
 from te_dynamo.operations.fused.quantized import (
     NORMS,
     activation_gradient_quantized,
     activation_quantized,
     norm_quantized,
 )
-from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
-from te_dynamo.operations.windows import sliding_window
+from te_dynamo.operations.fuser import sliding_window
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
-__all__ = ["LayerNormMLP", "layer_norm_mlp"]
 
-
-class LayerNormMLP(FusedOperation):
+class LayerNormMLP(FuserSavesAll, FusedOperation):
     """y [..., N] = f(norm(x [..., K]) @ w1^T + b1) @ w2^T + b2.
 
     recompute: None saves the second linear's input, "activation" computes it again in backward; InvalidOptionError for another.
@@ -77,14 +77,14 @@ class LayerNormMLP(FusedOperation):
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
+        params: Sequence[types.Params],
         extra_inputs: Any,
         *,
         requires_grad: Sequence[RequiresGrad],
         **_: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    ) -> types.FuserForward:
         fc2 = self._second()
-        saved: list[Saved] = [[] for _ in self.ops]
+        saved: list[types.Saved] = [[] for _ in self.ops]
         config = _config(self.ops[1], requires_grad[1])
         statistics, x_buffers = norm_quantized(self.ops[0], input, params[0], config.input_quantizer)
         if requires_grad[0].any():
@@ -107,13 +107,9 @@ class LayerNormMLP(FusedOperation):
         needs = requires_grad[self._second()]
         return self.recompute == "activation" and needs.input and needs.params[0]
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
-            ctx.save_for_backward(*tensors)
-
     def fuser_forward_fake(
         self, input: TensorProto, params: Any, extra_inputs: Any, *, requires_grad: Any, **keywords: Any
-    ) -> tuple[TensorProto, list[tuple[TensorProto, ...]], list[list[Optional[TensorProto]]]]:
+    ) -> types.FuserFake:
         """What the basic operations save, without what this one leaves out. z is saved as [M, N]."""
         fc2 = self._second()
         output, extra_outputs, saved = super().fuser_forward_fake(
@@ -131,13 +127,13 @@ class LayerNormMLP(FusedOperation):
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> tuple[Optional[torch.Tensor], Grads, Grads]:
+    ) -> types.FuserBackward:
         fc2 = self._second()
         needs = [ctx.requires_grad for ctx in ctxs]
         second = [ctxs[fc2].with_saved(self._saved_of_second(ctxs, needs)), *ctxs[fc2 + 1 :]]
         da, of_second, _ = backward_chain(self.ops[fc2:], second, grad_output, grad_extra_outputs[fc2:])
-        grads: Grads = [*((None,) * len(op.parameters()) for op in self.ops[:fc2]), *of_second]
-        extras: Grads = [() for _ in self.ops]
+        grads: list[types.Grads] = [*((None,) * len(op.parameters()) for op in self.ops[:fc2]), *of_second]
+        extras: list[types.Grads] = [() for _ in self.ops]
         if da is None:
             return None, grads, extras
         z = ctxs[fc2 - 1].saved_tensors[0]
@@ -163,11 +159,11 @@ class LayerNormMLP(FusedOperation):
 
     def _first_backward(
         self, ctxs: Sequence[OperationContext], da: torch.Tensor, z: torch.Tensor
-    ) -> tuple[Optional[torch.Tensor], Grads]:
+    ) -> tuple[Optional[torch.Tensor], list[types.Grads]]:
         """(gradient of the first linear's input, gradients of it, of its bias if it has one, and of the activation)."""
         linear, activation = self.ops[1], self.ops[self._second() - 1]
         assert isinstance(linear, BasicLinear)
-        grads: Grads = [(None,) * len(ctx.params) for ctx in ctxs]
+        grads: list[types.Grads] = [(None,) * len(ctx.params) for ctx in ctxs]
         needs_bias = len(ctxs) == 3 and ctxs[1].requires_grad.params[0]
         if not ctxs[0].requires_grad.any():  # only the bias has a gradient
             between = [ctx.with_saved([z]) for ctx in ctxs[1:]]
@@ -215,13 +211,13 @@ def _config(linear: Any, requires_grad: RequiresGrad) -> Any:
     return config
 
 
-def _bias(ops: Sequence[Any], params: Sequence[Params], index: int) -> Optional[torch.Tensor]:
+def _bias(ops: Sequence[Any], params: Sequence[types.Params], index: int) -> Optional[torch.Tensor]:
     return params[index][0] if index < len(ops) and isinstance(ops[index], Bias) else None
 
 
 def _product(
     config: Any, x_buffers: list[torch.Tensor], weight: torch.Tensor, bias: Optional[torch.Tensor], dtype: torch.dtype
-) -> tuple[torch.Tensor, Saved]:
+) -> types.Forward:
     """(x @ weight^T + bias as [M, N], what backward reads of the operands)."""
     weight_buffers = quantize_tensor(weight.contiguous(), config.weight_quantizer)
     output = forward_product(config, x_buffers, weight_buffers, dtype, bias)

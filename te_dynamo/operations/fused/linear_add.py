@@ -17,38 +17,33 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import AddExtraInput, check_same_shape
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
-from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
-from te_dynamo.operations.windows import sliding_window
+from te_dynamo.operations.fuser import sliding_window
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.recipe import Recipe
 
-__all__ = ["ForwardLinearBiasAdd", "fuse_linear_bias_add"]
 
-
-class ForwardLinearBiasAdd(FusedOperation):
+class ForwardLinearBiasAdd(FuserSavesAll, FusedOperation):
     """y [..., N] = x [..., K] @ weight [N, K]^T + bias [N] + extra [..., N], rounded to x's dtype before extra is added."""
 
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
-        extra_inputs: Sequence[Params],
+        params: Sequence[types.Params],
+        extra_inputs: Sequence[types.Params],
         *,
         requires_grad: Any,
         **_: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    ) -> types.FuserForward:
         linear, (extra,) = self.ops[0], extra_inputs[-1]
         assert isinstance(linear, BasicLinear)
         bias = params[1][0] if len(self.ops) == 3 else None
         check_same_shape((*input.shape[:-1], linear.out_features), extra.shape)
         output, saved = linear.forward(input, params[0][0], bias, requires_grad[0], extra)
         return output, [() for _ in self.ops], [saved, *([] for _ in self.ops[1:])]
-
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
-            ctx.save_for_backward(*tensors)
 
 
 def fuse_linear_bias_add(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:

@@ -18,26 +18,31 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
-from te_dynamo.operations.windows import sliding_window
+from te_dynamo.operations.fuser import sliding_window
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
-
-__all__ = ["ForwardLinearBiasActivation", "fuse_linear_bias_activation"]
 
 
 class ForwardLinearBiasActivation(FusedOperation):
     """y [..., N] = f(x [..., K] @ weight [N, K]^T + bias [N]); f the identity without a third operation."""
 
     def fuser_forward_compute(
-        self, input: torch.Tensor, params: Sequence[Params], extra_inputs: Any, *, requires_grad: Any, **keywords: Any
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+        self,
+        input: torch.Tensor,
+        params: Sequence[types.Params],
+        extra_inputs: Any,
+        *,
+        requires_grad: Any,
+        **keywords: Any,
+    ) -> types.FuserForward:
         linear, _bias, *activations = self.ops
         assert isinstance(linear, BasicLinear)
         output, of_linear = linear.forward(input, params[0][0], params[1][0], requires_grad[0])
-        saved: list[Saved] = [of_linear, []]
+        saved: list[types.Saved] = [of_linear, []]
         for activation in activations:
             output, of_activation = activation.op_forward_compute(
                 output, params[2], requires_grad=requires_grad[2], **keywords
@@ -45,7 +50,7 @@ class ForwardLinearBiasActivation(FusedOperation):
             saved.append(of_activation)
         return output, [() for _ in self.ops], saved
 
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
+    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[types.Saved]) -> None:
         for op, ctx, tensors in zip(self.ops, ctxs, tensors_to_save, strict=True):
             op.op_forward_save_ctx(ctx, tensors)
 

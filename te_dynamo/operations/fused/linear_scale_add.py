@@ -17,29 +17,28 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import AddExtraInput, check_same_shape
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
-from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import FusedOperation, FusibleOperation, Params, Saved
-from te_dynamo.operations.windows import sliding_window
+from te_dynamo.operations.fuser import sliding_window
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.saves import FuserSavesAll
 from te_dynamo.recipe import Recipe
 
-__all__ = ["ForwardLinearScaleAdd", "fuse_linear_scale_add"]
 
-
-class ForwardLinearScaleAdd(FusedOperation):
+class ForwardLinearScaleAdd(FuserSavesAll, FusedOperation):
     """y [..., N] = scale * (x [..., K] @ weight [N, K]^T) + extra [..., N]."""
 
     def fuser_forward_compute(
         self,
         input: torch.Tensor,
-        params: Sequence[Params],
-        extra_inputs: Sequence[Params],
+        params: Sequence[types.Params],
+        extra_inputs: Sequence[types.Params],
         *,
         requires_grad: Any,
         **_: Any,
-    ) -> tuple[torch.Tensor, list[Params], list[Saved]]:
+    ) -> types.FuserForward:
         linear, scale, _add = self.ops
         assert isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale)
         (extra,) = extra_inputs[-1]
@@ -47,10 +46,6 @@ class ForwardLinearScaleAdd(FusedOperation):
         check_same_shape(product.shape, extra.shape)
         output = torch.add(extra, product, alpha=scale.scale).to(input.dtype)
         return output, [(), (), ()], [saved, [], []]
-
-    def fuser_forward_save_ctx(self, ctxs: Sequence[OperationContext], tensors_to_save: Sequence[Saved]) -> None:
-        for ctx, tensors in zip(ctxs, tensors_to_save, strict=True):
-            ctx.save_for_backward(*tensors)
 
 
 def fuse_linear_scale_add(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:

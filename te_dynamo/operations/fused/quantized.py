@@ -13,25 +13,17 @@ from te_dynamo.dialect.activation import activation_backward_quantize, activatio
 from te_dynamo.dialect.gated import gated_backward_quantize_halves, gated_quantize
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from te_dynamo.operations.basic.activation import GELU, QGELU, Activation, ReLU, SiLU
+from te_dynamo.operations import types
+from te_dynamo.operations.basic.activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from te_dynamo.operations.basic.gated import GEGLU, GLU, QGEGLU, Gated, ReGLU, SwiGLU
 from te_dynamo.operations.basic.norm import LayerNorm, RMSNorm
-from te_dynamo.operations.op import BasicOperation, Params
+from te_dynamo.operations.op import BasicOperation
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = [
-    "DIALECT",
-    "DIALECT_GATED",
-    "NORMS",
-    "activation_gradient_quantized",
-    "activation_quantized",
-    "norm_quantized",
-]
-
 NORMS = (LayerNorm, RMSNorm)
 
-DIALECT = (GELU, QGELU, ReLU, SiLU)
+DIALECT = (GELU, QGELU, ReLU, SiLU, SReLU)
 """The activations that te.activation has kernels for."""
 
 DIALECT_GATED = (GEGLU, GLU, QGEGLU, ReGLU, SwiGLU)
@@ -39,7 +31,7 @@ DIALECT_GATED = (GEGLU, GLU, QGEGLU, ReGLU, SwiGLU)
 
 
 def norm_quantized(
-    norm: BasicOperation, x: torch.Tensor, params: Params, quantizer: Quantizer
+    norm: BasicOperation, x: torch.Tensor, params: types.Params, quantizer: Quantizer
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(statistics: mean of a LayerNorm, rstd; buffers of the norm's output)."""
     x = x.contiguous()

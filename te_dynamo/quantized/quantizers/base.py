@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from te_dynamo.quantized.storage import QuantizedTensorStorage
     from te_dynamo.quantized.tensor import QuantizedTensor
 
-__all__ = ["Buffers", "Quantizer"]
-
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Buffer name -> (shape, dtype), in the order in which `te.quantize` returns them."""
 

@@ -8,25 +8,23 @@ from typing import Any
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
     check_amax_epsilon,
-    check_fp8_format,
     epsilon_text,
     rounded_up,
     rows_and_columns,
     tiles,
 )
 
-__all__ = ["Float8BlockQuantizer"]
-
 BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(Float8Quantizer):
     """x ~ data * scale_inv of its block, with scale_inv = amax(block) / fmax.
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
@@ -42,24 +40,17 @@ class Float8BlockQuantizer(Quantizer):
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
 
-    fp8_format: str = "e4m3"
     block_dims: int = 1
     power_of_two_scale: bool = True
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fp8_format(self.fp8_format)
         if self.block_dims not in (1, 2):
             raise QuantizationError(
                 f"block_dims: expected 1 (blocks of 1x128) or 2 (blocks of 128x128), got {self.block_dims!r}"
             )
         check_amax_epsilon(self.amax_epsilon)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The float8 dtype of the data."""
-        return FP8_DTYPES[self.fp8_format]
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
         return Float8BlockQuantizer(

@@ -7,23 +7,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
 from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantized.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
-    check_amax_epsilon,
-    check_fp8_format,
-    epsilon_text,
     rounded_up,
     rows_and_columns,
 )
 
-__all__ = ["Float8CurrentScalingQuantizer"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8CurrentScalingQuantizer(Quantizer):
+class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     """x ~ data * scale_inv, with scale_inv = amax(x) / fmax.
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
@@ -31,25 +27,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
     amax_epsilon: amax is at least this.
     """
 
-    fp8_format: str = "e4m3"
-    power_of_two_scale: bool = False
-    amax_epsilon: float = 0.0
-
     one_scale: ClassVar[bool] = True
     fused_producers: ClassVar[bool] = True
     fused_sums: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
     grouped_gemms: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fp8_format(self.fp8_format)
-        check_amax_epsilon(self.amax_epsilon)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The float8 dtype of the data."""
-        return FP8_DTYPES[self.fp8_format]
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
         return Float8CurrentScalingQuantizer(
@@ -62,7 +44,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
         rows, columns = rows_and_columns(shape)
-        # Not self.dtype: Dynamo, tracing this, cannot look a property up on a value.
         dtype = FP8_DTYPES[self.fp8_format]
         buffers: Buffers = {}
         if self.rowwise:
@@ -74,10 +55,3 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
-
-    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return ("transpose" if columnwise else "data", "scale_inv")
-
-    def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"

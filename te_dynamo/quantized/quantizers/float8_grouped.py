@@ -8,41 +8,23 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import InputError
-from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
 from te_dynamo.quantized.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
-    check_amax_epsilon,
-    check_fp8_format,
-    epsilon_text,
     rounded_up,
 )
 
-__all__ = ["Float8GroupedQuantizer"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8GroupedQuantizer(Quantizer):
+class Float8GroupedQuantizer(OneScaleQuantizer):
     """x[g] ~ data[g] * scale_inv[g], with scale_inv[g] = amax(x[g]) / fmax, of x [G, N, K].
 
     Columnwise data is each group's transpose. The fields are those of Float8CurrentScalingQuantizer.
     """
 
-    fp8_format: str = "e4m3"
-    power_of_two_scale: bool = False
-    amax_epsilon: float = 0.0
-
     reads_as_matrix: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fp8_format(self.fp8_format)
-        check_amax_epsilon(self.amax_epsilon)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The float8 dtype of the data."""
-        return FP8_DTYPES[self.fp8_format]
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
         return Float8GroupedQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
@@ -54,7 +36,6 @@ class Float8GroupedQuantizer(Quantizer):
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
         groups, n, k = shape
-        # Not self.dtype: Dynamo, tracing this, cannot look a property up on a value.
         dtype = FP8_DTYPES[self.fp8_format]
         buffers: Buffers = {}
         if self.rowwise:
@@ -67,9 +48,5 @@ class Float8GroupedQuantizer(Quantizer):
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8GroupedTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
-    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return ("transpose" if columnwise else "data", "scale_inv")
-
     def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"grouped {self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
+        return f"grouped {super().describe()}"

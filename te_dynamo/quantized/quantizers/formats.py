@@ -8,27 +8,10 @@ import torch
 
 from te_dynamo.errors import QuantizationError
 
-__all__ = [
-    "FP8_DTYPES",
-    "TRANSPOSE_ALIGNMENT",
-    "check_amax_epsilon",
-    "check_fp8_format",
-    "epsilon_text",
-    "rounded_up",
-    "rows_and_columns",
-    "tiles",
-]
-
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 TRANSPOSE_ALIGNMENT = 16
 """The row stride of transposed 8-bit data is a multiple of this many bytes, as the GEMM's tensor copies need."""
-
-
-def check_fp8_format(fp8_format: str) -> None:
-    """Raises QuantizationError for a format that is none of FP8_DTYPES."""
-    if fp8_format not in FP8_DTYPES:
-        raise QuantizationError(f"fp8_format: expected one of {sorted(FP8_DTYPES)}, got {fp8_format!r}")
 
 
 def check_amax_epsilon(amax_epsilon: float) -> None:

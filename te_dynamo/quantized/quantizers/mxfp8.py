@@ -8,23 +8,21 @@ from typing import Any
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
+from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import (
     FP8_DTYPES,
     TRANSPOSE_ALIGNMENT,
-    check_fp8_format,
     rounded_up,
     rows_and_columns,
     tiles,
 )
 
-__all__ = ["MXFP8Quantizer"]
-
 BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(Float8Quantizer):
     """x ~ data * 2^(scale_inv - 127) of its block, the exponent that of amax(block) / fmax, rounded up.
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
@@ -38,21 +36,14 @@ class MXFP8Quantizer(Quantizer):
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """
 
-    fp8_format: str = "e4m3"
     scale_block: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fp8_format(self.fp8_format)
         if self.scale_block not in (32, 128):
             raise QuantizationError(
                 f"scale_block: expected 32 (the format's own block) or 128 (four equal scales), got {self.scale_block!r}"
             )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The float8 dtype of the data."""
-        return FP8_DTYPES[self.fp8_format]
 
     def transposes_columns(self) -> bool:
         return self.scale_block != BLOCK

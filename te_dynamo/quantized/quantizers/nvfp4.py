@@ -11,8 +11,6 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
 from te_dynamo.quantized.quantizers.formats import rounded_up, rows_and_columns, tiles
 
-__all__ = ["NVFP4Quantizer"]
-
 BLOCK = 16
 
 

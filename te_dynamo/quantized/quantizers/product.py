@@ -9,8 +9,6 @@ from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantized.quantizers.mxfp8 import MXFP8Quantizer
 from te_dynamo.quantized.quantizers.nvfp4 import NVFP4Quantizer
 
-__all__ = ["check_grouped_linear", "check_linear", "check_product"]
-
 
 def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
     """Raises QuantizationError, naming the GEMM, unless the GEMMs of a linear can multiply their operands.

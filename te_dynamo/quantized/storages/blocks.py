@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["spread"]
-
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
     """scales [a, b] or more, each for a block of `block` values, as one number for each value of a matrix of `shape`.

@@ -6,8 +6,6 @@ import torch
 
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
-__all__ = ["Float8TensorStorage"]
-
 
 class Float8TensorStorage(QuantizedTensorStorage):
     """FP8 with one scale a tensor: data [M, K], transpose [K, M^16], scale_inv [1]."""

@@ -8,8 +8,6 @@ from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
 
-__all__ = ["Float8BlockTensorStorage"]
-
 
 class Float8BlockTensorStorage(QuantizedTensorStorage):
     """FP8 with an fp32 scale for each 1x128 or 128x128 values: data [M, K], transpose [K, M^16] and their scales."""

@@ -6,8 +6,6 @@ import torch
 
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
-__all__ = ["Float8GroupedTensorStorage"]
-
 
 class Float8GroupedTensorStorage(QuantizedTensorStorage):
     """FP8 with one scale a group: data [G, N, K], transpose [G, K, N^16], scale_inv [G]."""

@@ -8,8 +8,6 @@ from te_dynamo.quantized.quantizers import MXFP8Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
 
-__all__ = ["MXFP8TensorStorage"]
-
 
 class MXFP8TensorStorage(QuantizedTensorStorage):
     """FP8 with an E8M0 scale for each 32 values: data [M, K], columnwise_data [M, K] or [K, M^16], and their scales."""

@@ -8,8 +8,6 @@ from te_dynamo.quantized.quantizers import NVFP4Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
 
-__all__ = ["NVFP4TensorStorage"]
-
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Those of te_dynamo.kernels.quantize.nvfp4, which says what the transform is; storages do not read kernels."""
 

@@ -16,15 +16,15 @@ from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import current as gemm_kernels
 from te_dynamo.kernels.gemm import decode as decode_kernels
-from te_dynamo.kernels.gemm.add import (
+from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile, kernel_options
+from te_dynamo.kernels.gemm.decode import decode_options
+from te_dynamo.kernels.gemm.epilogue import (
     gemm_add,
     gemm_add_in_place,
     gemm_add_reference,
     gemm_add_specialized_out,
 )
-from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile, kernel_options
-from te_dynamo.kernels.gemm.decode import decode_options
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
 from te_dynamo.kernels.gemm.tiles import TILES, DecodeTile, Tile, choose_decode_tile, choose_tile
 

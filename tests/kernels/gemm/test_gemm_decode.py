@@ -13,10 +13,10 @@ import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import decode as kernels
-from te_dynamo.kernels.gemm.amax import gemm_amax
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile
 from te_dynamo.kernels.gemm.decode import decode_options
+from te_dynamo.kernels.gemm.epilogue import gemm_amax
 from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile, choose_stacked_tile
 from te_dynamo.kernels.runtime.device import H200, Device

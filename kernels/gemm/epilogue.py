@@ -1,6 +1,6 @@
-"""An FP8 GEMM that adds another tensor to its result, in the same launch.
+"""An FP8 GEMM that does more with its result in the same launch: it adds another tensor to it, or finds its amax.
 
-    C[M, N] = round(round((A[M, K] @ B[N, K]^T) * (a_scale_inv * b_scale_inv) + bias[N]) + addend[M, N])
+    add     C[M, N] = round(round((A[M, K] @ B[N, K]^T) * (a_scale_inv * b_scale_inv) + bias[N]) + addend[M, N])
 
 The product is rounded to C's dtype before the addend is added in fp32, so that it equals the GEMM and an addition, bit for bit. C
 may take the addend's place: every element of it is read by the program that writes it, before it does.
@@ -8,6 +8,11 @@ may take the addend's place: every element of it is read by the program that wri
 kernels/gemm/current.py and decode.py load the addend where they store; in the kernel for large products on Hopper the copying warp
 brings it through the ring behind a tile's last block of K, so that no product waits for it. That kernel takes addends of two
 bytes an element: a large sum in fp32 is a pass of its own, as is one whose rows are not whole 16 bytes.
+
+    amax    C = kernels/gemm/current.py's;  amax = max |C|, of the rounded values
+
+What a linear writes is often what the next one quantizes. With a few rows a launch takes as long as what it computes, so the kernel for
+a few rows finds the amax; after another one it is a pass of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +22,8 @@ import torch
 from te_dynamo.kernels.gemm.choose import Choice, choose_for
 from te_dynamo.kernels.gemm.current import check_operands, gemm, gemm_reference, gemm_with_tile
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime.launch import is_recording
-
-__all__ = [
-    "gemm_add",
-    "gemm_add_in_place",
-    "gemm_add_reference",
-    "gemm_add_specialized_out",
-    "is_aligned",
-]
 
 _ALIGNMENT = 16  # bytes, of a tensor that is copied by a descriptor
 
@@ -144,3 +142,39 @@ def _readable(addend: torch.Tensor) -> torch.Tensor:
     addend = addend.contiguous()
     aligned = is_aligned(addend) if is_recording() else addend.data_ptr() % _ALIGNMENT == 0
     return addend if aligned else addend.clone()
+
+
+def gemm_amax(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(C [M, N], fp32 [PARTIALS] whose maximum is the amax) of what `gemm` takes; ValueError where it raises one."""
+    check_operands(a, b, bias, out_dtype)
+    choice = choose_for(a, b, fast_accum, out_dtype, epilogue="amax")
+    if not choice.fused:
+        c = gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
+        return c, partial_amaxes(c)
+    partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
+    return gemm_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, partials), partials
+
+
+def gemm_amax_reference(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gemm_amax` in plain PyTorch on any device; all its partial amaxes are the amax."""
+    c = gemm_reference(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
+    partials = torch.zeros(PARTIALS, dtype=torch.float32, device=a.device)
+    if c.numel():
+        partials += c.abs().amax()
+    return c, partials

@@ -1,0 +1,51 @@
+"""What the FP8 quantizers share: a format of their elements, and with one scale its rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from te_dynamo.errors import QuantizationError
+from te_dynamo.quantized.quantizers.base import Quantizer
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8Quantizer(Quantizer):
+    """fp8_format: "e4m3" (largest value 448) or "e5m2" (57344); QuantizationError for another."""
+
+    fp8_format: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_format not in FP8_DTYPES:
+            raise QuantizationError(f"fp8_format: expected one of {sorted(FP8_DTYPES)}, got {self.fp8_format!r}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float8 dtype of the data. Not for what Dynamo traces, which cannot look a property up on a value."""
+        return FP8_DTYPES[self.fp8_format]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneScaleQuantizer(Float8Quantizer):
+    """One scale for all values of a matrix, from their present amax.
+
+    power_of_two_scale: clear the scale's mantissa bits.
+    amax_epsilon: amax is at least this.
+    """
+
+    power_of_two_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_amax_epsilon(self.amax_epsilon)
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return ("transpose" if columnwise else "data", "scale_inv")
+
+    def describe(self) -> str:
+        pow2 = ", pow2" if self.power_of_two_scale else ""
+        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
