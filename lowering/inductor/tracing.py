@@ -1,16 +1,21 @@
-"""What torch's own tools show of a compilation: artifacts that tlparse lists, and times in torch._dynamo.utils.compile_times()."""
+"""What torch's own tools show of us: artifacts that tlparse lists, times in torch._dynamo.utils.compile_times(), names in profiles."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pkgutil
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["ARTIFACT", "TIMED", "artifact", "is_traced", "timed"]
+import torch
+
+__all__ = ["ARTIFACT", "PROFILED", "TIMED", "artifact", "is_traced", "named_in_profiles", "timed"]
 
 ARTIFACT = "torch._logging.trace_structured"
 TIMED = "torch._dynamo.utils.dynamo_timed"
+PROFILED = "torch.autograd.profiler._is_profiler_enabled"
 
 
 def is_traced() -> bool:
@@ -32,6 +37,21 @@ def timed(name: str) -> contextlib.AbstractContextManager[object]:
     """Inside, time counts for `name`."""
     count = _found(TIMED)
     return contextlib.nullcontext() if count is None else count(name)
+
+
+def named_in_profiles(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with one more keyword, `name`, under which a profiler shows it. While none runs that costs the look at a flag."""
+    flags = vars(torch.autograd.profiler)
+    flag = PROFILED.rpartition(".")[2]
+
+    @functools.wraps(call)
+    def named(*args: Any, name: str, **keywords: Any) -> Any:
+        if not flags.get(flag):
+            return call(*args, **keywords)
+        with torch.profiler.record_function(name):
+            return call(*args, **keywords)
+
+    return named
 
 
 def _found(name: str) -> Callable[..., contextlib.AbstractContextManager[object]] | None:
