@@ -3,6 +3,10 @@
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+if (
+    __name__ != "te_dynamo"
+):  # what walks through a checkout's packages, as TORCH_LOGS="te_dynamo" does, finds this one in itself
+    raise ImportError("te_dynamo: this package has one name, te_dynamo")
 if not (Path(__file__).parent / "kernels").is_dir():  # in a checkout, whose other code folders lie beside this one
     __path__.append(str(Path(__file__).parents[1]))
 

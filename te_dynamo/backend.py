@@ -28,13 +28,15 @@ from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated, warn_if_left_for_cost
-from te_dynamo.inspect.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, uncached
+from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
 from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
 from te_dynamo.lowering.inductor.install import install, launch_options
 from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
 from te_dynamo.options import Options
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
@@ -74,14 +76,14 @@ def te(
     install()
     parsed = Options.parse(options, mode)
     check_choice(parsed.fusions)
-    compilation = _Compilation(parsed, Report(), begin_graph())
+    compilation = _Compilation(parsed, Report(), GraphInProgress())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
         advise(compiled_model(), _is_whole(gm), parsed, compilation.report)
     except RestartAnalysis:
-        abandon(compilation.index)
+        abandon(compilation.progress)
         raise
-    publish(compilation.report, compilation.index)
+    publish(compilation.report, compilation.progress)
     return compiled
 
 
@@ -91,30 +93,34 @@ class _Compilation:
 
     options: Options
     report: Report
-    index: int
+    progress: GraphInProgress
 
     def record(self, stage: str, graph: Graph) -> None:
-        record(stage, graph, self.index)
+        record(stage, graph, self.progress)
 
     def joint(self, graph: Graph) -> None:
-        save_products_only(graph)
-        self._simplify(graph)
-        self._fuse(graph, "joint")
+        with timed("te_dynamo.joint"):
+            save_products_only(graph)
+            self._simplify(graph)
+            self._fuse(graph, "joint")
         if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
             self.record("joint", graph)
 
     def divided(self, graph: Graph, phase: str) -> None:
-        if phase == "inference":  # has no joint graph before it
-            self._simplify(graph)
-        self._fuse(graph, phase)
-        drop_unread_usages(graph)
-        if self.options.low_memory:
-            make_columns_late(graph)
+        with timed(f"te_dynamo.{phase}"):
+            if phase == "inference":  # has no joint graph before it
+                self._simplify(graph)
+            self._fuse(graph, phase)
+            drop_unread_usages(graph)
+            if self.options.low_memory:
+                make_columns_late(graph)
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:
-        for op, runs in lower(graph):
-            self.report.lowered.append((phase, op, runs))
+        with timed("te_dynamo.lower"):
+            lowered = lower(graph)
+        self.report.lowered += [(phase, op, runs) for op, runs in lowered]
+        tell_lowered(phase, lowered)
         self.record(f"lower.{phase}", graph)
 
     def _simplify(self, graph: Graph) -> None:
@@ -126,6 +132,7 @@ class _Compilation:
         if self.options.fusions:
             fired = fuse(graph, phase, self.options.fusions)
             self.report.fusions += [(phase, name, times) for name, times in fired]
+            tell_fusions(phase, fired)
 
 
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
@@ -136,11 +143,12 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
-    with _disable_saved_tensors_hooks_during_tracing():
+    with timed("te_dynamo.match"), _disable_saved_tensors_hooks_during_tracing():
         match(gm, options, compilation.report, example_inputs)
         if options.fusions:
             fuse_operations(gm, options, compilation.report)
         supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
+    tell_decisions(compilation.report)
     compilation.record("match", gm.graph)
     require_coverage(options, compilation.report)
     warn_if_emulated(gm, compilation.report)

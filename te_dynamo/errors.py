@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CoverageError",
     "FusionError",
+    "GraphBreakError",
     "InputError",
     "InvalidOptionError",
     "KeptWeightError",
@@ -49,20 +50,21 @@ class InvalidOptionError(TeError, ValueError):
         return cls(f"te_dynamo: unknown {what} {name!r}; {hint}")
 
 
-class CoverageError(TeError):
-    """Less of a graph is in a recipe than `require_coverage` asks for."""
+class CoverageError(TeError, AssertionError):
+    """Less of a graph or of a model is in a recipe than was asked for."""
 
     @classmethod
-    def of(cls, share: float, required: float, left: Sequence[MatchRecord]) -> CoverageError:
-        """Lists what was left, the largest first."""
+    def of(cls, asked: str, left: Sequence[MatchRecord]) -> CoverageError:
+        """asked: what was asked for, and what there is in its place. left: the linears to list, the largest first."""
         rows = [
             f"    {match.module or '(no module)'} ({match.source}), {' x '.join(match.shape)}: {match.reason}"
             for match in sorted(left, key=lambda match: -match.flops)
         ]
-        return cls(
-            f"te_dynamo: {share:.1%} of the linear FLOPs of this graph are in a recipe, and require_coverage asks for {required:.1%}. "
-            "Left, the largest first:\n" + "\n".join(rows)
-        )
+        return cls(f"te_dynamo: {asked}. Left, the largest first:\n" + "\n".join(rows))
+
+
+class GraphBreakError(TeError, AssertionError):
+    """A model that was asked to be one graph without breaks, and is not."""
 
 
 class QuantizationError(TeError, ValueError):

@@ -1,7 +1,7 @@
 """How Inductor's code calls the warp-specialized GEMMs, which it cannot write launches of: their kernels are in Gluon.
 
 `lower` leaves a GEMM that such a kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
-writes `extern_kernels.te_gemm(a, ..., out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
+writes `extern_kernels.te_gemm(a, ..., name='layers.0.up te_gemm', out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
 Of several results none is planned: the function allocates and returns them. te.gemm_add may write to its addend
 (lowering/extern/in_place.py).
 """
@@ -28,6 +28,8 @@ from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_spe
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
+from te_dynamo.lowering.inductor.tracing import named_in_profiles
+from te_dynamo.module_path import clean_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
     from torch._inductor.select_algorithm import extern_kernels
     from torch._inductor.virtualized import V
 
-    setattr(extern_kernels, extern.name, extern.call)
+    setattr(extern_kernels, extern.name, named_in_profiles(extern.call))
     opaque = fallback_handler(operation)
 
     @register_lowering(operation, type_promotion_kind=None)
@@ -147,6 +149,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
         operands = [x for x in arguments[: extern.tensors] if x is not None]
         inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
         keywords, function = extern.keywords(*extern.flags(arguments)), f"extern_kernels.{extern.name}"
+        keywords["name"] = _name_in_profiles(V.graph.current_node, extern)
         its_own = not extern.adds or inputs[-1].get_name() == operands[-1].get_name()  # no copy of it, of other strides
         if extern.adds and its_own and can_write_into_addend(V.graph.current_node):
             call_into_last(inputs, keywords, function)
@@ -167,6 +170,15 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
             for i, layout in enumerate(layouts)
         )
+
+
+def _name_in_profiles(node: torch.fx.Node, extern: _Extern) -> str:
+    """ "layers.0.up te_gemm": the module whose linear the node is of, if torch knows it; of a stack that of its first."""
+    forward, backward = (node.meta.get(key) for key in ("nn_module_stack", "fwd_nn_module_stack"))
+    stack = forward or backward or {"": ("", None)}
+    path = clean_path(next(reversed(stack.values()))[0])
+    others = " and others" if path and node.target in (gemm_stacked, gemm_gated) else ""
+    return f"{path}{others} {extern.name}{'' if forward or not backward else ' backward'}".strip()
 
 
 def _compile_kernel_of(node: torch.fx.Node, extern: _Extern) -> None:

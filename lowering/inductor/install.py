@@ -18,6 +18,7 @@ from te_dynamo.lowering.inductor.fake_values import incremental_update
 from te_dynamo.lowering.inductor.mutation import analyse
 from te_dynamo.lowering.inductor.private import Private, warn_skipped
 from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
+from te_dynamo.lowering.inductor.tracing import ARTIFACT, PROFILED, TIMED
 from te_dynamo.lowering.inductor.workers import STATIC_LAUNCH, submit
 
 AHEAD = Private(
@@ -82,6 +83,21 @@ TABLE = (
         "torch._inductor.select_algorithm.extern_kernels",
         "Inductor's code calls Gluon kernels by their names in it",
         needs=("torch._inductor.lowering.fallback_handler", "torch._inductor.ir.ExternKernelOut"),
+    ),
+    Private(
+        ARTIFACT,
+        "tlparse shows decisions, fusions and the graph after each stage",
+        "our artifacts in torch's trace",
+    ),
+    Private(
+        TIMED,
+        "torch._dynamo.utils.compile_times() has the time of each of our stages",
+        "our lines among torch's compile times",
+    ),
+    Private(
+        PROFILED,
+        "calls of Gluon kernels have the path of their module in a profile",
+        "those names",
     ),
     Private(
         "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",

@@ -41,6 +41,7 @@ def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...]
     inherited = (
         "stack_trace",
         "nn_module_stack",
+        "fwd_nn_module_stack",
         "seq_nr",
         "recompute",
         "ac_graph_id",

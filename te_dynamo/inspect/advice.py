@@ -118,7 +118,8 @@ def require_coverage(options: Options, report: Report) -> None:
     linears = [match for match in report.matches if match.kind == "linear"]
     share = coverage(linears)
     if options.require_coverage and any(match.flops for match in linears) and share < options.require_coverage:
-        raise CoverageError.of(share, options.require_coverage, [match for match in linears if not match.matched])
+        asked = f"{share:.1%} of the linear FLOPs of this graph are in a recipe, and require_coverage asks for {options.require_coverage:.1%}"
+        raise CoverageError.of(asked, [match for match in linears if not match.matched])
 
 
 def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Options, report: Report) -> Iterator[str]:

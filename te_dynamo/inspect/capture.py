@@ -4,14 +4,14 @@
         torch.compile(model, backend="te")(x).sum().backward()
     print(graphs["backward"])
 
-The backend's side is `begin_graph`, `record` and `publish`, which cost one test of an empty list when nobody
-captures.
+The backend's side is `GraphInProgress`, `record` and `publish`. They do nothing when nobody captures, and torch neither logs nor traces
+(te_dynamo/inspect/logs.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +21,7 @@ from torch import fx
 from te_dynamo.errors import MissingStageError
 from te_dynamo.inspect.graph_names import name_inputs
 from te_dynamo.inspect.graph_text import graph_text
+from te_dynamo.inspect.logs import is_heard, tell_graph
 from te_dynamo.inspect.report import Report
 
 STAGES = (
@@ -38,7 +39,18 @@ STAGES = (
 # Not a ContextVar: autograd compiles a CUDA model's backward graph on a thread that inherits no context.
 _captures: list[Captured] = []
 _lock = threading.RLock()
-_numbers = itertools.count()
+
+
+@dataclasses.dataclass(eq=False)
+class GraphInProgress:
+    """One Dynamo graph on its way through the stages. stages: copies of it after those that were recorded."""
+
+    stages: dict[str, fx.Graph] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with _lock:
+            for captured in _captures:
+                captured._number(self)
 
 
 class Captured:
@@ -54,7 +66,7 @@ class Captured:
     def __init__(self) -> None:
         self._graphs: dict[str, dict[int, tuple[str, fx.Graph]]] = {}
         self._reports: dict[int, Report] = {}
-        self._order: dict[int, int] = {}
+        self._order: dict[GraphInProgress, int] = {}
 
     def __getitem__(self, stage: str) -> str:
         texts = self.all(stage)
@@ -99,8 +111,8 @@ class Captured:
                     sections.append(f"# graph {number}, {stage}\n{self._graphs[stage][number][0]}")
         return "\n\n".join(sections)
 
-    def _number(self, index: int) -> int:
-        return self._order.setdefault(index, max(self._order.values(), default=-1) + 1)
+    def _number(self, progress: GraphInProgress) -> int:
+        return self._order.setdefault(progress, max(self._order.values(), default=-1) + 1)
 
     def _stage(self, stage: str) -> dict[int, tuple[str, fx.Graph]]:
         if stage in self._graphs:
@@ -151,56 +163,37 @@ def active() -> bool:
     return bool(_captures)
 
 
-def begin_graph() -> int:
-    """Number of the Dynamo graph that the backend starts on, to hand to `record` and `publish`."""
-    index = next(_numbers)
-    with _lock:
-        for captured in _captures:
-            captured._number(index)
-    return index
-
-
-def record(stage: str, graph: fx.Graph, index: int) -> None:
-    """Stores `graph` after `stage`, as text and as a copy. MissingStageError for an unknown stage."""
-    if not _captures:
+def record(stage: str, graph: fx.Graph, progress: GraphInProgress) -> None:
+    """Stores `graph` after `stage`, as text and as a copy, and tells the logs. MissingStageError for an unknown stage."""
+    if not (_captures or is_heard()):
         return
     if stage not in STAGES:
         raise MissingStageError(f"te_dynamo: no stage {stage!r}; the stages are {', '.join(STAGES)}")
-    copy = _copy_graph(graph)
-    with _lock:
-        name_inputs(copy, stage, _earlier(index))
-        entry = (graph_text(copy), copy)
-        for captured in _captures:
-            captured._graphs.setdefault(stage, {})[captured._number(index)] = entry
-
-
-def _earlier(index: int) -> dict[str, fx.Graph]:
-    """The stages that Dynamo graph `index` has passed while anybody captured."""
-    return {
-        stage: numbered[captured._order[index]][1]
-        for captured in _captures
-        if index in captured._order
-        for stage, numbered in captured._graphs.items()
-        if captured._order[index] in numbered
-    }
-
-
-def abandon(index: int) -> None:
-    """Forgets Dynamo graph `index`: Dynamo gives up the attempt and traces the function again."""
+    copy = progress.stages[stage] = _copy_graph(graph)
+    name_inputs(copy, stage, progress.stages)
+    text = graph_text(copy)
+    tell_graph(stage, text)
     with _lock:
         for captured in _captures:
-            number = captured._order.pop(index, -1)
+            captured._graphs.setdefault(stage, {})[captured._number(progress)] = (text, copy)
+
+
+def abandon(progress: GraphInProgress) -> None:
+    """Forgets a Dynamo graph: Dynamo gives up the attempt and traces the function again."""
+    with _lock:
+        for captured in _captures:
+            number = captured._order.pop(progress, -1)
             captured._reports.pop(number, None)
             for numbered in captured._graphs.values():
                 numbered.pop(number, None)
             captured._graphs = {stage: numbered for stage, numbered in captured._graphs.items() if numbered}
 
 
-def publish(report: Report, index: int) -> None:
-    """Stores the report of Dynamo graph `index`: itself, no copy, so later stages may still write to it."""
+def publish(report: Report, progress: GraphInProgress) -> None:
+    """Stores the report of a Dynamo graph: itself, no copy, so later stages may still write to it."""
     with _lock:
         for captured in _captures:
-            captured._reports[captured._number(index)] = report
+            captured._reports[captured._number(progress)] = report
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
+from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
@@ -211,6 +212,19 @@ class Explanation:
             cells = [tuple(map(str, row)) for row in rows]
             if cells:
                 console.print(_table(title, columns, cells))
+
+    def assert_quantized(self, pattern: str = "") -> None:
+        """Raises CoverageError, an AssertionError, unless every linear whose module path has a match of the regular expression `pattern`
+        is in a recipe. It lists those that are left, with the reasons. It is also raised where no linear's path matches."""
+        check_quantized(self.linears, pattern)
+
+    def assert_coverage(self, least: float) -> None:
+        """Raises CoverageError, an AssertionError, where `coverage` is below `least`, 0 to 1. It lists what was left, the largest first."""
+        check_coverage(self.linears, least)
+
+    def assert_no_graph_breaks(self) -> None:
+        """Raises GraphBreakError, an AssertionError, with the line and the reason of each graph break."""
+        check_no_graph_breaks(self.graph_breaks)
 
 
 def explain(

@@ -25,10 +25,10 @@ BF16 = torch.bfloat16
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._inductor.select_algorithm import extern_kernels
 
-    def te_gemm(a, sa, b, sb, *bias: Tensor, fast: bool, out: Tensor) -> None:
+    def te_gemm(a, sa, b, sb, *bias: Tensor, name: str, fast: bool, out: Tensor) -> None:
         out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast))
 
-    def te_gemm_add(a, sa, b, sb, *bias_and_addend: Tensor, fast: bool, out: Tensor) -> None:
+    def te_gemm_add(a, sa, b, sb, *bias_and_addend: Tensor, name: str, fast: bool, out: Tensor) -> None:
         *bias, addend = bias_and_addend
         out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast) + addend)
 

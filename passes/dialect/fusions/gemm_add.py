@@ -26,6 +26,8 @@ from te_dynamo.passes.dialect.graph import call_like, calls, fakes_of, is_plain_
 __all__ = ["fuse_gemm_add"]
 
 _aten = torch.ops.aten
+_MODULE = ("nn_module_stack", "fwd_nn_module_stack")
+"""Where torch keeps the module that a node is of, in a forward graph and in a backward one."""
 
 
 def fuse_gemm_add(graph: Graph) -> int:
@@ -92,6 +94,9 @@ def _fuse(graph: Graph, node: Node, product: Node, view: Node, addend: Node) -> 
         value = node.meta["val"].view(product.meta["val"].shape)
     args = (*operands, _as_rows(graph, addend, product, node), out_dtype, fast_accum)
     node.meta.pop("eager_input_vals", None)  # of the arguments it had
+    node.meta.update(
+        {key: product.meta[key] for key in _MODULE if key in product.meta}
+    )  # a profile names the launch by it
     if view is product:
         node.target, node.args = gemm_add, args
     else:

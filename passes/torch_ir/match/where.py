@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from te_dynamo import _compat
+from te_dynamo.module_path import clean_path
 
 __all__ = [
     "OWNERS",
-    "clean_path",
     "module_path",
     "parameter_name",
     "path_prefix",
@@ -35,14 +35,6 @@ sharing_prefixes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextV
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
-_GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
-_INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
-_WRAPPERS = {
-    "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
-    "__self__", "forward",  # a compiled bound method
-}  # fmt: skip
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
@@ -80,13 +72,3 @@ def source_line(node: fx.Node) -> str:
     users = [frame for frame in frames if not os.path.abspath(frame[0]).startswith(_TORCH)]
     path, line = (users or frames)[-1]
     return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
-
-
-def clean_path(name: str) -> str:
-    """A name in Dynamo's spelling ("L['self']._modules['layers']._modules['0']") as a module path
-    ("layers.0")."""
-    while name != (found := _GETATTR.sub(r"\1.\3", name)):  # a name that is no identifier: getattr(L['model'], '0')
-        name = found
-    name = _INDEX.sub(r".\1", _ROOT.sub("", name))
-    parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
-    return ".".join(part for part in parts if part and part not in _WRAPPERS)

@@ -5,30 +5,30 @@ import os
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from te_dynamo.inspect.capture import begin_graph, publish, record
+from te_dynamo.inspect.capture import GraphInProgress, publish, record
 from te_dynamo.inspect.report import MatchRecord, Report
 
 
 def recording_backend(gm, example_inputs, options=None, mode=None):
     """AOTAutograd alone; a linear is "matched" unless its name has "left" in it."""
-    index = begin_graph()
+    progress = GraphInProgress()
     report = Report(notes=[f"options {options}"] if options else [])
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name in ("linear", "silu"):
             report.matches.append(_record(node, name))
-    record("match", gm.graph, index)
+    record("match", gm.graph, progress)
 
     def compiler(stage):
         def compile_graph(gm, example_inputs):
-            record(stage, gm.graph, index)
+            record(stage, gm.graph, progress)
             report.fusions.append((stage, "silu + quantize", 2))
             report.lowered.append((stage, "te.gemm", "gemm_kernel"))
             return make_boxed_func(gm.forward)
 
         return compile_graph
 
-    publish(report, index)
+    publish(report, progress)
     return aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),

@@ -203,7 +203,7 @@ def test_inductors_code_calls_it_and_takes_both_results(monkeypatch: pytest.Monk
 
     extern_gemm.register()
     monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
-    called = lambda a, sa, b, sb, *, fast, gate, kind: gemm_gated_reference(a, sa, b, sb, fast, gate, kind)  # noqa: E731
+    called = lambda a, sa, b, sb, *, fast, gate, kind, name: gemm_gated_reference(a, sa, b, sb, fast, gate, kind)  # noqa: E731
     monkeypatch.setattr(extern_kernels, "te_gemm_gated", called)
     given = stacked(48, 128, 64)
     torch._dynamo.reset()

@@ -1,0 +1,44 @@
+"""What a team's tests hold a model to: the `assert_*` methods of `Explanation`.
+
+Their errors are AssertionErrors, so that pytest and unittest count a failed test and not a broken one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from te_dynamo.errors import CoverageError, GraphBreakError
+from te_dynamo.inspect.report import MatchRecord, coverage
+
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import GraphBreak
+
+__all__ = ["check_coverage", "check_no_graph_breaks", "check_quantized"]
+
+
+def check_quantized(linears: Sequence[MatchRecord], pattern: str) -> None:
+    """Raises CoverageError where a linear whose path has a match of `pattern` is left, or where there is no such linear."""
+    named = [match for match in linears if re.search(pattern, match.module)]
+    left = [match for match in named if not match.matched]
+    if not named:
+        paths = ", ".join(dict.fromkeys(match.module or "(no module)" for match in linears)) or "none"
+        raise CoverageError(f"te_dynamo: no linear's module path matches {pattern!r}; the model's linears: {paths}")
+    if left:
+        raise CoverageError.of(f"{len(left)} of the {len(named)} linears that match {pattern!r} are in no recipe", left)
+
+
+def check_coverage(linears: Sequence[MatchRecord], least: float) -> None:
+    """Raises CoverageError where the share of linear FLOPs in a recipe is below `least`, 0 to 1."""
+    share = coverage(linears)
+    if share < least:
+        asked = f"{share:.1%} of the linear FLOPs are in a recipe, and {least:.1%} were asked for"
+        raise CoverageError.of(asked, [match for match in linears if not match.matched])
+
+
+def check_no_graph_breaks(breaks: Sequence[GraphBreak]) -> None:
+    """Raises GraphBreakError with each break's line and reason."""
+    if breaks:
+        rows = "\n".join(f"    {stop.source or '(unknown line)'}: {stop.reason}" for stop in breaks)
+        raise GraphBreakError(f"te_dynamo: no graph breaks were asked for, and there are {len(breaks)}:\n{rows}")

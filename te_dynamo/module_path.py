@@ -1,0 +1,26 @@
+"""The path of a module as `named_modules` spells it, from the spellings of Dynamo's."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["clean_path"]
+
+_ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
+_GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
+_WRAPPERS = {
+    "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
+    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
+    "__self__", "forward",  # a compiled bound method
+}  # fmt: skip
+
+
+def clean_path(name: str) -> str:
+    """A name in Dynamo's spelling ("L['self']._modules['layers']._modules['0']") as a module path
+    ("layers.0")."""
+    while name != (found := _GETATTR.sub(r"\1.\3", name)):  # a name that is no identifier: getattr(L['model'], '0')
+        name = found
+    name = _INDEX.sub(r".\1", _ROOT.sub("", name))
+    parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
+    return ".".join(part for part in parts if part and part not in _WRAPPERS)
