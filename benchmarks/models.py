@@ -54,6 +54,14 @@ class GeluMLP(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x)), approximate="tanh"))
 
 
+class GegluMLP(GatedMLP):
+    """The gated MLP with the tanh form of GELU, as Gemma has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down_proj(F.gelu(self.gate_proj(h), approximate="tanh") * self.up_proj(h))
+
+
 class Experts(nn.Module):
     """The gated MLPs of a mixture's experts, on tokens that are sorted by expert: as transformers writes them."""
 
@@ -90,6 +98,50 @@ class GroupedQueryAttention(nn.Module):
         return x + self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
 
+class BiasedAttention(nn.Module):
+    """x + o(attention(q(h), k(h), v(h))), h = layer_norm(x), with biases: an encoder's, as BERT, ViT, CLIP and Whisper have it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.norm = nn.LayerNorm(width)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (
+            projection(h).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return x + self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class DiTBlock(nn.Module):
+    """A block of DiT (Peebles and Xie): adaLN-Zero around attention and around an MLP, conditioned here on the mean of the tokens."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = (nn.LayerNorm(width, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.ada, self.qkv = nn.Linear(width, 6 * width), nn.Linear(width, 3 * width)
+        self.out, self.up = nn.Linear(width, width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition = self.ada(F.silu(x.mean(1))).chunk(6, dim=1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = (part.unsqueeze(1) for part in condition)
+        h = self.norm1(x) * (1 + scale1) + shift1
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        x = x + gate1 * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        h = self.norm2(x) * (1 + scale2) + shift2
+        return x + gate2 * self.down(F.gelu(self.up(h), approximate="tanh"))
+
+
+def encoder_block(width: int, heads: int) -> nn.Module:
+    """Attention and an MLP of an encoder."""
+    return nn.Sequential(BiasedAttention(width, heads), GeluMLP(width, 4 * width))
+
+
 def llama_block(width: int, inner: int, heads: int, kv_heads: int) -> nn.Module:
     """Attention and a gated MLP. Rotary embeddings are left out: they cost every provider the same."""
     return nn.Sequential(GroupedQueryAttention(width, heads, kv_heads), GatedMLP(width, inner))
@@ -119,5 +171,8 @@ BLOCKS = {
     "gelu": Block("GELU MLP 4096/16384", lambda: GeluMLP(4096, 16384), (1, 8192, 4096)),
     "llama8b": Block("Llama-8B block", lambda: llama_block(4096, 14336, 32, 8), (2, 4096, 4096)),
     "llama70b": Block("Llama-70B block", lambda: llama_block(8192, 28672, 64, 8), (2, 4096, 8192)),
+    "geglu": Block("GEGLU MLP 3072/24576 (Gemma)", lambda: GegluMLP(3072, 24576), (1, 8192, 3072)),
+    "whisper": Block("Whisper-large encoder block", lambda: encoder_block(1280, 20), (8, 1500, 1280)),
+    "dit": Block("DiT block 3072", lambda: DiTBlock(3072, 24), (8, 1024, 3072)),
     "small": Block("small MLP 1024/4096", lambda: GeluMLP(1024, 4096), (1, 4096, 1024)),
 }

@@ -59,6 +59,7 @@ TABLES = {
     "train_blocks_speedups": Table("train_blocks", ("block",), "provider", ("speedup",)),
     "train_blocks_memory": Table("train_blocks", ("block",), "provider", ("peak_mib", "peak_ratio")),
     "train_blocks_rows": Table("train_blocks"),
+    "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
     "memory_rows": Table("memory"),
     "inference": Table("inference", ("case", "tokens"), "provider", ("graph_us", "graph_speedup")),
@@ -72,6 +73,8 @@ TABLES = {
     "quantize": Table("quantize", ("recipe", "kernel"), "shape", ("percent_of_copy", "us")),
     "gemm": Table("gemm", ("product", "shape"), "scales", ("te_tflops", "cublas_tflops", "bf16_tflops")),
     "grouped": Table("grouped"),
+    "coverage": Table("coverage"),
+    "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
 """Of all runs, in the order of the page."""
 
