@@ -34,12 +34,12 @@ def collect(device: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit, "+dirty" when files differ from it; TE_DYNAMO_COMMIT where there is no .git."""
+    """TE_DYNAMO_COMMIT where it is set, as for a copy of a checkout; else the checkout's commit, "+dirty" when files differ from it."""
+    if given := os.environ.get("TE_DYNAMO_COMMIT"):
+        return given
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
-    if commit == "unknown":
-        return os.environ.get("TE_DYNAMO_COMMIT", "unknown")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
-    return commit if changed == "" else f"{commit}+dirty"
+    return commit if commit == "unknown" or changed == "" else f"{commit}+dirty"
 
 
 def _version(distribution: str) -> str:

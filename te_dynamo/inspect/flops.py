@@ -110,7 +110,7 @@ def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     mapping = {op: _noted(op, formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     made.parents = lambda: counter.mod_tracker.parents
-    with torch.no_grad(), made, counter:
+    with made, counter:
         target(*args, **kwargs)
     return found
 
