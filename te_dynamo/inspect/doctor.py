@@ -126,7 +126,9 @@ def _find_backend(found: Diagnosis) -> None:
     entries = [entry for entry in entry_points(group="torch_dynamo_backends") if entry.name == "te"]
     if not entries:
         found.versions.append(('backend="te"', "not registered"))
-        found.problems.append('the entry point of backend="te" is not installed; run `pip install te-dynamo`')
+        found.problems.append(
+            'the entry point of backend="te" is not installed; run `pip install -e .` in the checkout'
+        )
         return
     try:
         entries[0].load()
