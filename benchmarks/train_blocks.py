@@ -39,7 +39,6 @@ from models import BLOCKS, Block
 from torch import nn
 
 REFERENCE = "bf16"
-MAIN_BLOCKS = "swiglu,gelu,llama8b,llama70b,small"
 LARGEST_ERROR = 0.25  # FP8 gives 0.03 to 0.1; a provider beyond this computes something else
 
 Step = Callable[[], None]
@@ -268,7 +267,7 @@ def synchronize(device: torch.device) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--blocks", default=MAIN_BLOCKS, help=f"of: {','.join(BLOCKS)}; default: %(default)s")
+    parser.add_argument("--blocks", default=",".join(BLOCKS), help="of: %(default)s")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; bf16 always runs")
     parser.add_argument("--name", default="train_blocks", help="of the results file")
     parser.add_argument("--rounds", type=int, default=7)
