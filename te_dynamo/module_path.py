@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["clean_path"]
+__all__ = ["OWNERS", "clean_path"]
+
+OWNERS = "te_dynamo_owners"
+"""Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
 
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
 _GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")

@@ -19,8 +19,8 @@ PROFILED = "torch.autograd.profiler._is_profiler_enabled"
 
 
 def is_traced() -> bool:
-    """Whether torch writes a trace: TORCH_TRACE names its folder."""
-    return bool(logging.getLogger("torch.__trace").handlers)
+    """Whether torch writes a trace: TORCH_TRACE names its folder. Other handlers, such as pytest's on every logger, get none of ours."""
+    return any(type(handler).__module__.startswith("torch.") for handler in logging.getLogger("torch.__trace").handlers)
 
 
 def artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

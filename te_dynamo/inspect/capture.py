@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -53,8 +53,11 @@ class GraphInProgress:
                 captured._number(self)
 
 
-class Captured:
-    """What one `capture()` saw. Filled while the context is open, readable then and after.
+class Captured(Mapping[str, str]):
+    """What one `capture()` saw: a mapping of stages to texts, in the pipeline's order. Filled while the context is open, readable then and after.
+
+        for stage, text in graphs.items():
+            print(stage, text, sep="\\n")
 
     graphs[stage]: the stage's text; with several Dynamo graphs their texts under a header each.
     graphs.all(stage): the texts, one a Dynamo graph. graphs.graph(stage): the graph itself (a copy).
@@ -62,6 +65,9 @@ class Captured:
     Each raises MissingStageError (a KeyError) for a stage that was not captured, saying why it may be
     missing.
     """
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
     def __init__(self) -> None:
         self._graphs: dict[str, dict[int, tuple[str, fx.Graph]]] = {}
@@ -75,8 +81,11 @@ class Captured:
         numbers = sorted(self._graphs[stage])
         return "\n\n".join(f"# graph {number}\n{text}" for number, text in zip(numbers, texts, strict=True))
 
-    def __contains__(self, stage: object) -> bool:
-        return stage in self._graphs
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
 
     def all(self, stage: str) -> list[str]:
         """The stage's texts in the order of the Dynamo graphs."""
@@ -96,10 +105,6 @@ class Captured:
     def reports(self) -> list[Report]:
         """What was matched, fused, lowered and left, a Report for each Dynamo graph in order."""
         return [self._reports[number] for number in sorted(self._reports)]
-
-    def __len__(self) -> int:
-        """The number of Dynamo graphs."""
-        return len(self._order)
 
     def __str__(self) -> str:
         if not self._graphs:
@@ -219,6 +224,8 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     mapping: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         mapping[node] = copy.node_copy(node, lambda old: mapping[old])
+        if hasattr(node, "_dynamo_source"):  # what name_inputs reads
+            mapping[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
     owner = graph.owning_module
     if owner is not None and any(node.op in ("get_attr", "call_module") for node in graph.nodes):
         # A plain module: a GraphModule would generate code for a graph that is only looked at.

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_dynamo._compat import source_name
 from te_dynamo.inspect.graph_text import NAME, input_name, output_names
+from te_dynamo.module_path import OWNERS, clean_path
 
 _FORWARD_OF = {"backward": "forward", "lower.backward": "lower.forward"}
 
@@ -26,6 +28,10 @@ _FORWARD_OF = {"backward": "forward", "lower.backward": "lower.forward"}
 def name_inputs(graph: fx.Graph, stage: str, earlier: Mapping[str, fx.Graph]) -> None:
     """Sets `meta[NAME]` of the placeholders of `graph`, which has reached `stage`, from the stages before it."""
     inputs = graph.find_nodes(op="placeholder")
+    if stage == "match":
+        for node in _tensors_only(inputs):
+            node.meta[NAME] = _users_name(node)
+        return
     if stage in _FORWARD_OF:
         inputs = [node for node in inputs if not node.name.startswith("tangents")]
         forward = earlier.get(_FORWARD_OF[stage])
@@ -34,8 +40,8 @@ def name_inputs(graph: fx.Graph, stage: str, earlier: Mapping[str, fx.Graph]) ->
         inputs, names = _tensors_only(inputs), [(name, value) for name, value in names if _is_tensor(value)]
     else:
         inputs = [node for node in inputs if re.fullmatch(r"primals_\d+|arg\d+_1", node.name)]
-        users = earlier["match"].find_nodes(op="placeholder") if stage != "match" and "match" in earlier else []
-        names = [(input_name(str(node.target)), node.meta.get("example_value")) for node in users]
+        users = earlier["match"].find_nodes(op="placeholder") if "match" in earlier else []
+        names = [(_users_name(node), node.meta.get("example_value")) for node in users]
     if len(inputs) != len(names) or any(
         _kind(node.meta.get("val")) != _kind(value) for node, (_, value) in zip(inputs, names, strict=True)
     ):
@@ -45,8 +51,20 @@ def name_inputs(graph: fx.Graph, stage: str, earlier: Mapping[str, fx.Graph]) ->
             node.meta[NAME] = name
 
 
+def _users_name(node: fx.Node) -> str:
+    """Of an input of Dynamo's graph: a parameter's or buffer's path in the whole model, as `explain` spells it, or the variable's name."""
+    source = getattr(node, "_dynamo_source", None)
+    spelt = "" if source is None else source_name(source)
+    if "._parameters[" not in spelt and "._buffers[" not in spelt:
+        return input_name(str(node.target))
+    owner, _, leaf = clean_path(spelt).rpartition(".")
+    owners = node.meta.get(OWNERS, ())
+    path = next((whole for whole in owners if f".{whole}".endswith(f".{owner}") or not owner), owner)
+    return f"{path}.{leaf}".removeprefix(".")
+
+
 def _tensors_only(nodes: list[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if _is_tensor(node.meta.get("val"))]
+    return [node for node in nodes if _is_tensor(node.meta.get("val", node.meta.get("example_value")))]
 
 
 def _is_tensor(value: Any) -> bool:

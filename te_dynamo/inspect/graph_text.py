@@ -22,7 +22,7 @@ import inspect
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -66,9 +66,10 @@ _NOISE = {
 _UNKNOWN = object()  # a node without a recorded value; None is a value
 
 
-def graph_text(graph: fx.Graph | fx.GraphModule) -> str:
+def graph_text(graph: fx.Graph | fx.GraphModule, color: bool | Literal["auto"] = False) -> str:
     """The text of `graph`, statements separated by newlines, no trailing newline.
 
+    color: with a terminal's colours, for print; "auto" has them where stdout is such a terminal.
     graph: a Torch-IR graph (values in meta["example_value"]) or an aten graph (meta["val"]). Bodies of
     higher-order operations are printed indented below their call when the graph has an owning module.
 
@@ -78,7 +79,12 @@ def graph_text(graph: fx.Graph | fx.GraphModule) -> str:
         graph = graph.graph
     if not isinstance(graph, fx.Graph):
         raise TypeError(f"graph_text: expected torch.fx.Graph or GraphModule, got {type(graph).__name__}")
-    return "\n".join(_Printer(graph, _Symbols()).lines())
+    text = "\n".join(_Printer(graph, _Symbols()).lines())
+    if not color:
+        return text
+    from te_dynamo.inspect.graph_colors import colored, terminal_shows_colors
+
+    return colored(text) if color is True or terminal_shows_colors() else text
 
 
 def output_names(graph: fx.Graph) -> list[tuple[str, Any]]:

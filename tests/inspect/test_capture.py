@@ -35,11 +35,19 @@ def test_stages_of_training():
     with capture() as graphs:
         compiled()(torch.ones(2, 4)).sum().backward()
     assert graphs.stages == ["match", "forward", "backward"]
-    assert len(graphs) == 1
+    assert len(graphs) == 3 and len(graphs.reports) == 1
     assert "aten.addmm" in graphs["forward"]
     assert graphs["forward"] == graph_text(graphs.graph("forward"))
     assert "# graph 0, backward\n" + graphs["backward"] in str(graphs)
     assert [match.kind for match in graphs.reports[0].matches] == ["linear"]
+
+
+def test_iterates_over_its_stages():
+    with capture() as graphs:
+        compiled()(torch.ones(2, 4)).sum().backward()
+    assert list(graphs) == ["match", "forward", "backward"]
+    assert dict(graphs.items()) == {stage: graphs[stage] for stage in graphs.stages}
+    assert "joint" not in graphs and graphs.get("joint") is None
 
 
 def test_backward_stage_names_why_it_is_missing():
@@ -68,7 +76,7 @@ def test_already_compiled_function_names_why_nothing_is_there():
 def test_several_graphs():
     with capture() as graphs:
         torch.compile(breaking, backend=recording_backend)(torch.ones(3))
-    assert len(graphs) == len(graphs.reports) == len(graphs.all("match")) == 2
+    assert len(graphs.reports) == len(graphs.all("match")) == 2
     assert_expected_inline(
         graphs["match"],
         """\

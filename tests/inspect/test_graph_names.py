@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from helpers.models.snapshot_models import GeluMLP, capture_training
+from torch import nn
 
+import te_dynamo
 from te_dynamo.inspect.graph_names import name_inputs
 from te_dynamo.inspect.graph_text import NAME
 from te_dynamo.testing import capture_on_fake_cuda, graph_text
@@ -46,6 +48,34 @@ def test_sizes_stay_symbols() -> None:
     )
     assert {"fc1.weight", "s0", "x"} <= set(inputs(graphs["forward"]))
     assert {"norm.weight", "s0", "x", "quantize_1[1]"} <= set(inputs(graphs["backward"]))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc_parameters = nn.Linear(32, 32, bias=False)  # a name that reads like Dynamo's own words
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.fc_parameters(x)
+
+
+def test_paths_are_those_of_the_whole_model_behind_a_graph_break_too() -> None:
+    model = nn.Sequential(nn.Tanh(), Layer())
+    with te_dynamo.capture() as graphs:
+        torch.compile(model, backend="te", options={"codegen": "eager"})(torch.randn(16, 32)).sum().backward()
+    for stage in ("match", "forward"):
+        assert "1.fc_parameters.weight: f32[32, 32] = input" in graphs[stage]
+    assert [row.module for report in graphs.reports for row in report.matches] == ["1.fc_parameters"]
+
+
+def test_a_model_that_a_function_is_given_is_left_out_of_its_parameters_names() -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    step = torch.compile(lambda model, x: model(x).sum(), backend="te", options={"codegen": "eager"})
+    with te_dynamo.capture() as graphs:
+        step(model, torch.randn(16, 32))
+    assert set(inputs(graphs["match"])) == {"x", "0.weight"}
+    assert [row.module for row in graphs.reports[0].matches] == ["0"]
 
 
 def test_graphs_that_do_not_pair_up_keep_torchs_names() -> None:

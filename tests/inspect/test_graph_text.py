@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import re
 
 import pytest
 import torch
@@ -275,3 +276,14 @@ return scale_kernel['target']""",
 def test_refuses_what_is_no_graph():
     with pytest.raises(TypeError, match=r"expected torch.fx.Graph"):
         graph_text("graph")
+
+
+def test_colors(monkeypatch):
+    graph = fx.symbolic_trace(lambda x: torch.relu(x))
+    plain = "x = input\nrelu = torch.relu(x)\nreturn relu"
+    assert graph_text(graph) == graph_text(graph, color="auto") == plain  # stdout is no terminal here
+    colored = graph_text(graph, color=True)
+    assert "\x1b[34mtorch.relu\x1b[0m" in colored
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
+    monkeypatch.setattr("te_dynamo.inspect.graph_colors.terminal_shows_colors", lambda: True)
+    assert graph_text(graph, color="auto") == colored

@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from te_dynamo import _compat
-from te_dynamo.module_path import clean_path
+from te_dynamo.module_path import OWNERS, clean_path
 
 __all__ = [
-    "OWNERS",
     "module_path",
     "parameter_name",
     "path_prefix",
@@ -21,9 +20,6 @@ __all__ = [
     "source_line",
     "source_name",
 ]
-
-OWNERS = "te_dynamo_owners"
-"""Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (root.py)."""
 
 path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dynamo_path_prefix", default=None)
 """What stands before every path of the graph being matched ("" or "layers.0."); None where that is not known."""

@@ -104,7 +104,7 @@ def data_parallel(
         "linears": [(r.module, r.reason) for report in graphs.reports for r in report.matches if r.kind == "linear"],
         "kept": [w.weight for report in graphs.reports for w in report.workspaces],
         "runs": {runs for report in graphs.reports for _, _, runs in report.lowered},
-        "graphs": len(graphs),
+        "graphs": len(graphs.reports),
     }
 
 
@@ -250,7 +250,7 @@ def tensor_parallel(
         "others": [(r.kind, r.reason) for report in graphs.reports for r in report.matches if r.kind != "linear"],
         "fusions": {(phase, name) for report in graphs.reports for phase, name, _ in report.fusions},
         "runs": {runs for report in graphs.reports for _, _, runs in report.lowered},
-        "graphs": len(graphs),
+        "graphs": len(graphs.reports),
     }
 
 

@@ -1,0 +1,22 @@
+"""versions, device, and how each recipe runs here"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+__all__ = ["add", "run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="a failure has its traceback")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints a Diagnosis. 1 for a broken installation."""
+    from te_dynamo.inspect.doctor import diagnose
+
+    diagnosis = diagnose()
+    diagnosis.render(Console())
+    return diagnosis.exit_status

@@ -1,0 +1,43 @@
+"""what is made of a model, and why the rest is left alone"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from te_dynamo.command_line import compiling
+from te_dynamo.command_line.failure import Failure, check_writable
+from te_dynamo.command_line.target import load
+from te_dynamo.kernels.runtime.device import DEVICES
+
+__all__ = ["add", "run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    compiling.add(parser, "cpu, cuda: where the model runs; h200: what such a GPU would do, on any machine")
+    parser.add_argument(
+        "--codegen", choices=("inductor", "eager"), help="eager skips code generation: faster, the same matches"
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write a page")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints an Explanation. Fails where the model has no linear."""
+    from te_dynamo.inspect.explain import explain
+
+    options = compiling.options_of(parsed, codegen=parsed.codegen)
+    if parsed.html:
+        check_writable(parsed.html)
+    explained_for = parsed.device if parsed.device in DEVICES else None
+    subject = load(
+        parsed, "meta" if explained_for and parsed.target.startswith("hf:") else "" if explained_for else parsed.device
+    )
+    with compiling.compiling(subject, parsed.dynamic):
+        found: Any = explain(subject.model, *subject.args, options=options, device=explained_for, **subject.kwargs)
+    print(json.dumps(found.to_dict(), indent=1) if parsed.json else found)
+    if parsed.html:
+        found.to_html(parsed.html)
+    if not found.linears:
+        raise Failure("the model has no linear, and te_dynamo quantizes nothing else: it runs as with Inductor alone")
+    return 0

@@ -1,0 +1,70 @@
+"""The command `te-dynamo`: what it takes, and how it fails.
+
+A command is a file of this folder with `add` (its arguments) and `run` (its work, which returns the exit code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from te_dynamo.command_line import bench, compare, doctor, explain
+from te_dynamo.command_line.failure import Failure
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns 0, 1 for what went wrong in the model or the installation, or 2 for a wrong command line.
+
+    A failure is one line on stderr; with --debug its traceback stands before it.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    try:
+        parsed = _parser().parse_args(arguments)
+        with contextlib.nullcontext() if debug else _quiet():
+            status: int = parsed.run(parsed)
+            return status
+    except Failure as failure:
+        if debug:
+            traceback.print_exc()
+        print(f"te-dynamo: {failure}", file=sys.stderr)
+        return failure.status
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Failure(f"{message}; {self.prog} --help lists what there is", status=2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="te-dynamo", description="FP8, MXFP8 and NVFP4 for PyTorch models, through torch.compile.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (explain, compare, bench, doctor):
+        name, summary = command.__name__.rpartition(".")[2], (command.__doc__ or "").partition("\n")[0]
+        subparser = commands.add_parser(name, help=summary, description=summary)
+        subparser.set_defaults(run=command.run)
+        command.add(subparser)
+    return parser
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings and torch's logs stay out of a command's output: ours are notes in its report. TORCH_LOGS asks for the logs."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not os.environ.get("TORCH_LOGS"):
+            logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
