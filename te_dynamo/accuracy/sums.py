@@ -23,14 +23,17 @@ _LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B, torch.uint8
 
 
 def error_sums(exact: Tensor, found: Tensor) -> Tensor:
-    """ERROR of two tensors of as many values. Squares are of values over the amax, so fp32 neither overflows nor underflows."""
-    exact, found = exact.detach().float().flatten(), found.detach().float().flatten()
-    if not exact.numel():
-        return torch.zeros(len(ERROR), dtype=torch.float64, device=exact.device)
-    amax = exact.abs().amax()
+    """ERROR of two tensors of as many values."""
+    exact = exact.detach().flatten().float()
+    found = found.detach().flatten().to(torch.float32, copy=True)
+    return _error_sums(exact, found, _amax(exact), torch.empty_like(exact))
+
+
+def _error_sums(exact: Tensor, found: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
+    """The same of fp32 tensors; `found` and `scratch` are written over. Squares are of values over the amax: none leaves fp32's range."""
     unit = torch.where(amax == 0, 1.0, amax)
-    norms = [torch.linalg.vector_norm(values / unit) for values in (exact, found - exact)]
-    return (torch.stack(norms).double() * unit.double()).square()
+    scaled = torch.div(exact, unit, out=scratch), found.sub_(exact).div_(unit)
+    return (torch.stack([torch.linalg.vector_norm(each) for each in scaled]).double() * unit.double()).square()
 
 
 def quantized_sums(values: Tensor, quantizer: Quantizer, buffers: list[Tensor], columnwise: bool = False) -> Tensor:
@@ -42,16 +45,19 @@ def quantized_sums(values: Tensor, quantizer: Quantizer, buffers: list[Tensor], 
     named = dict(zip(quantizer.buffer_names(), buffers, strict=True))
     held = QuantizedTensorStorage.from_metadata(named, metadata).with_usage(not columnwise, columnwise)
     values = values.detach().float()
-    found = held.dequantize()
+    largest = _largest(held, columnwise).mul_(1 + 2**-20)  # a scale that was rounded is no saturation
     size = values.abs()
-    counts = [
-        (size > _largest(held, columnwise) * (1 + 2**-20)).sum(),  # a scale that was rounded is no saturation
-        ((found == 0) & (values != 0)).sum(),
-        (values == 0).sum(),
-        torch.tensor(values.numel(), device=values.device),
-        size.amax() if values.numel() else torch.zeros((), device=values.device),
-    ]
-    return torch.cat((error_sums(values, found), torch.stack([count.double() for count in counts])))
+    saturated = torch.count_nonzero(torch.gt(size, largest, out=largest))
+    del largest
+    found, amax, count = held.dequantize(), _amax(values), torch.tensor(values.numel(), device=values.device)
+    not_zero = torch.count_nonzero(values)
+    numbers = saturated, not_zero - torch.count_nonzero(found), count - not_zero, count, amax
+    return torch.cat((_error_sums(values, found, amax, scratch=size), torch.stack([number.double() for number in numbers])))
+
+
+def _amax(values: Tensor) -> Tensor:
+    """0 of no values."""
+    return torch.stack(torch.aminmax(values)).abs().amax() if values.numel() else values.new_zeros(())
 
 
 def _largest(held: QuantizedTensorStorage, columnwise: bool) -> Tensor:
