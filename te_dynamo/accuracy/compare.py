@@ -110,7 +110,7 @@ def _compare(
 ) -> list[Comparison]:
     parsed = [Options.parse(each) for each in options]
     run = _Run(target, parsed, loss)
-    with warnings.catch_warnings(), not_in_place(target), run.shown(len(batches)):
+    with warnings.catch_warnings(), not_in_place(target), unchanged(target, *batches[0]), run.shown(len(batches)):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         run.steps(batches)
     return [run.comparison(index) for index in range(len(parsed))]

@@ -133,10 +133,9 @@ def _headline(summary: Mapping[str, Any]) -> str:
         f"{summary['recipe']}: {summary['linears']} of {summary['linears_in_all']} linears, {summary['coverage']:.1%} of linear FLOPs; "
         f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
     ]
-    if summary["loss"] is not None:
-        parts.append(
-            f"loss {summary['loss']:.6g}, in the recipe {_number(summary['loss_recipe'])} ({_change(summary)})"
-        )
+    if summary["loss_change"] is not None:
+        loss, found = summary["loss"], summary["loss_recipe"]
+        parts.append(f"loss {loss:.6g}, in the recipe {found:.6g} ({_change(summary)})")
     for what, name in (("outputs", "snr_output_db"), ("gradients", "snr_gradients_db")):
         if summary[name] is not None:
             parts.append(f"the model's {what} {summary[name]:.1f} dB")

@@ -128,6 +128,8 @@ class _Probe(nn.Module):
         """Adds the sums to the row; where memory does not do for them, a note."""
         if self.session.mode is not Mode.MEASURED:
             return
+        if sums is forward_sums:
+            self.row.flops += self.product.flops(*args[:2])
         try:
             self.row.add(sums(self.product, *args))
         except Exception as error:
@@ -146,7 +148,6 @@ class _Measured(torch.autograd.Function):
         ctx.probe = probe
         ctx.save_for_backward(x, weight, third)
         if not probe.session.in_backward:
-            probe.row.flops += probe.product.flops(x, weight)
             probe.measure(forward_sums, x, weight, third, out)
         return out
 

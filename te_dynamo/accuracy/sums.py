@@ -52,7 +52,9 @@ def quantized_sums(values: Tensor, quantizer: Quantizer, buffers: list[Tensor], 
     found, amax, count = held.dequantize(), _amax(values), torch.tensor(values.numel(), device=values.device)
     not_zero = torch.count_nonzero(values)
     numbers = saturated, not_zero - torch.count_nonzero(found), count - not_zero, count, amax
-    return torch.cat((_error_sums(values, found, amax, scratch=size), torch.stack([number.double() for number in numbers])))
+    return torch.cat(
+        (_error_sums(values, found, amax, scratch=size), torch.stack([number.double() for number in numbers]))
+    )
 
 
 def _amax(values: Tensor) -> Tensor:

@@ -53,8 +53,14 @@ def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
                     module._buffers.update(named)
             with torch.no_grad():
                 for buffer, version, copy in copies.values():
-                    if buffer._version != version:
+                    if buffer._version != version or _differs(buffer, copy):
                         buffer.copy_(copy)
+
+
+def _differs(buffer: Tensor, copy: Tensor) -> bool:
+    """Of a write that no version shows: batch_norm's to its statistics, without AOTAutograd."""
+    plain = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    return buffer.dtype in plain and buffer.device.type in ("cpu", "cuda") and not torch.equal(buffer, copy)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
