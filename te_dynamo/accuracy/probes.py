@@ -121,7 +121,8 @@ class _Probe(nn.Module):
             x.device.type, enabled=False
         ):  # the operands are of one dtype, and references are not to be cast
             if self.session.mode is Mode.QUANTIZED:
-                return self.op(x, weight, third, self.product.config)  # type: ignore[no-any-return]
+                # A copy, for a result of a function of autograd's cannot be written in place where it is a view.
+                return (self.op(x, weight, third, self.product.config)[0].clone(),)
             return (_Measured.apply(x, weight, third, self),)
 
     def measure(self, sums: Callable[..., dict[str, Tensor]], *args: Any) -> None:
@@ -149,7 +150,7 @@ class _Measured(torch.autograd.Function):
         ctx.save_for_backward(x, weight, third)
         if not probe.session.in_backward:
             probe.measure(forward_sums, x, weight, third, out)
-        return out
+        return out.clone() if out._is_view() else out  # a view of a function like this cannot be written in place
 
     @staticmethod
     @once_differentiable
