@@ -11,6 +11,7 @@ if not (Path(__file__).parent / "kernels").is_dir():  # in a checkout, whose oth
     __path__.append(str(Path(__file__).parents[1]))
 
 from te_dynamo import nn, ops, recipe, testing
+from te_dynamo.accuracy.compare import compare, compare_recipes
 from te_dynamo.entry import compile
 from te_dynamo.fusion_registry import (
     register_backward_fusion,
@@ -68,6 +69,8 @@ __all__ = [
     "Quantizer",
     "TensorProto",
     "capture",
+    "compare",
+    "compare_recipes",
     "compile",
     "explain",
     "freeze",

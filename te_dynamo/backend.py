@@ -166,6 +166,16 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     return WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
 
 
+def linears_matched(gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> GraphModule:
+    """A copy of Dynamo's graph with te operations for the linears alone, and their records in `report`: what `compare` runs."""
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
+    copied = _private_copy(gm)
+    with _disable_saved_tensors_hooks_during_tracing():
+        match(copied, options, report, example_inputs, linears_only=True)
+    return copied
+
+
 def _is_whole(gm: GraphModule) -> bool:
     """Whether Dynamo has made one graph of what it compiles: none came before a break, and none after it."""
     code = _traced_code()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
@@ -23,6 +22,7 @@ from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.device import DEVICES
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -253,7 +253,7 @@ def explain(
     the arguments), tensor hooks, which run, and the entry that this compilation adds in Dynamo's table of
     the model's code, which counts towards its recompile limit.
     """
-    target, own = _unwrap(model)
+    target, own = unwrap(model)
     if options is None and mode is None:
         options, mode = own.get("options"), own.get("mode")
     if device is not None:
@@ -263,7 +263,7 @@ def explain(
             )
         return _explain_for(device, target, args, kwargs, options, mode)
     found = _explain_here(target, args, kwargs, options, mode)
-    if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in _tensors((args, kwargs))):
+    if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
         try:
             found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
         except Exception as error:  # of the model's own code too, where it asks for values
@@ -272,7 +272,7 @@ def explain(
 
 
 def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
-    with _unchanged(target, args, kwargs):
+    with unchanged(target, args, kwargs):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
     return Explanation(graphs.reports, breaks, flops, left_out)
 
@@ -284,7 +284,7 @@ def _explain_for(
     options = {**(options or {}), "codegen": "eager"}
     options.pop("require_coverage", None)
     with (
-        _unchanged(target, args, kwargs),
+        unchanged(target, args, kwargs),
         unheard(),
         fake_cuda(device),
         moved(target, (args, kwargs)) as (args, kwargs),
@@ -301,7 +301,7 @@ def _compile_and_run(
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
     compiled = torch.compile(target, backend=backend, options=options, mode=mode)
-    with warnings.catch_warnings(), capture() as graphs, _not_in_place(target):
+    with warnings.catch_warnings(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         _run(compiled, target, args, kwargs)
         breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
@@ -324,9 +324,9 @@ def _linears(reports: Sequence[Report]) -> list[MatchRecord]:
 
 
 def _run(compiled: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> None:
-    outputs = [out for out in _tensors(compiled(*args, **kwargs)) if out.requires_grad]
+    outputs = [out for out in tensors_in(compiled(*args, **kwargs)) if out.requires_grad]
     parameters = list(target.parameters()) if isinstance(target, nn.Module) else []
-    leaves = [leaf for leaf in (*parameters, *_tensors((args, kwargs))) if leaf.requires_grad]
+    leaves = [leaf for leaf in (*parameters, *tensors_in((args, kwargs))) if leaf.requires_grad]
     if outputs and leaves:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
@@ -340,51 +340,6 @@ def _fresh(backend: Callable[..., Any]) -> Callable[..., Any]:
         return backend(gm, example_inputs, **options)
 
     return te
-
-
-def _unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
-    if not isinstance(model, torch._dynamo.OptimizedModule):
-        return getattr(model, "_torchdynamo_orig_callable", model), {}
-    layer: Any = getattr(model.dynamo_ctx, "callback", None)
-    for _ in range(4):  # wrappers around the backend: their number differs between releases
-        if isinstance(found := getattr(layer, "kwargs", None), dict):
-            return model._orig_mod, found
-        layer = getattr(layer, "_torchdynamo_orig_backend", None)
-    return model._orig_mod, {}
-
-
-@contextlib.contextmanager
-def _not_in_place(target: Any) -> Iterator[None]:
-    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run."""
-    compiled = target.__dict__.pop("_compiled_call_impl", None) if isinstance(target, nn.Module) else None
-    try:
-        yield
-    finally:
-        if compiled is not None:
-            target._compiled_call_impl = compiled
-
-
-@contextlib.contextmanager
-def _unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state and every buffer that the run writes to or replaces."""
-    modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    buffers = [(module, dict(module._buffers.items())) for module in modules]
-    copies = {
-        id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
-    }
-    devices = {tensor.device.index for tensor in _tensors((args, kwargs)) if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
-        try:
-            yield
-        finally:
-            for module, named in buffers:
-                if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
-                    module._buffers.update(named)
-            with torch.no_grad():
-                for buffer, version, copy in copies.values():
-                    if buffer._version != version:
-                        buffer.copy_(copy)
 
 
 def _graph_break_log() -> list[Any]:
@@ -449,7 +404,3 @@ def _percent(share: float) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

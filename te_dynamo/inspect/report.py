@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+RECORD = "te_dynamo_record"
+"""Key of the meta of a node that was a linear, and of the te node in its place: its MatchRecord."""
+
 
 @dataclasses.dataclass
 class MatchRecord:

@@ -63,16 +63,23 @@ from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
 __all__ = ["match"]
 
 
-def match(gm: fx.GraphModule, options: Options, report: Report, example_inputs: Sequence[Any] = ()) -> None:
+def match(
+    gm: fx.GraphModule,
+    options: Options,
+    report: Report,
+    example_inputs: Sequence[Any] = (),
+    linears_only: bool = False,
+) -> None:
     """Rewrites Dynamo's graph `gm` in place and appends a MatchRecord to `report.matches` for every linear
     and for every norm and activation that was matched or left.
 
     example_inputs: what Dynamo gives a backend beside the graph; the parameters among them tell where in the whole model
     the graph's paths begin, and which weights are frozen.
+    linears_only: norms and activations stay what the user wrote.
     """
     by_step = options.weight_cache == "step"
     with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step), origins_known():
-        records = Matcher(options).match(gm)
+        records = Matcher(options, linears_only).match(gm)
         for record in records:
             record.shared = also_run_at(record.module)
         report.matches.extend(records)

@@ -57,8 +57,8 @@ the activation inside it, the square of a relu before the relu."""
 class Matcher:
     """Rewrites graphs under one set of options, a body that several nodes share only once."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, linears_only: bool = False) -> None:
+        self.options, self.linears_only = options, linears_only
         self._bodies: dict[int, list[MatchRecord]] = {}
 
     def match(self, gm: fx.GraphModule, recipe_for: RecipeFor | None = None, outside: str = "") -> list[MatchRecord]:
@@ -84,7 +84,7 @@ class Matcher:
             for node, index in place.items():
                 if not node._erased:
                     records += [(index, record) for record in match_sequence(node, self.options.fusions)]
-            for match_other in () if outside else _AFTER_LINEARS:
+            for match_other in () if outside or self.linears_only else _AFTER_LINEARS:
                 for node in list(gm.graph.nodes):
                     if node in place and not node._erased and (record := match_other(node)) is not None:
                         records.append((place[node], record))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.grouped import emit_grouped_linear, recipe_reason, shape_reason
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
@@ -63,6 +63,7 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
         return []
     if recipe_reason(recipe) or shape_reason(tensor_of(x).shape, (len(weights), *sizes[0][:0:-1]), recipe):
         return []
+    node.meta[RECORD] = records[0]
     graph = node.graph
     with graph.inserting_before(node):
         stacked = emit(graph, torch.stack, (list(weights),), node)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_autocast
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
@@ -243,6 +243,7 @@ def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFo
     record.dtype = "" if value is None else dtype_name(value.dtype)
     record.shape = tuple(map(str, sizes))
     record.flops = 2 * math.prod(map(hint, sizes)) if sizes else 0
+    node.meta[RECORD] = record  # a te node in its place inherits it
     return record, recipe
 
 

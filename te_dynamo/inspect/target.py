@@ -1,0 +1,68 @@
+"""The model that a user gives to `explain` or `compare`: what it wraps, and how it is run and left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["not_in_place", "tensors_in", "unchanged", "unwrap"]
+
+
+def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
+    if not isinstance(model, torch._dynamo.OptimizedModule):
+        return getattr(model, "_torchdynamo_orig_callable", model), {}
+    layer: Any = getattr(model.dynamo_ctx, "callback", None)
+    for _ in range(4):  # wrappers around the backend: their number differs between releases
+        if isinstance(found := getattr(layer, "kwargs", None), dict):
+            return model._orig_mod, found
+        layer = getattr(layer, "_torchdynamo_orig_backend", None)
+    return model._orig_mod, {}
+
+
+@contextlib.contextmanager
+def not_in_place(target: Any) -> Iterator[None]:
+    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run."""
+    compiled = target.__dict__.pop("_compiled_call_impl", None) if isinstance(target, nn.Module) else None
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            target._compiled_call_impl = compiled
+
+
+@contextlib.contextmanager
+def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Puts back the random state and every buffer that the run writes to or replaces."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    buffers = [(module, dict(module._buffers.items())) for module in modules]
+    copies = {
+        id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
+    }
+    devices = {tensor.device.index for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+        try:
+            yield
+        finally:
+            for module, named in buffers:
+                if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
+                    module._buffers.update(named)
+            with torch.no_grad():
+                for buffer, version, copy in copies.values():
+                    if buffer._version != version or _differs(buffer, copy):
+                        buffer.copy_(copy)
+
+
+def _differs(buffer: Tensor, copy: Tensor) -> bool:
+    """Of a write that no version shows: batch_norm's to its statistics, without AOTAutograd."""
+    plain = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    return buffer.dtype in plain and buffer.device.type in ("cpu", "cuda") and not torch.equal(buffer, copy)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in arguments or results."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
