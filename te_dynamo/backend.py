@@ -28,7 +28,7 @@ from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated, warn_if_left_for_cost
-from te_dynamo.inspect.capture import abandon, begin_graph, publish, record, uncached
+from te_dynamo.inspect.capture import abandon, begin_graph, publish, record, record_before, uncached
 from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern import gemm as extern_gemm
@@ -97,6 +97,7 @@ class _Compilation:
         record(stage, graph, self.index)
 
     def joint(self, graph: Graph) -> None:
+        record_before("joint", graph, self.index)
         save_products_only(graph)
         self._simplify(graph)
         self._fuse(graph, "joint")
@@ -104,6 +105,7 @@ class _Compilation:
             self.record("joint", graph)
 
     def divided(self, graph: Graph, phase: str) -> None:
+        record_before(phase, graph, self.index)
         if phase == "inference":  # has no joint graph before it
             self._simplify(graph)
         self._fuse(graph, phase)
@@ -134,6 +136,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     options = compilation.options
     _watch_for_freezing(example_inputs)
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
+    record_before("match", gm.graph, compilation.index)
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
     with _disable_saved_tensors_hooks_during_tracing():

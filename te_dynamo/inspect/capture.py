@@ -46,6 +46,7 @@ class Captured:
 
     graphs[stage]: the stage's text; with several Dynamo graphs their texts under a header each.
     graphs.all(stage): the texts, one a Dynamo graph. graphs.graph(stage): the graph itself (a copy).
+    graphs.before(stage): the graph as the stage found it, before what it fuses.
     graphs.stages: the captured stages in order. graphs.reports: a Report for each Dynamo graph.
     Each raises MissingStageError (a KeyError) for a stage that was not captured, saying why it may be
     missing.
@@ -53,6 +54,7 @@ class Captured:
 
     def __init__(self) -> None:
         self._graphs: dict[str, dict[int, tuple[str, fx.Graph]]] = {}
+        self._before: dict[str, dict[int, fx.Graph]] = {}
         self._reports: dict[int, Report] = {}
         self._order: dict[int, int] = {}
 
@@ -74,6 +76,11 @@ class Captured:
         """A copy of the graph as the stage left it; `index` counts the Dynamo graphs that have the stage."""
         graphs = self._stage(stage)
         return graphs[sorted(graphs)[index]][1]
+
+    def before(self, stage: str, index: int = 0) -> fx.Graph | None:
+        """A copy of what `graph(stage, index)` was made from; None for lowering, which starts from the stage before."""
+        numbers = sorted(self._stage(stage))
+        return self._before.get(stage, {}).get(numbers[index])
 
     @property
     def stages(self) -> list[str]:
@@ -174,6 +181,17 @@ def record(stage: str, graph: fx.Graph, index: int) -> None:
             captured._graphs.setdefault(stage, {})[captured._number(index)] = entry
 
 
+def record_before(stage: str, graph: fx.Graph, index: int) -> None:
+    """Stores a copy of `graph`, which `stage` is about to rewrite."""
+    if not _captures:
+        return
+    copy = _copy_graph(graph)
+    with _lock:
+        name_inputs(copy, stage, _earlier(index))
+        for captured in _captures:
+            captured._before.setdefault(stage, {})[captured._number(index)] = copy
+
+
 def _earlier(index: int) -> dict[str, fx.Graph]:
     """The stages that Dynamo graph `index` has passed while anybody captured."""
     return {
@@ -191,7 +209,7 @@ def abandon(index: int) -> None:
         for captured in _captures:
             number = captured._order.pop(index, -1)
             captured._reports.pop(number, None)
-            for numbered in captured._graphs.values():
+            for numbered in (*captured._graphs.values(), *captured._before.values()):
                 numbered.pop(number, None)
             captured._graphs = {stage: numbered for stage, numbered in captured._graphs.items() if numbered}
 

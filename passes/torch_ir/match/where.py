@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-import os
-import re
 
-import torch
 from torch import fx
 
 from te_dynamo import _compat
+from te_dynamo.inspect.user_code import clean_path, source_line
 
 __all__ = [
     "OWNERS",
@@ -32,17 +30,6 @@ sharing_prefixes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextV
     "te_dynamo_sharing_prefixes", default=()
 )
 """The prefixes of all modules that may run the graph being matched; () where it is but one."""
-
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
-_GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
-_INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
-_WRAPPERS = {
-    "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
-    "__self__", "forward",  # a compiled bound method
-}  # fmt: skip
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
@@ -70,23 +57,3 @@ def source_name(placeholder: fx.Node | None) -> str:
     if source is None:
         return ""
     return _compat.source_name(source)
-
-
-def source_line(node: fx.Node) -> str:
-    """ "folder/file.py:17", the innermost frame outside torch itself; "" where unknown."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    users = [frame for frame in frames if not os.path.abspath(frame[0]).startswith(_TORCH)]
-    path, line = (users or frames)[-1]
-    return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
-
-
-def clean_path(name: str) -> str:
-    """A name in Dynamo's spelling ("L['self']._modules['layers']._modules['0']") as a module path
-    ("layers.0")."""
-    while name != (found := _GETATTR.sub(r"\1.\3", name)):  # a name that is no identifier: getattr(L['model'], '0')
-        name = found
-    name = _INDEX.sub(r".\1", _ROOT.sub("", name))
-    parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
-    return ".".join(part for part in parts if part and part not in _WRAPPERS)

@@ -1,0 +1,42 @@
+"""Where in the user's code a graph's node was written: its line, and the path of the module whose forward ran."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+from torch import fx
+
+__all__ = ["clean_path", "source_line"]
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
+_GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
+_WRAPPERS = {
+    "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
+    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
+    "__self__", "forward",  # a compiled bound method
+}  # fmt: skip
+
+
+def source_line(node: fx.Node) -> str:
+    """ "folder/file.py:17", the innermost frame outside torch itself; "" where unknown."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    users = [frame for frame in frames if not os.path.abspath(frame[0]).startswith(_TORCH)]
+    path, line = (users or frames)[-1]
+    return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
+
+
+def clean_path(name: str) -> str:
+    """A name in Dynamo's spelling ("L['self']._modules['layers']._modules['0']") as a module path
+    ("layers.0")."""
+    while name != (found := _GETATTR.sub(r"\1.\3", name)):  # a name that is no identifier: getattr(L['model'], '0')
+        name = found
+    name = _INDEX.sub(r".\1", _ROOT.sub("", name))
+    parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
+    return ".".join(part for part in parts if part and part not in _WRAPPERS)
