@@ -209,8 +209,10 @@ def abandon(index: int) -> None:
         for captured in _captures:
             number = captured._order.pop(index, -1)
             captured._reports.pop(number, None)
-            for numbered in (*captured._graphs.values(), *captured._before.values()):
+            for numbered in captured._graphs.values():
                 numbered.pop(number, None)
+            for before in captured._before.values():
+                before.pop(number, None)
             captured._graphs = {stage: numbered for stage, numbered in captured._graphs.items() if numbered}
 
 

@@ -54,7 +54,7 @@ def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, st
         _card(
             "Graphs",
             f"{facts['graphs']}",
-            f"{len(facts['graph_breaks'])} graph breaks; {_size(sum(w['nbytes'] for w in facts['weights']))} of quantized weights kept",
+            f"{len(facts['graph_breaks'])} graph breaks; {_kept(facts['weights'])}",
         ),
     ]
 
@@ -125,6 +125,11 @@ def _reasons(facts: dict[str, Any]) -> list[dict[str, Any]]:
         for reason, rows in groups.items()
     ]
     return sorted(found, key=lambda group: -group["share"])
+
+
+def _kept(weights: list[dict[str, Any]]) -> str:
+    nbytes = sum(weight["nbytes"] for weight in weights)
+    return f"{_size(nbytes)} of quantized weights kept" if nbytes else "no quantized weight is kept"
 
 
 def _runs(facts: dict[str, Any]) -> dict[tuple[str, str], str]:

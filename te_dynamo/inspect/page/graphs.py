@@ -95,21 +95,18 @@ class _Drawing:
                 if self._modules[root]
             ]
         )
-        stands = {root: layers.stands_for(root) or root for root in members}
-        hidden = self._named_by_their_readers(edges)
-        number = {node: f"n{i}" for i, node in enumerate(members)}
+        hidden = self._named_by_their_readers({(a, b) for a, b in edges if layers.stands_for(b) is None})
+        ids = {root: layers.stands_for(root) or f"n{i}" for i, root in enumerate(members)}
         nodes = [
-            {"id": number[root], "group": layers.group(root), **self._described(nodes, made)}
+            {"id": ids[root], "group": layers.group(root), **self._described(nodes, made)}
             for root, nodes in members.items()
-            if stands[root] is root and root not in hidden
+            if layers.stands_for(root) is None and root not in hidden
         ]
         nodes += [
             {"id": name, "label": f"{label}\n{count} operations", "kind": "layers", "group": "", "lines": []}
             for name, label, count in layers.rest()
         ]
-        arrows = {
-            (number.get(stands[a], stands[a]), number.get(stands[b], stands[b])) for a, b in edges if a not in hidden
-        }
+        arrows = {(ids[a], ids[b]) for a, b in edges if a not in hidden}
         return {"nodes": nodes, "edges": sorted(f"{a} {b}" for a, b in arrows if a != b)}
 
     def _kind(self, node: fx.Node) -> str:
@@ -146,7 +143,7 @@ class _Drawing:
         return tuple((_operation(node), _type(*self._lines[node])) for node in nodes)
 
     def _named_by_their_readers(self, edges: set[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
-        """The inputs that need no node: parameters, and those whose readers all read an operation too."""
+        """The inputs that need no node: parameters, and those whose readers all read an operation too. edges: those to drawn nodes."""
         inputs = {node for node in self._lines if self._kinds[node] == "input"}
         after_operations = {reader for read, reader in edges if read not in inputs}
         first = {read for read, reader in edges if reader not in after_operations}

@@ -63,10 +63,10 @@ class Layers:
 
 
 def _ranges(numbers: list[int]) -> Iterator[str]:
-    """ "1–30", "33"."""
+    """ "1-30", "33"."""
     start = previous = numbers[0]
     for number in [*numbers[1:], -1]:
         if number != previous + 1:
-            yield str(start) if start == previous else f"{start}–{previous}"
+            yield str(start) if start == previous else f"{start}-{previous}"
             start = number
         previous = number

@@ -88,10 +88,15 @@ def _folded(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if len(group) == 1:
             yield group[0]
             continue
-        first, last = group[0], group[-1]
-        number = re.findall(r"\d+", last["name"])
-        name = f"{first['name']}–{number[-1] if number else last['name']}, alike ({len(group)})"
+        first = group[0]
+        name = f"{_range(first['name'], group[-1]['name'])}, alike ({len(group)})"
         yield {**first, **{key: first[key] * len(group) for key in _SUMS}, "name": name, "count": len(group)}
+
+
+def _range(first: str, last: str) -> str:
+    """ "0-3.fc" of "0.fc" and "3.fc"."""
+    numbers = iter(re.findall(r"\d+", last))
+    return re.sub(r"\d+", lambda found: found[0] if (end := next(numbers)) == found[0] else f"{found[0]}-{end}", first)
 
 
 def _what_is_equal(row: dict[str, Any]) -> Any:

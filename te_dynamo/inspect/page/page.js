@@ -54,7 +54,7 @@ function shareOfFlops(cell) {
 
 function whatRuns(cell) {
   const row = cell.getData();
-  const of = row.linears ? `${row.taken} of ${row.linears} linears in a recipe` : "";
+  const of = row.linears ? `${row.taken} of ${row.linears} linears` : "";
   return element("span", row.state ? row.runs : of, "runs");
 }
 
@@ -76,12 +76,12 @@ function drawTree() {
     columns: [
       { title: "Module", field: "name", formatter: asText("name"), widthGrow: 3, minWidth: 200, responsive: 0 },
       { title: "Kind", field: "kind", formatter: asText(), width: 110, responsive: 4 },
-      { title: "M x N x K", field: "shape", formatter: asText("number"), widthGrow: 2, minWidth: 140, responsive: 3 },
+      { title: "M x N x K", field: "shape", formatter: asText("number"), widthGrow: 2, minWidth: 165, responsive: 3 },
       { title: "dtype", field: "dtype", formatter: asText(), width: 80, responsive: 5 },
-      { title: "Runs as", field: "runs", formatter: whatRuns, widthGrow: 2, minWidth: 150, responsive: 0 },
+      { title: "Runs as", field: "runs", formatter: whatRuns, widthGrow: 2, minWidth: 165, responsive: 0 },
       { title: "Linear FLOPs", field: "flops", formatter: shareOfFlops, sorter: "number", width: 150, responsive: 1 },
-      { title: "Reason", field: "reason", formatter: asText(), widthGrow: 3, minWidth: 160, responsive: 2, tooltip: (_, cell) => element("span", cell.getValue()) },
-      { title: "Line", field: "source", formatter: asText(), widthGrow: 1, minWidth: 150, responsive: 6 },
+      { title: "Reason", field: "reason", formatter: asText(), widthGrow: 4, minWidth: 180, responsive: 2, visible: data.reasons.length > 0, variableHeight: true },
+      { title: "Line", field: "source", formatter: asText(), widthGrow: 2, minWidth: 190, responsive: 6 },
     ],
   });
   const filter = () => {
@@ -151,7 +151,7 @@ function drawGraph(id, graph) {
 
 function startAtTop(view) {
   const box = view.elements().boundingBox();
-  const zoom = Math.min(1, Math.max(0.35, view.width() / (box.w + 40)));
+  const zoom = Math.min(1, Math.max(0.6, view.width() / (box.w + 40)));
   const first = view.nodes("[node]").min((node) => node.position("y")).ele;
   view.zoom(zoom);
   view.pan({ x: view.width() / 2 - zoom * (first ? first.position("x") : 0), y: 16 - zoom * box.y1 });
