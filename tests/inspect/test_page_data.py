@@ -183,6 +183,24 @@ layers             layers 2: alike | 7 operations""",
     )
 
 
+def test_constants_of_layers_are_equal():
+    """Each has a name of its own in the graph: _tensor_constant0, _tensor_constant1."""
+
+    class WithConstant(Block):
+        def forward(self, x):
+            return super().forward(x) + torch.tensor([]).to(x).sum()
+
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        net = nn.Sequential(*(WithConstant() for _ in range(4))).bfloat16()
+        x = torch.empty(8192, 4096, dtype=torch.bfloat16)
+    stages = page_data(te_dynamo.explain(net, x, device="h200"))["stages"]
+    joint = next(stage for stage in stages if stage["stage"] == "joint")
+    assert [node["label"] for node in joint["before"]["nodes"] if node["kind"] == "layers"] == [
+        "layers 2: alike\n27 operations"
+    ]
+
+
 def test_every_layer_of_the_backward_graph_is_found(data):
     backward = next(stage for stage in data["stages"] if stage["stage"] == "backward")
     drawn_layers = {node["group"] for node in backward["after"]["nodes"]}

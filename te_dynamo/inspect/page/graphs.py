@@ -231,8 +231,8 @@ def _operation(node: fx.Node) -> str:
     """ "te.gemm", "aten.view", "F.gelu", "view"; "" for an input and for the output."""
     if node.op in ("placeholder", "output"):
         return ""
-    if node.op != "call_function":
-        return str(node.target)
+    if node.op != "call_function":  # a constant's name has a number of its own
+        return "attribute" if node.op == "get_attr" else str(node.target)
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.replace("::", ".")
     return str(getattr(node.target, "__name__", node.target))

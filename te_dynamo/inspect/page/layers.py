@@ -58,7 +58,7 @@ class Layers:
     def _stand_for(self, base: str, paths: list[str], nodes: list[tuple[Any, str, Any]]) -> None:
         name = f"layers{len(self._rest)}"
         numbers = sorted(int(path[len(base) :]) for path in paths)
-        self._rest.append((name, f"{base.rstrip('.')} {', '.join(_ranges(numbers))}: alike", len(nodes)))
+        self._rest.append((name, f"{base.rstrip('.') or 'layers'} {', '.join(_ranges(numbers))}: alike", len(nodes)))
         self._stands.update((node, name) for node, _, _ in nodes)
 
 

@@ -138,8 +138,16 @@ const graphStyle = [
   { selector: "edge", style: { width: 1.3, "line-color": "#aab4c0", "target-arrow-color": "#aab4c0", "target-arrow-shape": "triangle", "arrow-scale": 0.8, "curve-style": "bezier" } },
 ];
 
+const mostNodes = 600; // the layout of more takes a browser a minute
+
 function drawGraph(id, graph) {
   drawn[id]?.destroy();
+  drawn[id] = null;
+  byId(id).replaceChildren();
+  if (graph.nodes.length > mostNodes) {
+    byId(id).append(element("pre", graph.nodes.flatMap((node) => node.lines).join("\n")));
+    return;
+  }
   const view = cytoscape({
     container: byId(id), elements: elementsOf(graph), style: graphStyle, maxZoom: 2.5, boxSelectionEnabled: false,
     autoungrabify: true, layout: { name: "dagre", rankDir: "TB", nodeSep: 14, rankSep: 26, fit: false, animate: false },
@@ -162,7 +170,7 @@ function showStage() {
   const sideBySide = Boolean(stage.before) && byId("show-before").checked;
   byId("show-before").disabled = !stage.before;
   byId("before-pane").hidden = !sideBySide;
-  const count = (graph) => `${graph.nodes.length} nodes drawn`;
+  const count = (graph) => (graph.nodes.length > mostNodes ? `${graph.nodes.length} nodes are too many to draw, so here is the text` : `${graph.nodes.length} nodes drawn`);
   if (sideBySide) {
     byId("before-pane").firstChild.textContent = `before ${stage.stage}: ${count(stage.before)}`;
     drawGraph("before", stage.before);
