@@ -106,8 +106,11 @@ class _Drawing:
             {"id": name, "label": f"{label}\n{count} operations", "kind": "layers", "group": "", "lines": []}
             for name, label, count in layers.rest()
         ]
-        arrows = {(ids[a], ids[b]) for a, b in edges if a not in hidden}
-        return {"nodes": nodes, "edges": sorted(f"{a} {b}" for a, b in arrows if a != b)}
+        arrows = {(ids[a], ids[b]) for a, b in edges if a not in hidden and ids[a] != ids[b]}
+        returned = {ids[root] for root in members if self._kinds[root] == "output"}
+        read = {a for a, b in arrows if b not in returned}
+        # A forward graph returns all that backward reads: arrows from what other operations read would hide the rest.
+        return {"nodes": nodes, "edges": sorted(f"{a} {b}" for a, b in arrows if b not in returned or a not in read)}
 
     def _kind(self, node: fx.Node) -> str:
         operation = _operation(node)

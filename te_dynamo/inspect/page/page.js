@@ -111,14 +111,11 @@ const colours = { te: "#2563c9", fused: "#7a3fc4", product: "#d97706", attention
 const onDark = new Set(["te", "fused", "product", "attention", "layers"]);
 
 function elementsOf(graph) {
-  const groups = [...new Set(graph.nodes.map((node) => node.group).filter(Boolean))];
-  const outer = (group) => groups.filter((other) => group.startsWith(other + ".")).sort((a, b) => b.length - a.length)[0];
-  const boxes = groups.map((group) => ({ data: { id: "group " + group, label: group, parent: outer(group) && "group " + outer(group) }, classes: "box" }));
   const nodes = graph.nodes.map((node) => {
     const lines = node.label.split("\n");
     return {
       data: {
-        id: node.id, label: node.label, node, parent: node.group ? "group " + node.group : undefined,
+        id: node.id, label: node.label, node,
         colour: colours[node.kind], text: onDark.has(node.kind) ? "#fff" : "#1c2430",
         width: Math.max(70, 7.2 * Math.max(...lines.map((line) => line.length)) + 18), height: 14 + 15 * lines.length,
       },
@@ -126,14 +123,13 @@ function elementsOf(graph) {
     };
   });
   const arrows = graph.edges.map((edge) => ({ data: { source: edge.split(" ")[0], target: edge.split(" ")[1] } }));
-  return [...boxes, ...nodes, ...arrows];
+  return [...nodes, ...arrows];
 }
 
 const graphStyle = [
   { selector: "node[node]", style: { shape: "round-rectangle", "background-color": "data(colour)", label: "data(label)", color: "data(text)", width: "data(width)", height: "data(height)", "font-size": 12, "font-family": "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace", "text-wrap": "wrap", "text-valign": "center", "min-zoomed-font-size": 5 } },
   { selector: "node.input, node.output", style: { "border-width": 1, "border-color": "#9aa5b3" } },
   { selector: "node.layers", style: { shape: "cut-rectangle" } },
-  { selector: "node.box", style: { "background-color": "#f6f7f9", "border-width": 1, "border-color": "#cfd6de", label: "data(label)", color: "#5d6878", "text-valign": "top", "text-halign": "center", "font-size": 14, padding: 14 } },
   { selector: "node:selected", style: { "border-width": 3, "border-color": "#111827" } },
   { selector: "edge", style: { width: 1.3, "line-color": "#aab4c0", "target-arrow-color": "#aab4c0", "target-arrow-shape": "triangle", "arrow-scale": 0.8, "curve-style": "bezier" } },
 ];
@@ -150,7 +146,7 @@ function drawGraph(id, graph) {
   }
   const view = cytoscape({
     container: byId(id), elements: elementsOf(graph), style: graphStyle, maxZoom: 2.5, boxSelectionEnabled: false,
-    autoungrabify: true, layout: { name: "dagre", rankDir: "TB", nodeSep: 14, rankSep: 26, fit: false, animate: false },
+    autoungrabify: true, layout: { name: "dagre", rankDir: "TB", nodeSep: 14, edgeSep: 2, rankSep: 26, edgeWeight: (edge) => (edge.source().data("node").kind === "other" ? 1 : 8), fit: false, animate: false },
   });
   view.on("tap", "node", (event) => event.target.data("node") && showNode(event.target.data("node")));
   drawn[id] = view;
@@ -160,9 +156,11 @@ function drawGraph(id, graph) {
 function startAtTop(view) {
   const box = view.elements().boundingBox();
   const zoom = Math.min(1, Math.max(0.6, view.width() / (box.w + 40)));
-  const first = view.nodes("[node]").min((node) => node.position("y")).ele;
+  const ours = view.nodes(".te, .fused");
+  const first = (ours.length ? ours : view.nodes()).min((node) => node.position("y")).ele;
+  if (!first) return;
   view.zoom(zoom);
-  view.pan({ x: view.width() / 2 - zoom * (first ? first.position("x") : 0), y: 16 - zoom * box.y1 });
+  view.pan({ x: view.width() / 2 - zoom * first.position("x"), y: 90 - zoom * first.position("y") });
 }
 
 function showStage() {
