@@ -1,4 +1,4 @@
-# make test | test-slow | test-all | test-gpu | fuzz | lint | docs | demo
+# make test | test-slow | test-all | test-gpu | fuzz | lint | docs | demo | vendor
 #
 # PYTHON is used as it is when it holds a CUDA build of torch 2.11 or newer. Otherwise a .venv is made from it, with the
 # CPU set pinned in constraints/cpu.txt.
@@ -27,7 +27,7 @@ JOBS ?= 2
 SIDE_BY_SIDE = $$($(RUN) -c "import importlib.util as u; print('-n $(JOBS) --dist worksteal' if u.find_spec('xdist') else '')")
 
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet
-.PHONY: test test-slow test-all test-gpu fuzz lint docs demo clean
+.PHONY: test test-slow test-all test-gpu fuzz lint docs demo vendor clean
 .DELETE_ON_ERROR:
 
 test: $(STAMP)test                                ## the suite without the slow and the GPU tests
@@ -59,6 +59,17 @@ docs: $(STAMP)docs                                ## the site, into build/site; 
 
 demo: $(STAMP)demo                                ## train a small Llama twice, bf16 and FP8; results in out/
 	$(RUN) examples/train_text.py $(ARGS)
+
+VENDOR := te_dynamo/inspect/page/vendor
+
+vendor:                                           ## the libraries of explain's page, by the versions in its package.json; needs npm
+	npm install --prefix $(VENDOR) --ignore-scripts --no-audit --no-fund
+	cd $(VENDOR)/node_modules && for file in tabulator-tables/dist/js/tabulator.min.js tabulator-tables/dist/css/tabulator.min.css \
+	  cytoscape/dist/cytoscape.min.js cytoscape-dagre/dist/cytoscape-dagre.min.js; do \
+	  sed '/sourceMappingURL=/d' $$file > ../$$(basename $$file); done
+	cd $(VENDOR)/node_modules && for name in tabulator-tables cytoscape cytoscape-dagre @dagrejs/dagre; do \
+	  echo "== $$name"; cat $$name/LICENSE; echo; done > ../LICENSES
+	rm -rf $(VENDOR)/node_modules
 
 clean:
 	rm -rf .venv build out

@@ -28,7 +28,7 @@ from te_dynamo.dialect.define import is_te
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated, warn_if_left_for_cost
-from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, uncached
+from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, record_before, uncached
 from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
 from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
@@ -99,6 +99,7 @@ class _Compilation:
         record(stage, graph, self.progress)
 
     def joint(self, graph: Graph) -> None:
+        record_before("joint", graph, self.progress)
         with timed("te_dynamo.joint"):
             save_products_only(graph)
             self._simplify(graph)
@@ -107,6 +108,7 @@ class _Compilation:
             self.record("joint", graph)
 
     def divided(self, graph: Graph, phase: str) -> None:
+        record_before(phase, graph, self.progress)
         with timed(f"te_dynamo.{phase}"):
             if phase == "inference":  # has no joint graph before it
                 self._simplify(graph)
@@ -141,6 +143,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     options = compilation.options
     _watch_for_freezing(example_inputs)
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
+    record_before("match", gm.graph, compilation.progress)
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
     with timed("te_dynamo.match"), _disable_saved_tensors_hooks_during_tracing():

@@ -29,7 +29,7 @@ from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
 from te_dynamo.lowering.inductor.tracing import named_in_profiles
-from te_dynamo.module_path import clean_path
+from te_dynamo.user_code import clean_path
 
 
 @dataclasses.dataclass(frozen=True)

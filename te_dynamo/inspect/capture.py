@@ -61,6 +61,7 @@ class Captured(Mapping[str, str]):
 
     graphs[stage]: the stage's text; with several Dynamo graphs their texts under a header each.
     graphs.all(stage): the texts, one a Dynamo graph. graphs.graph(stage): the graph itself (a copy).
+    graphs.before(stage): the graph as the stage found it, before what it fuses.
     graphs.stages: the captured stages in order. graphs.reports: a Report for each Dynamo graph.
     Each raises MissingStageError (a KeyError) for a stage that was not captured, saying why it may be
     missing.
@@ -71,6 +72,7 @@ class Captured(Mapping[str, str]):
 
     def __init__(self) -> None:
         self._graphs: dict[str, dict[int, tuple[str, fx.Graph]]] = {}
+        self._before: dict[str, dict[int, fx.Graph]] = {}
         self._reports: dict[int, Report] = {}
         self._order: dict[GraphInProgress, int] = {}
 
@@ -95,6 +97,11 @@ class Captured(Mapping[str, str]):
         """A copy of the graph as the stage left it; `index` counts the Dynamo graphs that have the stage."""
         graphs = self._stage(stage)
         return graphs[sorted(graphs)[index]][1]
+
+    def before(self, stage: str, index: int = 0) -> fx.Graph | None:
+        """A copy of what `graph(stage, index)` was made from; None for lowering, which starts from the stage before."""
+        numbers = sorted(self._stage(stage))
+        return self._before.get(stage, {}).get(numbers[index])
 
     @property
     def stages(self) -> list[str]:
@@ -183,6 +190,17 @@ def record(stage: str, graph: fx.Graph, progress: GraphInProgress) -> None:
             captured._graphs.setdefault(stage, {})[captured._number(progress)] = (text, copy)
 
 
+def record_before(stage: str, graph: fx.Graph, progress: GraphInProgress) -> None:
+    """Stores a copy of `graph`, which `stage` is about to rewrite."""
+    if not _captures:
+        return
+    copy = _copy_graph(graph)
+    name_inputs(copy, stage, progress.stages)
+    with _lock:
+        for captured in _captures:
+            captured._before.setdefault(stage, {})[captured._number(progress)] = copy
+
+
 def abandon(progress: GraphInProgress) -> None:
     """Forgets a Dynamo graph: Dynamo gives up the attempt and traces the function again."""
     with _lock:
@@ -191,6 +209,8 @@ def abandon(progress: GraphInProgress) -> None:
             captured._reports.pop(number, None)
             for numbered in captured._graphs.values():
                 numbered.pop(number, None)
+            for before in captured._before.values():
+                before.pop(number, None)
             captured._graphs = {stage: numbered for stage, numbered in captured._graphs.items() if numbered}
 
 

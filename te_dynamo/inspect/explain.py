@@ -7,6 +7,7 @@ import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,12 +50,14 @@ class Explanation:
         left_out: Sequence[MatchRecord] = (),
         device: str = "",
         on_gpu: Explanation | str | None = None,
+        graphs: Captured | None = None,
     ) -> None:
         self.reports = reports
         self.graph_breaks = graph_breaks
         self.matrix_flops = matrix_flops
         self.device = device  # that it was rewritten for without running on it, "" for a run
         self.on_gpu = on_gpu  # of a run without a GPU: what one would do, or why that is not known
+        self.graphs = graphs  # after each stage, and before it
         self._left_out = left_out
 
     @property
@@ -141,11 +144,14 @@ class Explanation:
             "notes": self._notes(),
         }
 
-    def to_html(self, path: Any) -> None:
-        """Writes the same tables as one self-contained page."""
-        console = Console(record=True, file=io.StringIO(), width=180)
-        self._render(console)
-        console.save_html(str(path))
+    def to_html(self, path: Any, comparison: Any = None) -> None:
+        """Writes a page with all of this and the graph of each stage: one file, which loads nothing.
+
+        comparison: what te_dynamo.compare found, or any object whose to_dict() has "rows", a list of dictionaries, and "summary", one.
+        """
+        from te_dynamo.inspect.page import render  # Jinja2 is loaded by those who want a page
+
+        Path(path).write_text(render(self, comparison), encoding="utf-8")
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -274,7 +280,7 @@ def explain(
 def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
     with unchanged(target, args, kwargs):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
-    return Explanation(graphs.reports, breaks, flops, left_out)
+    return Explanation(graphs.reports, breaks, flops, left_out, graphs=graphs)
 
 
 def _explain_for(
@@ -290,7 +296,7 @@ def _explain_for(
         moved(target, (args, kwargs)) as (args, kwargs),
     ):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
-    return Explanation(graphs.reports, breaks, flops, left_out, device)
+    return Explanation(graphs.reports, breaks, flops, left_out, device, graphs=graphs)
 
 
 def _compile_and_run(

@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
@@ -90,7 +91,9 @@ def grad(
             node = heapq.heappop(ready)[2]  # the engine's order: the youngest node first
             grads = arrived.pop(node, {})
             results.update({(node, slot): value for slot, value in grads.items()})
-            for edge, value in _call(node, grads, needed):
+            with _numbered(node):
+                results_of_call = _call(node, grads, needed)
+            for edge, value in results_of_call:
                 if value is not None:
                     _accumulate(arrived, edge, value)
                 waiting[edge[0]] -= 1
@@ -127,6 +130,16 @@ def _plan(roots: set[Node], wanted: set[Node]) -> tuple[set[Node], dict[Node, in
             if child in needed:
                 waiting[child] += 1
     return needed, waiting
+
+
+@contextlib.contextmanager
+def _numbered(node: Node) -> Iterator[None]:
+    """Inside, traced operations have the number of the forward operation that they belong to, as the engine's hooks give it."""
+    fx_traceback.set_grad_fn_seq_nr(node._sequence_nr())
+    try:
+        yield
+    finally:
+        fx_traceback.reset_grad_fn_seq_nr()
 
 
 def _call(node: Node, grads: dict[int, Tensor], needed: set[Node]) -> list[tuple[tuple[Node, int], Tensor | None]]:

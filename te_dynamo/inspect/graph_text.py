@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import sympy
@@ -87,6 +87,12 @@ def graph_text(graph: fx.Graph | fx.GraphModule, color: bool | Literal["auto"] =
     return colored(text) if color is True or terminal_shows_colors() else text
 
 
+def statements(graph: fx.Graph) -> dict[fx.Node, tuple[str, str]]:
+    """(name of the result, line in graph_text) of each node that has a line, in order."""
+    printer = _Printer(graph, _Symbols())
+    return {node: (printer.names.get(node, node.op), line) for node, line in printer.statements() if node is not None}
+
+
 def output_names(graph: fx.Graph) -> list[tuple[str, Any]]:
     """(name in graph_text, value) of each result that `graph` returns; the value None where it is no node."""
     printer = _Printer(graph, _Symbols())
@@ -120,24 +126,26 @@ class _Printer:
     def __init__(self, graph: fx.Graph, symbols: _Symbols) -> None:
         self._graph = graph
         self._symbols = symbols
-        self._names: dict[fx.Node, str] = {}
+        self.names: dict[fx.Node, str] = {}
         self._taken: set[str] = set()
         self._bodies: dict[str, fx.Graph] = {}
 
     def lines(self) -> list[str]:
-        lines: list[str] = []
+        return [line for _, line in self.statements()]
+
+    def statements(self) -> Iterator[tuple[fx.Node | None, str]]:
+        """(node, its line); None for a line of a body."""
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 self._name(node, self._placeholder_name(node))
         for node in self._graph.nodes:
             if node.op == "output":
-                lines.append(self._return(node))
+                yield node, self._return(node)
             elif body := self._body_of(node):
                 self._bodies[self._name(node, "body")] = body
             elif not _is_projection(node):
-                lines.append(self._statement(node))
-                lines.extend(self._printed_bodies(node))
-        return lines
+                yield node, self._statement(node)
+                yield from ((None, line) for line in self._printed_bodies(node))
 
     # statements
 
@@ -149,7 +157,7 @@ class _Printer:
 
     def _statement(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            name, text = self._names[node], "input"
+            name, text = self.names[node], "input"
         else:
             text, base = self._call(node)
             if "kernel_idx" in node.kwargs and "tensors_to_clone" not in node.kwargs:  # a launch that writes in place
@@ -166,8 +174,8 @@ class _Printer:
     def _printed_bodies(self, node: fx.Node) -> list[str]:
         lines = []
         for used in node.all_input_nodes:
-            if body := self._bodies.get(self._names.get(used, "")):
-                lines.append(f"    {self._names[used]}:")
+            if body := self._bodies.get(self.names.get(used, "")):
+                lines.append(f"    {self.names[used]}:")
                 lines.extend(f"        {line}" for line in _Printer(body, self._symbols).lines())
         return lines
 
@@ -188,7 +196,7 @@ class _Printer:
             number += 1
             name = f"{base}_{number}"
         self._taken.update((name, name.split("[")[0]))  # beside an input "quantize[1]", no other value is "quantize"
-        self._names[node] = name
+        self.names[node] = name
         return name
 
     def _placeholder_name(self, node: fx.Node) -> str:
@@ -246,10 +254,10 @@ class _Printer:
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            if value not in self._names and _is_projection(value):
+            if value not in self.names and _is_projection(value):
                 parent, index = value.args
                 return f"{self._argument(parent)}[{index!r}]"
-            return self._names.get(value, value.name)
+            return self.names.get(value, value.name)
         if isinstance(value, torch.Size) or type(value) is tuple:
             items = ", ".join(map(self._argument, value))
             return f"({items},)" if len(value) == 1 else f"({items})"

@@ -272,3 +272,14 @@ def inductor_recording_last_pass(gm, example_inputs):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return compile_fx(gm, example_inputs, inner_compile=inner, config_patches={"post_grad_custom_post_pass": Record()})
+
+
+def test_before_is_the_graph_that_a_stage_started_from():
+    torch._dynamo.reset()
+    with capture() as graphs:
+        torch.compile(nn.Linear(16, 16), backend="te", options={"codegen": "eager"})(torch.ones(4, 16)).sum().backward()
+    before = {stage: graphs.before(stage) for stage in graphs.stages}
+    assert "F.linear" in graph_text(before["match"]) and "te.linear" in graphs["match"]
+    assert "te.add_bias" in graph_text(before["forward"]) and "te.add_bias" not in graphs["forward"]
+    with pytest.raises(MissingStageError):
+        graphs.before("inference")

@@ -27,7 +27,14 @@ from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.weights.frozen import FROZEN
 
-__all__ = ["LEFT_FOR_COST", "experts_cost_reason", "is_kept", "kept_weights_known", "linear_cost_reason"]
+__all__ = [
+    "LEFT_FOR_COST",
+    "experts_cost_reason",
+    "is_kept",
+    "kept_weights_known",
+    "linear_cost_reason",
+    "linear_times",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +82,26 @@ def linear_cost_reason(
     gemms:          which of "fprop", "dgrad" and "wgrad" run. recipe: what quantizes.
     weight_readers: how many linears of M rows share the quantized weight. x_readers: how many share the quantized x.
     """
+    times = linear_times(m, n, k, gemms, recipe, n * k / weight_readers, x_readers)
+    if not times or times[1] <= times[0]:
+        return ""
+    bf16, fp8 = times
+    weight = fp8 - linear_times(m, n, k, gemms, recipe, 0, x_readers)[1]
+    keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
+    of_weight = f", {weight:.0f} of them to quantize its weight; {keep}" if round(weight) else ""
+    return f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us{of_weight} {_BY_RULE}"
+
+
+def linear_times(
+    m: int, n: int, k: int, gemms: Sequence[str], recipe: Recipe, quantized: float, x_readers: int = 1
+) -> tuple[float, ...]:
+    """(us in bf16, us in FP8) of such a linear on an H200; () for a recipe that a Hopper GPU emulates.
+
+    quantized: how many elements of the weight it quantizes in this call, 0 for a kept one; the rest as for `linear_cost_reason`.
+    """
     times = _times(recipe)
     if times is None:
-        return ""
+        return ()
     work = [
         _FAST_SUMS if is_fast else 1.0
         for gemm, is_fast in zip(("fprop", "dgrad", "wgrad"), recipe.fast_accum(), strict=True)
@@ -86,13 +110,7 @@ def linear_cost_reason(
     activations = m * k / x_readers + (m * n if len(work) > 1 else 0)
     flops, read = 2 * m * n * k, n * k * len(work)
     bf16 = _microseconds(_BF16, len(work), flops * len(work), 2 * read)
-    fp8 = _microseconds(times, len(work), flops * sum(work), read, n * k / weight_readers, activations)
-    if fp8 <= bf16:
-        return ""
-    weight = fp8 - _microseconds(times, len(work), flops * sum(work), read, 0, activations)
-    keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
-    of_weight = f", {weight:.0f} of them to quantize its weight; {keep}" if round(weight) else ""
-    return f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us{of_weight} {_BY_RULE}"
+    return bf16, _microseconds(times, len(work), flops * sum(work), read, quantized, activations)
 
 
 def _times(recipe: Recipe) -> tuple[_Times, _Times] | None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from te_dynamo.module_path import OWNERS, clean_path
 from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix, sharing_prefixes
+from te_dynamo.user_code import OWNERS, clean_path
 
 __all__ = ["also_run_at", "compiled_model", "in_whole_model"]
 

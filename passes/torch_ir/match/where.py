@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-import os
-import re
 
-import torch
 from torch import fx
 
 from te_dynamo import _compat
-from te_dynamo.module_path import OWNERS, clean_path
+from te_dynamo.user_code import OWNERS, clean_path, source_line
 
 __all__ = [
     "module_path",
@@ -28,9 +25,6 @@ sharing_prefixes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextV
     "te_dynamo_sharing_prefixes", default=()
 )
 """The prefixes of all modules that may run the graph being matched; () where it is but one."""
-
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
@@ -58,13 +52,3 @@ def source_name(placeholder: fx.Node | None) -> str:
     if source is None:
         return ""
     return _compat.source_name(source)
-
-
-def source_line(node: fx.Node) -> str:
-    """ "folder/file.py:17", the innermost frame outside torch itself; "" where unknown."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    users = [frame for frame in frames if not os.path.abspath(frame[0]).startswith(_TORCH)]
-    path, line = (users or frames)[-1]
-    return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"

@@ -60,6 +60,14 @@ def test_the_reason_has_both_times_and_what_to_do() -> None:
     assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
 
 
+def test_a_record_has_both_times() -> None:
+    """A linear that is left takes what bf16 takes."""
+    assert [round(us) for us in on_cuda(64, learns=False).records[0].us] == [29, 29]
+    bf16, fp8 = on_cuda(8192).records[0].us
+    assert fp8 < bf16
+    assert on_cuda(8192, recipe="nvfp4").records[0].us == ()
+
+
 def test_a_weight_that_costs_nothing_need_not_be_kept() -> None:
     assert linear_cost_reason(64, 64, 64, ("fprop",), Float8CurrentScaling()) == (
         "M = 64, N = 64, K = 64: bf16 takes 1 us, FP8 13 us (estimated for an H200); a rule that names it has it in FP8 all the same"

@@ -19,7 +19,7 @@ from torch import fx
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_autocast
-from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason
+from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason, linear_times
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
@@ -58,9 +58,10 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
         named = named_by_rule(recipe_for, record.module)
+        record.us = _times(node, product, recipe)
         record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
     if recipe is None or record.reason:
-        record.matched, record.recipe = False, ""
+        record.matched, record.recipe, record.us = False, "", 2 * record.us[:1]
     return [record]
 
 
@@ -210,17 +211,48 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
 
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
-    m, n, k = map(hint, product.sizes)
-    n += padding(n, recipe.alignment)
-    out, x, weight = tensor_of(node), product.x, product.weight
-    if out.device.type != "cuda" or out.dtype.itemsize != 2 or not m or is_kept(weight):
+    x, weight = product.x, product.weight
+    if not _has_times(node, product) or is_kept(weight):
         return ""
-    quantized = recipe.backward == "quantized" and out.requires_grad
-    gemms = ["fprop"]
-    gemms += ["dgrad"] if quantized and tensor_of(x).requires_grad else []
-    gemms += ["wgrad"] if quantized and tensor_of(weight).requires_grad else []
-    x_readers = sum(_reads(user, x) for user in x.users)
+    m, n, k = _sizes(product, recipe)
+    gemms, x_readers = _gemms(node, product, recipe), sum(_reads(user, x) for user in x.users)
     return linear_cost_reason(m, n, k, gemms, recipe, weight_readers=len(weight.users), x_readers=x_readers)
+
+
+def _times(node: fx.Node, product: Product, recipe: Recipe) -> tuple[float, ...]:
+    """(us in 16 bits, us in the recipe), () where nobody knows."""
+    x, weight = product.x, product.weight
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or not _has_times(node, product):
+        return ()
+    m, n, k = _sizes(product, recipe)
+    quantized = 0 if is_kept(weight) else n * k / len(weight.users)
+    x_readers = max(1, sum(_reads(user, x) for user in x.users))
+    return linear_times(m, n, k, _gemms(node, product, recipe), recipe, quantized, x_readers)
+
+
+def _has_times(node: fx.Node, product: Product) -> bool:
+    out = tensor_of(node)
+    return (
+        out is not None
+        and out.device.type == "cuda"
+        and out.dtype.itemsize == 2
+        and bool(product.sizes)
+        and hint(product.sizes[0]) > 0
+    )
+
+
+def _sizes(product: Product, recipe: Recipe) -> tuple[int, int, int]:
+    m, n, k = map(hint, product.sizes)
+    return m, n + padding(n, recipe.alignment), k
+
+
+def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
+    """Which of its GEMMs are quantized."""
+    quantized = recipe.backward == "quantized" and tensor_of(node).requires_grad
+    gemms = ["fprop"]
+    gemms += ["dgrad"] if quantized and tensor_of(product.x).requires_grad else []
+    gemms += ["wgrad"] if quantized and tensor_of(product.weight).requires_grad else []
+    return gemms
 
 
 def _reads(node: fx.Node, x: fx.Node) -> bool:

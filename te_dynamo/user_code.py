@@ -1,14 +1,20 @@
-"""The path of a module as `named_modules` spells it, from the spellings of Dynamo's."""
+"""Where in the user's code a graph's node was written: its line, and the path of the module as `named_modules` spells it."""
 
 from __future__ import annotations
 
+import os
 import re
 
-__all__ = ["OWNERS", "clean_path"]
+import torch
+from torch import fx
+
+__all__ = ["OWNERS", "clean_path", "source_line"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
 
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
 _GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
@@ -17,6 +23,16 @@ _WRAPPERS = {
     "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
     "__self__", "forward",  # a compiled bound method
 }  # fmt: skip
+
+
+def source_line(node: fx.Node) -> str:
+    """ "folder/file.py:17", the innermost frame outside torch itself; "" where unknown."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    users = [frame for frame in frames if not os.path.abspath(frame[0]).startswith(_TORCH)]
+    path, line = (users or frames)[-1]
+    return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
 
 
 def clean_path(name: str) -> str:

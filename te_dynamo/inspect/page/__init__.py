@@ -1,0 +1,51 @@
+"""The page of `Explanation.to_html`: one file with all it needs, which loads nothing.
+
+data.py      Explanation -> plain data: cards, reasons, tables
+modules.py   rows of linears, norms and activations -> the tree of modules, equal layers one row
+graphs.py    the captured graphs -> nodes and arrows to draw, equal layers once
+template.html.j2, style.css, page.js   what shows them
+vendor/      Tabulator, Cytoscape.js and its dagre layout, as published; `make vendor` renews them
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from te_dynamo.inspect.page.data import page_data
+
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import Explanation
+
+__all__ = ["render"]
+
+_FOLDER = Path(__file__).parent
+_SCRIPTS = ("vendor/tabulator.min.js", "vendor/cytoscape.min.js", "vendor/cytoscape-dagre.min.js", "page.js")
+_STYLES = ("vendor/tabulator.min.css", "style.css")
+
+
+def render(explanation: Explanation, comparison: Any = None) -> str:
+    """The page's HTML.
+
+    comparison: None, or an object whose to_dict() has "rows", a list of dictionaries, and "summary", a dictionary.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("template.html.j2").render(
+        data=page_data(explanation, comparison),
+        scripts=[_asset(name) for name in _SCRIPTS],
+        styles=[_asset(name) for name in _STYLES],
+    )
+
+
+def _asset(name: str) -> Markup:
+    """A file of ours, unescaped."""
+    return Markup((_FOLDER / name).read_text(encoding="utf-8"))

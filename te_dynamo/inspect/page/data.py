@@ -1,0 +1,147 @@
+"""All that the page shows, as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
+from te_dynamo.inspect.page.modules import module_rows
+
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import Explanation
+
+__all__ = ["page_data"]
+
+
+def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any]:
+    """{"headline", "cards", "reasons", "modules", "stages", "tables", "numerics"}"""
+    facts = explanation.to_dict()
+    return {
+        "headline": explanation.headline,
+        "cards": _cards(explanation, facts),
+        "reasons": _reasons(facts),
+        "modules": module_rows([*explanation.linears, *explanation.norms_activations]),
+        "stages": [] if explanation.graphs is None else stages_to_draw(explanation.graphs, _runs(facts)),
+        "tables": {
+            "Fusions": facts["fusions"],
+            "What runs each operation": facts["lowered"],
+            "Kept weights": facts["weights"],
+            "Graph breaks": facts["graph_breaks"],
+            "Notes": [{"note": note} for note in facts["notes"]],
+        },
+        "numerics": None if comparison is None else comparison.to_dict(),
+    }
+
+
+def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, str]]:
+    linears, others = facts["linears"], facts["norms_activations"]
+    taken = sum(row["matched"] for row in linears)
+    recipes = ", ".join(dict.fromkeys(row["recipe"] for row in linears if row["recipe"])) or "no recipe"
+    return [
+        _card(
+            "Linear FLOPs in a recipe",
+            f"{facts['coverage'] * 100:.1f}%",
+            f"{taken} of {len(linears)} linears, in {recipes}",
+        ),
+        _card(
+            "Rows",
+            f"{len(linears) + len(others)}",
+            f"{len(linears)} linears, {len(others)} norms and activations{_with_rows(facts)}",
+        ),
+        *_work(explanation),
+        _time(explanation),
+        _card(
+            "Graphs",
+            f"{facts['graphs']}",
+            f"{len(facts['graph_breaks'])} graph breaks; {_kept(facts['weights'])}",
+        ),
+    ]
+
+
+def _card(title: str, value: str, detail: str) -> dict[str, str]:
+    return {"title": title, "value": value, "detail": detail}
+
+
+def _with_rows(facts: dict[str, Any]) -> str:
+    flops = facts["matrix_flops"]
+    return (
+        f"; {flops['has_a_row'] * 100:.1f}% of all matrix FLOPs have a row or are products of activations"
+        if flops
+        else ""
+    )
+
+
+def _work(explanation: Explanation) -> list[dict[str, str]]:
+    graphs = explanation.graphs
+    if graphs is None:
+        return []
+    phases = [phase for phase in ("forward", "backward", "inference") if phase in graphs]
+    found = [te_bytes(graphs.graph(phase, i)) for phase in phases for i in range(len(graphs.all(phase)))]
+    operations, nbytes = map(sum, zip(*found, strict=True)) if found else (0, 0)
+    launches = sum(
+        text.count("triton.") for phase in phases if f"lower.{phase}" in graphs for text in graphs.all(f"lower.{phase}")
+    )
+    kernels = (
+        f"{launches} Triton launches of te_dynamo"
+        if launches
+        else "how many kernels is not known: none was compiled for a GPU here"
+    )
+    return [_card("te operations a step", f"{operations}", f"they read and write {_size(nbytes)}; {kernels}")]
+
+
+def _time(explanation: Explanation) -> dict[str, str]:
+    """Of the device that was asked for, else of the one that `on_gpu` tells of."""
+    there = explanation if isinstance(explanation.on_gpu, (str, type(None))) else explanation.on_gpu
+    known = [row for row in there.linears if row.us]
+    title = "Time of the linears, estimated"
+    if not known:
+        return _card(
+            title, "not known", "the rule of what FP8 costs knows GPUs, 16 bits and recipes that an H200 runs by itself"
+        )
+    bf16, ours = (sum(row.us[i] for row in known) / 1e3 for i in (0, 1))
+    return _card(
+        title,
+        f"{ours:.2f} ms",
+        f"beside {bf16:.2f} ms in 16 bits on an H200, {bf16 / ours:.2f}x; of {len(known)} of {len(there.linears)} linears, norms and all else not counted",
+    )
+
+
+def _reasons(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was left, a row for each reason, the largest first."""
+    total = sum(row["flops"] for row in facts["linears"]) or 1
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in (*facts["linears"], *facts["norms_activations"]):
+        if not row["matched"]:
+            groups[row["reason"]].append(row)
+    found = [
+        {
+            "reason": reason,
+            "rows": len(rows),
+            "share": sum(row["flops"] for row in rows) / total,
+            "kinds": ", ".join(f"{times} {kind}" for kind, times in Counter(row["kind"] for row in rows).items()),
+            "first": rows[0]["module"] or rows[0]["source"],
+        }
+        for reason, rows in groups.items()
+    ]
+    return sorted(found, key=lambda group: -group["share"])
+
+
+def _kept(weights: list[dict[str, Any]]) -> str:
+    nbytes = sum(weight["nbytes"] for weight in weights)
+    return f"{_size(nbytes)} of quantized weights kept" if nbytes else "no quantized weight is kept"
+
+
+def _runs(facts: dict[str, Any]) -> dict[tuple[str, str], str]:
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in facts["lowered"]:
+        found[row["phase"], row["op"]].append(row["runs"])
+    return {key: " or ".join(runs) for key, runs in found.items()}
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
