@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from te_dynamo.command_line import compiling
+from te_dynamo.command_line.failure import check_writable
 from te_dynamo.command_line.target import load
 
 __all__ = ["add", "run"]
@@ -14,16 +14,24 @@ __all__ = ["add", "run"]
 
 def add(parser: argparse.ArgumentParser) -> None:
     compiling.add(parser, "cpu, cuda: where the model runs")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write explain's page, with these numbers as its tab Numerics"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints a Comparison."""
-    import te_dynamo
+    from te_dynamo.accuracy.compare import compare
+    from te_dynamo.inspect.explain import explain
 
     options = compiling.options_of(parsed)
+    if parsed.html:
+        check_writable(parsed.html)
     subject = load(parsed, parsed.device)
     with compiling.compiling(subject, parsed.dynamic):
-        compare: Any = te_dynamo.compare  # type: ignore[attr-defined]
         found = compare(subject.model, *subject.args, options=options, **subject.kwargs)
+        if parsed.html:
+            explained = explain(subject.model, *subject.args, options=options, **subject.kwargs)
+            explained.to_html(parsed.html, comparison=found)
     print(json.dumps(found.to_dict(), indent=1) if parsed.json else found)
     return 0

@@ -99,6 +99,19 @@ def test_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
+def test_compare(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "my_models:make", "--json", "--html", "page.html"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(row["module"] for row in found["rows"]) == ["0", "1"]
+    assert found["summary"]["linears"] == 2 and 20 < found["summary"]["snr_output_db"] < 60
+    assert 'data-table="numerics"' in (folder / "page.html").read_text()
+
+
+def test_compare_of_a_model_without_linears(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "my_models:no_linear"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_gpu_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "my_models:make", "--device", "h200"]) == 0
     assert capsys.readouterr().out.startswith("on an H200, where it was not run: coverage")
