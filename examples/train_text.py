@@ -6,8 +6,9 @@
     python examples/train_text.py --seeds 3 --recipe float8_current_scaling,bf16-eager
 
 The model is transformers' own class, unchanged. The only difference between the runs is the backend given to
-`torch.compile`. Writes loss.png, forward_graph.txt (of the first recipe) and summary.json to --out. Exits with status 1
-when a loss of a recipe's run is more than 2% (NVFP4: 5%) away from the bf16 run's. A large learning rate makes the first steps
+`torch.compile`. Writes loss.png, report.html and forward_graph.txt (of the first recipe) and summary.json to --out. Exits with status 1
+when a loss of a recipe's run is more than 2% (NVFP4: 5%) away from the bf16 run's. A CPU runs the recipes' references, so no speed is
+printed there; one without instructions for bf16 trains both in fp32. A large learning rate makes the first steps
 chaotic: rounding alone may then decide where a run ends. `--seeds` trains each several times, from other weights on other batches, and
 compares the means; `bf16-eager`, the same model uncompiled, shows how far rounding alone goes.
 """
@@ -47,11 +48,10 @@ RECIPES: dict[str, Recipe] = {name: by_name(name) for name in names()} | {
     "current-fast-sums": Float8CurrentScaling(fprop_fast_accum=True),
 }
 UNCOMPILED = "bf16-eager"
+WIDTH = 88  # of what is printed
 CHOICES = (*RECIPES, UNCOMPILED)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": dict(steps=200, layers=3, hidden=256, seq=128, batch=8, text_bytes=4_000_000, lr=2e-3),
-    # A processor without instructions for bf16 emulates it: a step takes ten times as long as in fp32.
-    "cpu without bf16": dict(steps=60, layers=3, hidden=256, seq=64, batch=4, text_bytes=4_000_000, lr=2e-3),
     # Faster, the early steps are chaotic: at 2e-3 two bf16 runs of this size end 3% apart, at 6e-4 a format may by chance.
     "cuda": dict(steps=500, layers=8, hidden=2048, seq=1024, batch=16, text_bytes=32_000_000, lr=3e-4),
     "fast": dict(steps=8, layers=1, hidden=64, seq=32, batch=4, text_bytes=200_000, lr=2e-3),
@@ -86,7 +86,7 @@ def build_model(args: argparse.Namespace, seed: int) -> LlamaForCausalLM:
         max_position_embeddings=args.seq,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(args.device, torch.bfloat16)
+    return LlamaForCausalLM(config).to(args.device, args.dtype)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -117,7 +117,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses, seconds = [], []
     batches = text.batches("train", args.steps, args.batch, args.seq, seed)
-    bar = tqdm(batches, f"{name}, seed {seed}", args.steps, unit="step")
+    bar = tqdm(batches, f"{name}, seed {seed}", args.steps, unit="step", ncols=WIDTH)
     for step, tokens in enumerate(bar):
         start = time.perf_counter()
         tokens = tokens.to(args.device)
@@ -129,7 +129,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())  # waits for the GPU, so the clock below is honest
         seconds.append(time.perf_counter() - start)
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{tokens.numel() / seconds[-1]:,.0f}")
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
     # The median leaves out the first steps, which compile.
     speed = args.batch * args.seq / statistics.median(seconds)
     return Run(name, seed, losses, validation_loss(compiled, text, seed, args), speed)
@@ -144,50 +144,64 @@ def validation_loss(compiled: Callable, text: ByteText, seed: int, args: argpars
 
 @torch.inference_mode()
 def generate(compiled: Callable, prompt: torch.Tensor, new_bytes: int) -> str:
-    """Greedy continuation of `prompt`, int64 [1, seq]. A window of one length needs one compiled graph."""
+    """Continuation of `prompt`, int64 [1, seq], drawn at temperature 0.5. A window of one length needs one compiled graph."""
     window, written = prompt, []
+    generator = torch.Generator(prompt.device).manual_seed(0)
     for _ in range(new_bytes):
-        following = compiled(input_ids=window).logits[:, -1].argmax(-1, keepdim=True)
+        chances = torch.softmax(compiled(input_ids=window).logits[:, -1].float() / 0.5, -1)
+        following = torch.multinomial(chances, 1, generator=generator)
         written.append(following)
         window = torch.cat([window[:, 1:], following], dim=1)
     return decode(torch.cat(written, dim=1)[0])
 
 
+def smooth(losses: list[float]) -> list[float]:
+    """Exponential mean with weight 0.1 of the newest, each divided by the weights so far: its first values lean on nothing."""
+    smoothed, mean, weight = [], 0.0, 0.0
+    for loss in losses:
+        mean, weight = mean + 0.1 * (loss - mean), weight + 0.1 * (1 - weight)
+        smoothed.append(mean / weight)
+    return smoothed
+
+
 def plot(groups: list[list[Run]], path: pathlib.Path) -> None:
-    """Loss curves, the mean over a group's runs: each step faint, an exponential mean over it."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for runs in groups:
-        losses = [statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)]
-        smooth, mean = [], losses[0]
-        for loss in losses:
-            mean += 0.1 * (loss - mean)
-            smooth.append(mean)
-        (line,) = axes.plot(smooth, label=runs[0].name)
-        axes.plot(losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    """Loss curves, the mean over a group's runs: each step faint, an exponential mean over it. Below, how far the recipes' means are from the
+    first group's."""
+    figure, (above, below) = plt.subplots(
+        2, figsize=(7, 5.6), layout="constrained", sharex=True, height_ratios=(2.2, 1)
+    )
+    curves = [[statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)] for runs in groups]
+    expected = smooth(curves[0])
+    for runs, losses in zip(groups, curves, strict=True):
+        (line,) = above.plot(smooth(losses), label=runs[0].name)
+        above.plot(losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
+        below.plot([100 * (a / b - 1) for a, b in zip(smooth(losses), expected, strict=True)], color=line.get_color())
     seeds = len(groups[0])
     title = "Same model, same data, same seed" + (f"s: means of {seeds} runs" if seeds > 1 else "")
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
-    axes.legend()
+    above.set(ylabel="loss (nats a byte)", title=title)
+    below.set(xlabel="step", ylabel=f"% from {groups[0][0].name}")
+    above.legend()
     figure.savefig(path, dpi=150)
 
 
-COLUMNS = (
-    ("final_loss", "training loss*", ".4f"),
-    ("validation_loss", "validation loss", ".4f"),
-    ("tokens_per_second", "tokens/s**", ",.0f"),
-)
+LOSSES = (("final_loss", "training loss*", ".4f"), ("validation_loss", "validation loss", ".4f"))
+SPEED = (("tokens_per_second", "tokens/s**", ",.0f"),)
 
 
-def compare(reference: list[Run], others: list[list[Run]], console: Console) -> bool:
+def compare(reference: list[Run], others: list[list[Run]], console: Console, speed: bool = True) -> bool:
     """Prints the means over each one's runs side by side, and how far single runs are from the reference's of their seed; whether both
-    mean losses of every other one are within its tolerance of the reference's."""
-    table = Table(Column("", no_wrap=True), caption="* mean of the last tenth of the steps; ** of the median step")
-    for _, header, _ in COLUMNS:
+    mean losses of every other one are within its tolerance of the reference's. speed: whether that is a column."""
+    columns = (*LOSSES, *SPEED) if speed else LOSSES
+    table = Table(
+        Column("", no_wrap=True),
+        caption="* mean of the last tenth of the steps" + ("; ** of the median step" if speed else ""),
+    )
+    for _, header, _ in columns:
         table.add_column(header, justify="right")
     close = True
     for runs in (reference, *others):
         cells = []
-        for attribute, _, form in COLUMNS:
+        for attribute, _, form in columns:
             values, expected = ([getattr(run, attribute) for run in group] for group in (runs, reference))
             mean = statistics.fmean(values)
             cell, difference = format(mean, form), mean / statistics.fmean(expected) - 1
@@ -209,21 +223,23 @@ def tolerance(recipe: str) -> float:
     return TOLERANCE_4_BIT if recipe == "nvfp4" else TOLERANCE
 
 
-def show_graphs(model: LlamaForCausalLM, tokens: torch.Tensor, options: dict[str, Any], out: pathlib.Path) -> None:
-    """Prints what te_dynamo did to the model, and the fused forward graph from its first FP8 operation on."""
+def show_graphs(
+    model: LlamaForCausalLM, tokens: torch.Tensor, options: dict[str, Any], out: pathlib.Path, console: Console
+) -> None:
+    """Prints what te_dynamo did to the model, and the beginning of the fused forward graph; writes all of both."""
     with te_dynamo.capture() as graphs:
         explanation = te_dynamo.explain(model, input_ids=tokens, labels=tokens, options=options)
-    print(explanation)
+    explanation.to_html(out / "report.html")
     graph = graphs["forward"]
     (out / "forward_graph.txt").write_text(graph + "\n")
+    console.print("\nWhat became of the model:", style="bold")
+    console.print(explanation.headline, markup=False, highlight=False)
     lines = graph.splitlines()
     first = next((number for number, line in enumerate(lines) if " = te." in line), 0)
-    shown = lines[first : first + 60]
-    print(
-        f"\nThe forward graph after fusion, lines {first + 1} to {first + len(shown)} of {len(lines)}; "
-        f"all of them are in {out / 'forward_graph.txt'}:\n"
-    )
-    print("\n".join(shown))
+    shown = lines[first : first + 16]
+    console.print(f"\nThe forward graph after fusion, {len(shown)} of {len(lines)} lines:", style="bold")
+    for line in shown:
+        print(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
 
 
 def parse_args() -> argparse.Namespace:
@@ -253,8 +269,8 @@ def parse_args() -> argparse.Namespace:
     if args.recipe[0] == UNCOMPILED:
         parser.error(f"the first recipe's graph is shown, and {UNCOMPILED} has none: name it later")
     device = torch.device(args.device).type
-    if device == "cpu" and not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        device = "cpu without bf16"
+    bf16 = device != "cpu" or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    args.dtype = torch.bfloat16 if bf16 else torch.float32  # a processor without bf16 emulates it, ten times as slowly
     for name, value in DEFAULTS["fast" if args.fast else device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -262,14 +278,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    args, console = parse_args(), Console()
+    args, console = parse_args(), Console(width=WIDTH)
+    precision = str(args.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
     args.out.mkdir(parents=True, exist_ok=True)
     text = standard_library(args.text_bytes)
     model = build_model(args, args.seed)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"LlamaForCausalLM with {parameters / 1e6:.1f}M parameters on {args.device}")
     print(f"{len(text.train) / 1e6:.1f} MB of text; {args.steps} steps of {args.batch} x {args.seq} bytes", flush=True)
-    reference = train_all("bf16", model, torch.compile(model, dynamic=False), text, args)
+    reference = train_all(precision, model, torch.compile(model, dynamic=False), text, args)
 
     others: list[list[Run]] = []
     trained: list[tuple[LlamaForCausalLM, Callable, dict[str, Any]]] = []
@@ -287,19 +304,20 @@ def main() -> int:
 
     plot([reference, *others], args.out / "loss.png")
     summary = {
-        "arguments": vars(args) | {"out": str(args.out)},
+        "arguments": vars(args) | {"out": str(args.out), "dtype": precision},
         "runs": [dataclasses.asdict(run) for runs in (reference, *others) for run in runs],
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
     model, compiled, options = trained[0]
     tokens = next(text.batches("train", 1, args.batch, args.seq, args.seed)).to(args.device)
-    show_graphs(model, tokens, options, args.out)
+    show_graphs(model, tokens, options, args.out, console)
     show_text(model, compiled, text, console, args)
-    close = compare(reference, others, console)
-    print(f"Wrote {args.out / 'loss.png'} and {args.out / 'summary.json'}.")
+    close = compare(reference, others, console, speed=torch.device(args.device).type == "cuda")
+    console.print(f"In {args.out}/: report.html, the page of what was done; loss.png; forward_graph.txt; summary.json.")
     if not close:
         print(
-            f"A loss differs from bf16's by more than {TOLERANCE:.0%} (NVFP4: {TOLERANCE_4_BIT:.0%}).", file=sys.stderr
+            f"A loss differs from {precision}'s by more than {TOLERANCE:.0%} (NVFP4: {TOLERANCE_4_BIT:.0%}).",
+            file=sys.stderr,
         )
     return 0 if close else 1
 
@@ -312,9 +330,9 @@ def show_text(
     model.eval()
     written = generate(compiled, sample, new_bytes=16 if args.fast else 200)
     console.print(
-        "\nA prompt from held-out text, and its greedy continuation by the first recipe's model:\n", style="bold"
+        "\nA prompt from held-out text, │, and what the first recipe's model goes on to write:\n", style="bold"
     )
-    print(decode(sample[0]) + "│" + written + "\n")
+    console.print(decode(sample[0]) + "│" + written + "\n", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,9 @@ def test_train_text_runs_and_writes_its_results(tmp_path: pathlib.Path) -> None:
     assert "validation loss" in done.stdout
     assert "coverage" in done.stdout
     assert "te." in (tmp_path / "forward_graph.txt").read_text()
+    assert max(map(len, done.stdout.splitlines())) < 90
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>") and "report.html" in done.stdout
+    assert "tokens/s" not in done.stdout  # a CPU runs references
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert len(reference["losses"]) == len(ours["losses"]) == 8
