@@ -42,7 +42,7 @@ from te_dynamo.kernels.gemm.tiles import (
     estimated_us,
 )
 from te_dynamo.kernels.quantize.float8_block import quantize_block
-from te_dynamo.kernels.runtime.device import device_of
+from te_dynamo.kernels.runtime.target import target_of
 
 SHAPES: list[tuple[str, int, int, int]] = [
     ("SwiGLU 4096/14336 up: fprop, down: dgrad", 8192, 14336, 4096),
@@ -101,7 +101,7 @@ class Problem:
         self.shape = (m, n, k)
         self.x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         self.w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-        self.sms = device_of(self.x.device).multiprocessors
+        self.sms = target_of(self.x.device).multiprocessors
         self.quantize()
 
     def quantize(self) -> None:
@@ -116,7 +116,7 @@ class Problem:
         return self.among_tiles(fast_accum=kind == "fast")
 
     def among_tiles(self, **how: Any) -> Tile:
-        tile = choose(Product(*self.shape, out_bytes=2, m_known=False, **how), device_of(self.x.device)).tile
+        tile = choose(Product(*self.shape, out_bytes=2, m_known=False, **how), target_of(self.x.device)).tile
         assert isinstance(tile, Tile)
         return tile
 

@@ -31,7 +31,7 @@ from te_dynamo.kernels.gemm.current import gemm
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile
-from te_dynamo.kernels.runtime.device import device_of
+from te_dynamo.kernels.runtime.target import target_of
 
 # label, tokens (times experts a token), experts, N, K of one projection
 SHAPES: list[tuple[str, int, int, int, int]] = [
@@ -88,7 +88,7 @@ class Problem:
 
     def chosen(self, product: str, fast: bool) -> Tile:
         """The tile of the usual kernel."""
-        choice = choose(self.question(product, fast), device_of(self.x.device), recorded=True)
+        choice = choose(self.question(product, fast), target_of(self.x.device), recorded=True)
         assert isinstance(choice.tile, Tile)
         return choice.tile
 
@@ -151,7 +151,7 @@ def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.N
             }
             if product == "columns":
                 for fast in (True, False):
-                    taken = choose(problem.question(product, fast), device_of(problem.x.device)).specialized
+                    taken = choose(problem.question(product, fast), target_of(problem.x.device)).specialized
                     name = f"{'fast' if fast else 'slow'} specialized{'*' * taken}"
                     providers[name] = problem.specialized(fast)
             for name, ms in measure(providers, arguments.rounds, arguments.rep).items():

@@ -43,8 +43,8 @@ from te_dynamo.kernels.gemm.tiles import (
 )
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS
-from te_dynamo.kernels.runtime.device import Device, device_of
 from te_dynamo.kernels.runtime.launch import size_hint
+from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
 __all__ = ["Choice", "Product", "Stacking", "choose", "choose_for", "stacking_pays"]
@@ -120,25 +120,25 @@ def choose_for(
         n_known=isinstance(n, int),
         **others,
     )
-    return choose(product, device_of(a.device), recorded)
+    return choose(product, target_of(a.device), recorded)
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(product: Product, device: Device, recorded: bool = False) -> Choice:
+def choose(product: Product, target: Target, recorded: bool = False) -> Choice:
     """Which kernel and tile run a product on a device.
 
     recorded: launches are recorded for Inductor's code, which launches kernels of the Triton language only. Where the specialized
     kernel is the fastest, lowering leaves the operation for Inductor's code to call it.
     """
-    specialized, decode = _specialized_tile(product, device), _decode_tile(product, device)
+    specialized, decode = _specialized_tile(product, target), _decode_tile(product, target)
     if not _fuses(product, specialized, decode, recorded):
         plain = dataclasses.replace(product, epilogue="none")
-        return dataclasses.replace(choose(plain, device, recorded), fused=False)
+        return dataclasses.replace(choose(plain, target, recorded), fused=False)
     if specialized is not None and not recorded and product.epilogue != "amax":
         return Choice("specialized", specialized)
     if decode is not None:
         return Choice("decode", decode)
-    return Choice("usual", _usual_tile(product, device))
+    return Choice("usual", _usual_tile(product, target))
 
 
 def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None, recorded: bool) -> bool:
@@ -153,14 +153,14 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
     return True
 
 
-def _usual_tile(p: Product, device: Device) -> Tile:
-    multiprocessors = device.multiprocessors
+def _usual_tile(p: Product, target: Target) -> Tile:
+    multiprocessors = target.multiprocessors
     if p.m_groups:
         return choose_rows_tile(p.m, p.n, p.k, p.m_groups, p.fast_accum, multiprocessors, p.out_bytes)
     if p.k_groups:
         return choose_columns_tile(p.m, p.n, p.k, p.k_groups, p.fast_accum, multiprocessors, p.out_bytes)
     if p.scaling != "tensor":
-        return choose_block_tile(p.m, p.n, p.k, multiprocessors, p.out_bytes, halves=device.has_wgmma)
+        return choose_block_tile(p.m, p.n, p.k, multiprocessors, p.out_bytes, halves=target.has_wgmma)
     if p.stacking.along:
         return choose_stacked_tile(p.m, p.n, p.k, p.fast_accum, p.stacking, multiprocessors, p.out_bytes)
     # The addend passes through as much shared memory as the result does. The number of parts of K is the same for any.
@@ -168,11 +168,11 @@ def _usual_tile(p: Product, device: Device) -> Tile:
     return choose_tile(p.m, p.n, p.k, p.fast_accum, multiprocessors, out_bytes)
 
 
-def _specialized_tile(p: Product, device: Device) -> Tile | None:
+def _specialized_tile(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's, where that one runs the product the fastest, whatever C's dtype."""
-    if not device.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
+    if not target.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
         return None
-    size, multiprocessors = (p.m, p.n, p.k), device.multiprocessors
+    size, multiprocessors = (p.m, p.n, p.k), target.multiprocessors
     tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
@@ -197,12 +197,12 @@ def _specialized_tile(p: Product, device: Device) -> Tile | None:
     return tile if _SPECIALIZED_MINIMUM_US <= us < usual_us else None
 
 
-def _decode_tile(p: Product, device: Device) -> DecodeTile | None:
+def _decode_tile(p: Product, target: Target) -> DecodeTile | None:
     """How the kernel for a few rows runs it; None where others should, or where it cannot do the epilogue."""
     few_rows = p.m_known and 0 < p.m <= FEW_ROWS and p.n * p.k >= _SMALLEST_DECODE_WEIGHT
-    if not device.has_wgmma or not few_rows or p.scaling != "tensor" or p.m_groups or p.k_groups:
+    if not target.has_wgmma or not few_rows or p.scaling != "tensor" or p.m_groups or p.k_groups:
         return None
-    tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, device.multiprocessors)
+    tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, target.multiprocessors)
     if p.stacking.along and (p.stacking.along != "N" or tile.split_k > 1):
         return None
     programs = -(-p.n // tile.block_n) if tile.split_k == 1 else -(-p.m * p.n // REDUCE_BLOCK)
@@ -213,27 +213,27 @@ def _decode_tile(p: Product, device: Device) -> DecodeTile | None:
     return tile
 
 
-def stacking_pays(product: Product, device: Device) -> bool:
+def stacking_pays(product: Product, target: Target) -> bool:
     """Whether a stacked product takes no longer than one for each segment, and in forward (along N) has their bits.
 
     One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
     products have to be written and read again for their sum.
     """
-    along, segments, multiprocessors = product.stacking.along, product.stacking.segments, device.multiprocessors
+    along, segments, multiprocessors = product.stacking.along, product.stacking.segments, target.multiprocessors
     whole = dataclasses.replace(product, stacking=NOT_STACKED)
     parts = [dataclasses.replace(whole, **{along.lower(): segment}) for segment in segments]
     if along == "N":
-        few_rows = [_decode_tile(p, device) for p in (whole, *parts)]
+        few_rows = [_decode_tile(p, target) for p in (whole, *parts)]
         if all(few_rows):
             return all(tile.split_k == 1 for tile in few_rows if tile is not None)
         if any(few_rows):
             return False  # a segment's own bits are another kernel's, perhaps with K in parts
-    tile = _specialized_tile(product, device) or _usual_tile(product, device)
+    tile = _specialized_tile(product, target) or _usual_tile(product, target)
     apart = (len(segments) - 1) * product.m * product.n * 4 / REDUCE_BYTES_PER_US if along == "K" else 0.0
     for part in parts:
-        own = _usual_tile(part, device)
+        own = _usual_tile(part, target)
         if own.split_k > 1 and along == "N":
             return False
-        own = _specialized_tile(part, device) or own
+        own = _specialized_tile(part, target) or own
         apart += estimated_us(own, part.m, part.n, part.k, multiprocessors)
     return estimated_us(tile, product.m, product.n, product.k, multiprocessors) <= apart

@@ -14,8 +14,8 @@ import torch
 
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8, dequantize_mxfp8_reference, swizzle_scales
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.device import device_of
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import Size
 
 CONSTANTS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP_M": 8}
@@ -73,7 +73,7 @@ def gemm_mxfp8(
     Raises ValueError for e5m2 by e5m2 and for shapes that do not go together.
     """
     check_operands(a, b, bias, a_columnwise, b_columnwise)
-    if device_of(a.device).has_block_scales and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0:
+    if target_of(a.device).has_block_scales and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0:
         a_swizzled = swizzle_scales(a_scale_inv.t() if a_columnwise else a_scale_inv)
         b_swizzled = swizzle_scales(b_scale_inv.t() if b_columnwise else b_scale_inv)
         return _multiply_scaled(a, a_swizzled, b, b_swizzled, bias, out_dtype, a_columnwise, b_columnwise)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.device import device_of
+from te_dynamo.kernels.runtime.target import target_of
 
 FEW_ROWS = 64
 """The most rows whose kernels are short enough for the time between launches to count."""
@@ -22,7 +22,7 @@ FEW_ROWS = 64
 def starts_early(rows: int | torch.SymInt, device: torch.device) -> bool:
     """Whether kernels that read or write [rows, ...] are launched early: few rows, a number known when compiling."""
     few = isinstance(rows, int) and rows <= FEW_ROWS
-    return few and device.type == "cuda" and device_of(device).has_dependent_launch
+    return few and device.type == "cuda" and target_of(device).has_dependent_launch
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from te_dynamo.kernels.runtime._triton import triton
-from te_dynamo.kernels.runtime.device import device_of
+from te_dynamo.kernels.runtime.target import target_of
 
 
 def launch(
@@ -84,4 +84,4 @@ def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:
 
 def multiprocessor_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; an H200's where no GPU can be asked."""
-    return device_of(device).multiprocessors
+    return target_of(device).multiprocessors

@@ -9,7 +9,7 @@ from typing import Any
 from te_dynamo.command_line import compiling
 from te_dynamo.command_line.failure import Failure, check_writable
 from te_dynamo.command_line.target import load
-from te_dynamo.kernels.runtime.device import DEVICES
+from te_dynamo.kernels.runtime.target import TARGETS
 
 __all__ = ["add", "run"]
 
@@ -29,7 +29,7 @@ def run(parsed: argparse.Namespace) -> int:
     options = compiling.options_of(parsed, codegen=parsed.codegen)
     if parsed.html:
         check_writable(parsed.html)
-    explained_for = parsed.device if parsed.device in DEVICES else None
+    explained_for = parsed.device if parsed.device in TARGETS else None
     subject = load(
         parsed, "meta" if explained_for and parsed.target.startswith("hf:") else "" if explained_for else parsed.device
     )

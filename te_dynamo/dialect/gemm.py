@@ -19,7 +19,7 @@ from te_dynamo.kernels.gemm import mxfp8 as mxfp8_kernels
 from te_dynamo.kernels.gemm import nvfp4 as nvfp4_kernels
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.quantize.current import PARTIALS
-from te_dynamo.kernels.runtime.device import device_of
+from te_dynamo.kernels.runtime.target import target_of
 
 __all__ = [
     "add_bias",
@@ -141,7 +141,7 @@ def _block_kernel(
     b_two_d: bool,
 ) -> torch.Tensor:
     """E8M0 codes, of which four are equal, are MXFP8 as they are to tensor cores that know it."""
-    if a_scale_inv.dtype == torch.uint8 and device_of(a.device).has_block_scales:
+    if a_scale_inv.dtype == torch.uint8 and target_of(a.device).has_block_scales:
         return mxfp8_kernels.gemm_mxfp8(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, False, False)
     return block_kernels.gemm_block(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 

@@ -24,7 +24,7 @@ from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
-from te_dynamo.kernels.runtime.device import DEVICES
+from te_dynamo.kernels.runtime.target import TARGETS
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -263,9 +263,9 @@ def explain(
     if options is None and mode is None:
         options, mode = own.get("options"), own.get("mode")
     if device is not None:
-        if device not in DEVICES:
+        if device not in TARGETS:
             raise InputError(
-                f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(DEVICES)}"
+                f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(TARGETS)}"
             )
         return _explain_for(device, target, args, kwargs, options, mode)
     found = _explain_here(target, args, kwargs, options, mode)

@@ -10,7 +10,7 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
 - donated buffers are off: AOTAutograd refuses them when the engine is not what calls its backward.
 - Inductor stops after its last graph pass, before it generates code, and the graph runs as it is.
 - torch finds out which arguments a Triton kernel writes by compiling it for Triton's active device: that, and
-  what torch tells of the device, is one of `DEVICES`, an H200 normally.
+  what torch tells of the device, is one of `TARGETS`, an H200 normally.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
-from te_dynamo.kernels.runtime.device import DEVICES
+from te_dynamo.kernels.runtime.target import TARGETS, acting_as
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name
 
 __all__ = ["fake_cuda", "grad", "move", "moved"]
@@ -39,7 +39,7 @@ __all__ = ["fake_cuda", "grad", "move", "moved"]
 def fake_cuda(device: str = "h200") -> Iterator[None]:
     """Inside, tensors are fake, and `torch.compile` traces forward and backward graphs for "cuda".
 
-    device: one of `DEVICES` (kernels/runtime/device.py), whose properties torch and Triton then tell.
+    device: one of `TARGETS` (kernels/runtime/target.py), whose properties torch and Triton then tell.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -259,16 +259,21 @@ def _described_as(name: str) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    device = DEVICES[name]
-    major, minor = capability = device.capability
+    target = TARGETS[name]
+    major, minor = target.capability
     properties = SimpleNamespace(
-        name=f"NVIDIA {name.upper()}", major=major, minor=minor, multi_processor_count=device.multiprocessors
+        name=f"NVIDIA {target.name}",
+        major=major,
+        minor=minor,
+        multi_processor_count=target.multiprocessors,
+        shared_memory_per_block_optin=target.shared_bytes,
     )
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    active = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
+    triton_target = GPUTarget("cuda", 10 * major + minor, 32)
+    active = SimpleNamespace(get_current_target=lambda: triton_target, get_current_device=lambda: 0)
     with (
+        acting_as(target),
         mock.patch.object(driver, "_active", active),  # driver.reset_active() fails where there is no device
         mock.patch("torch.cuda.get_device_properties", lambda device=None: properties),
-        mock.patch("torch.cuda.get_device_capability", lambda device=None: capability),
+        mock.patch("torch.cuda.get_device_capability", lambda device=None: target.capability),
     ):
         yield

@@ -33,7 +33,7 @@ from torch import fx
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.memory import written_by_inductor
 from te_dynamo.errors import LoweringError
-from te_dynamo.kernels.runtime.device import Device
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.amax import amax_by_rows
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU
@@ -89,7 +89,7 @@ class LoweredGELU(GELU):
 def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blackwell's: the same operations, both forms of scales."""
     for module in ("kernels.gemm.mxfp8", "dialect.gemm"):
-        monkeypatch.setattr(f"te_dynamo.{module}.device_of", lambda device: Device((10, 0), 148))
+        monkeypatch.setattr(f"te_dynamo.{module}.target_of", lambda device: TARGETS["b200"])
     target, arguments, _ = CASES[case]
     graph = graph_of(target.default, *arguments())
     lower(graph)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_dynamo.kernels.runtime.device import Device
+from te_dynamo.kernels.runtime.target import TARGETS
 
 NAN = float("nan")
 
@@ -69,7 +69,7 @@ def test_a_grouped_gemm_that_fails_keeps_its_row(
             return lambda: None
 
     monkeypatch.setattr(grouped, "Problem", Fake)
-    monkeypatch.setattr(grouped, "device_of", lambda device: Device((9, 0), 132))
+    monkeypatch.setattr(grouped, "target_of", lambda device: TARGETS["h200"])
     monkeypatch.setattr(grouped, "measure", lambda found, *_: {name: NAN if "bf16" in name else 2.0 for name in found})
     arguments = SimpleNamespace(even=True, sweep=False, rounds=1, rep=1)
     rows = grouped.products([("few", 1000, 2, 1000, 1000)], arguments)

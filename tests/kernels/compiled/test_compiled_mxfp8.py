@@ -19,8 +19,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from te_dynamo.kernels.gemm.mxfp8 import CONSTANTS, OPTIONS, gemm_mxfp8, gemm_mxfp8_kernel
 from te_dynamo.kernels.quantize import mxfp8
-from te_dynamo.kernels.runtime.device import H200
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.fp8 import cast_launches
+
+H200 = TARGETS["h200"]
 
 USAGES = ((True, True), (True, False), (False, True))
 INPUTS = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
@@ -198,7 +200,7 @@ def test_hopper_multiplies_bf16(monkeypatch):
     """The emulation: two dequantizations and a product of aten, none of it `dot_scaled`."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
-    monkeypatch.setattr("te_dynamo.kernels.gemm.mxfp8.device_of", lambda device: H200)
+    monkeypatch.setattr("te_dynamo.kernels.gemm.mxfp8.target_of", lambda device: H200)
     with FakeTensorMode():
         x, w = (torch.empty(256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         graph = make_fx(dispatch_functionalize(lambda x, w: linear(x, w, None)), tracing_mode="real")(x, w)

@@ -21,10 +21,12 @@ from te_dynamo.kernels.gemm.block_specialized import (
 from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
-from te_dynamo.kernels.runtime.device import H200
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower
 from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda
+
+H200 = TARGETS["h200"]
 
 KINDS = ["1x128.128x128", "1x128.1x128", "e8m0.e8m0"]
 

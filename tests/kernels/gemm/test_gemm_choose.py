@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose, choose_for
 from te_dynamo.kernels.gemm.tiles import Tile
-from te_dynamo.kernels.runtime.device import H200, Device
+from te_dynamo.kernels.runtime.target import TARGETS, Target
 
-B200 = Device((10, 0), 148)
+H200, B200 = TARGETS["h200"], TARGETS["b200"]
 MLP = {
     "up": (8192, 14336, 4096),
     "short": (512, 4096, 4096),
@@ -27,8 +27,8 @@ def line(choice: Choice) -> str:
     return f"{choice.kernel:12}{name}{split}{'' if choice.fused else ', and a pass'}"
 
 
-def table(rows: dict[str, Product], device: Device = H200, recorded: bool = False) -> str:
-    return "\n".join(f"{name:22}{line(choose(product, device, recorded))}" for name, product in rows.items())
+def table(rows: dict[str, Product], target: Target = H200, recorded: bool = False) -> str:
+    return "\n".join(f"{name:22}{line(choose(product, target, recorded))}" for name, product in rows.items())
 
 
 def shapes(fast: bool, **others: Any) -> dict[str, Product]:

@@ -19,8 +19,10 @@ from te_dynamo.kernels.gemm.decode import decode_options
 from te_dynamo.kernels.gemm.epilogue import gemm_amax
 from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile, choose_stacked_tile
-from te_dynamo.kernels.runtime.device import H200, Device
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.stacking import Stacking
+
+H200 = TARGETS["h200"]
 
 SHAPES = [(1, 14336, 4096), (16, 4096, 14336), (33, 14336, 4096), (64, 28672, 4096), (7, 4112, 4144)]
 
@@ -47,7 +49,7 @@ def test_the_choice(fast: bool) -> None:
     for others in ((65, 14336, 4096), (0, 14336, 4096), (1, 1024, 1024)):
         assert choose(Product(*others, fast), H200).kernel == "usual"
     assert choose(Product(1, 14336, 4096, fast, m_known=False), H200).kernel == "usual"
-    assert choose(Product(1, 14336, 4096, fast), Device((10, 0), 132)).kernel == "usual", "not Hopper"
+    assert choose(Product(1, 14336, 4096, fast), TARGETS["b200"]).kernel == "usual", "not Hopper"
 
 
 def test_rings() -> None:

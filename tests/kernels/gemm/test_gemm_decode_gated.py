@@ -21,14 +21,16 @@ from te_dynamo.kernels.gemm.gated import gemm_gated, gemm_gated_reference
 from te_dynamo.kernels.gemm.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.device import H200, Device
+from te_dynamo.kernels.runtime.target import TARGETS, Target
+
+H200 = TARGETS["h200"]
 
 SHAPES = [(1, 14336, 4096), (16, 2048, 4096), (33, 14336, 4096), (64, 14336, 4096), (7, 2176, 2064)]
 
 
-def choice(m: int, width: int, k: int, fast: bool, device: Device = H200) -> Choice:
+def choice(m: int, width: int, k: int, fast: bool, target: Target = H200) -> Choice:
     stacking = Stacking("N", (width, width))
-    return choose(Product(m, 2 * width, k, fast, 2, "gated", stacking=stacking), device, recorded=True)
+    return choose(Product(m, 2 * width, k, fast, 2, "gated", stacking=stacking), target, recorded=True)
 
 
 def chosen(m: int, width: int, k: int, fast: bool) -> DecodeTile:
@@ -48,7 +50,7 @@ def test_the_choice(fast: bool) -> None:
     assert chosen(64, 14336, 4096, fast).block_m == 64
     for others in ((65, 14336, 4096), (1, 512, 1024)):
         assert not choice(*others, fast).fused
-    assert not choice(1, 14336, 4096, fast, Device((10, 0), 132)).fused, "not Hopper"
+    assert not choice(1, 14336, 4096, fast, TARGETS["b200"]).fused, "not Hopper"
     assert not choice(1, 64 * 512 + 128, 4096, fast).fused, "more programs than places for an amax"
     assert not choice(1, 1024, 14336, fast).fused, "the whole product takes K in parts"
 

@@ -20,9 +20,11 @@ from te_dynamo.kernels.gemm.grouped_specialized import (
 )
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.runtime.compiled_code import compile_for
-from te_dynamo.kernels.runtime.device import H200
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
+
+H200 = TARGETS["h200"]
 
 
 def taken(n: int, k: int, m: int, groups: int, fast: bool) -> bool:

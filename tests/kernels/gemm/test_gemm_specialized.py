@@ -15,9 +15,11 @@ from te_dynamo.kernels.gemm.current import gemm, gemm_with_tile
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
 from te_dynamo.kernels.gemm.tiles import TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
-from te_dynamo.kernels.runtime.device import H200
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda, graph_text
+
+H200 = TARGETS["h200"]
 
 BF16_SPILLS = 0
 FP32_SPILLS = 16  # a few words around the bias of a fp32 result, on Triton 3.8

@@ -37,8 +37,10 @@ from te_dynamo.kernels.quantize.stacked import (
     quantize_stacked_reference,
 )
 from te_dynamo.kernels.runtime.compiled_code import compile_for
-from te_dynamo.kernels.runtime.device import H200
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.stacking import Stacking
+
+H200 = TARGETS["h200"]
 
 PAIR, TRIPLE = (256, 384), (256, 128, 128)
 OPTIONS = (E4M3, True, True, False, 0.0)

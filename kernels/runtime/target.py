@@ -1,0 +1,132 @@
+"""What a GPU is, in one table: kernels, tiles and the cost of a linear are chosen by it, here and where there is no such GPU.
+
+    target_of(x.device)      the GPU that holds a tensor
+    TARGETS["rtx5090"]       one that need not be here, by its published figures
+    with acting_as(target):  inside, every CUDA device is taken for that one
+
+A GPU that the table lacks has its own capability, multiprocessors and shared memory. Its rates are those of a GPU of its kind, by the
+number of multiprocessors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One kind of GPU.
+
+    name:               a part of the name that its driver tells.
+    capability:         the compute capability, (9, 0) of Hopper.
+    multiprocessors:    how many there are.
+    shared_bytes:       the shared memory that one program may take.
+    bandwidth:          of its memory, in TB/s.
+    bf16_tflops, fp8_tflops: dense products with fp32 sums, in TFLOP/s, as its maker publishes them.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    bandwidth: float
+    bf16_tflops: float
+    fp8_tflops: float
+
+    @property
+    def arch(self) -> str:
+        """As compilers write it: "sm_90a", "sm_89"."""
+        return "sm_{}{}{}".format(*self.capability, "a" if self.capability >= (9, 0) else "")
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether its tensor cores are Hopper's, whose instruction `wgmma` their successors lack. Their FP8 sums have fewer bits than
+        fp32."""
+        return self.capability[0] == 9
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether products add up in a memory of the tensor core's own (`tcgen05.mma`)."""
+        return self.capability[0] in (10, 11)
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether its tensor cores apply the scales of blocks of 32 (`tcgen05.mma ... block_scale`)."""
+        return self.capability[0] == 10
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether kernels are launched before their predecessors end (kernels/runtime/dependent_launch.py): on Hopper so far."""
+        return self.capability[0] == 9
+
+
+_LARGE, _SMALL = 227 * 1024, 99 * 1024
+
+TARGETS = {
+    "h100": Target("H100", (9, 0), 132, _LARGE, 3.35, 989, 1979),
+    "h200": Target("H200", (9, 0), 132, _LARGE, 4.8, 989, 1979),
+    "b200": Target("B200", (10, 0), 148, _LARGE, 8.0, 2250, 4500),
+    "gb300": Target("GB300", (10, 3), 160, _LARGE, 8.0, 2500, 5000),
+    "rtx5090": Target("RTX 5090", (12, 0), 170, _SMALL, 1.792, 209.5, 419),
+    "rtxpro6000": Target("RTX PRO 6000", (12, 0), 188, _SMALL, 1.792, 503.8, 1007.6),
+    "l40s": Target("L40S", (8, 9), 142, _SMALL, 0.864, 362, 733),
+    "rtx4090": Target("RTX 4090", (8, 9), 128, _SMALL, 1.008, 165.2, 330.3),
+}
+"""By the names that `te_dynamo.explain(device=...)` takes. Figures are those of NVIDIA's data sheets and architecture papers."""
+
+_acting: Target | None = None  # of the process and not of a context: autograd compiles backward on a thread of its own
+
+
+def target_of(device: torch.device) -> Target:
+    """A CUDA device as its driver describes it; an H200 where no GPU can be asked, so that graphs build anywhere."""
+    if _acting is not None:
+        return _acting
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return TARGETS["h200"]
+    return _asked(device)
+
+
+@contextlib.contextmanager
+def acting_as(target: Target) -> Iterator[None]:
+    """Inside, every device is taken for `target`."""
+    global _acting
+    before, _acting = _acting, target
+    try:
+        yield
+    finally:
+        _acting = before
+
+
+@functools.cache
+def _asked(device: torch.device) -> Target:
+    found: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks some of them
+    return described(
+        found.name, (found.major, found.minor), found.multi_processor_count, found.shared_memory_per_block_optin
+    )
+
+
+def described(name: str, capability: tuple[int, int], multiprocessors: int, shared_bytes: int) -> Target:
+    """The target of a GPU that says this of itself."""
+    known = [t for t in TARGETS.values() if t.capability == capability]
+    named = next((t for t in known if t.name in name and t.multiprocessors == multiprocessors), None)
+    if named is not None:
+        return named
+    like = next(iter(known), None) or min(
+        TARGETS.values(), key=lambda t: (abs(t.capability[0] - capability[0]), t.capability[0])
+    )
+    share = multiprocessors / like.multiprocessors
+    return Target(
+        name,
+        capability,
+        multiprocessors,
+        shared_bytes,
+        like.bandwidth * share,
+        like.bf16_tflops * share,
+        like.fp8_tflops * share,
+    )
