@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_expecttest_accept_writes_the_callers_literal(tmp_path: Path) -> None:
     file = tmp_path / "snapshot.py"
     source = 'from te_dynamo.testing import assert_graph\n\nassert_graph("a = input\\nreturn a", """""")\n'
     file.write_text(source)
-    subprocess.run([sys.executable, str(file)], env={"EXPECTTEST_ACCEPT": "1"}, check=True, timeout=120)
+    subprocess.run([sys.executable, str(file)], env={**os.environ, "EXPECTTEST_ACCEPT": "1"}, check=True, timeout=120)
     assert file.read_text() == source.replace('""""""', '"""\\\na = input\nreturn a"""')
 
 

@@ -155,9 +155,11 @@ def check_layout(op: BasicOperation, x: torch.Tensor, params: list[Any], extra: 
 
 
 def test_bfloat16_is_rounded_once() -> None:
+    """Twice would change a value in ten. Torch 2.11's gelu of strided halves differs in the last bit of fp32, which changes one in a thousand."""
     x = torch.randn(64, 64).bfloat16()
     for op, f in ((B.QGELU(), lambda x: x * torch.sigmoid(1.702 * x)), (B.GEGLU(), _gated(F.gelu))):
-        assert torch.equal(Sequential(op)(x), f(x.float()).bfloat16())
+        once = f(x.float()).bfloat16()
+        assert (Sequential(op)(x) != once).float().mean() < 0.005
 
 
 def test_the_first_half_is_gated() -> None:
