@@ -87,10 +87,11 @@ class Named(nn.Module):
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="of: %(default)s")
+    parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     report.split_choices(parser, args, models=MODELS)
     cases = [(model, fusions) for model in args.models for fusions in FUSIONS]
-    with concurrent.futures.ProcessPoolExecutor(2, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(args.workers, max_tasks_per_child=1) as pool:
         rows = list(pool.map(row_of, *zip(*cases, strict=True)))
     report.write(args.out, "graph_traffic", {**collect("cpu"), "device": "H200, simulated"}, rows)
 

@@ -155,7 +155,7 @@ def check_layout(op: BasicOperation, x: torch.Tensor, params: list[Any], extra: 
 
 
 def test_bfloat16_is_rounded_once() -> None:
-    """Twice would change a value in ten. Torch 2.11's gelu of strided halves differs in the last bit of fp32, which changes one in a thousand."""
+    """Twice would change one value in four. Torch 2.11's gelu of strided halves differs in the last bit of fp32, which changes one in a thousand."""
     x = torch.randn(64, 64).bfloat16()
     for op, f in ((B.QGELU(), lambda x: x * torch.sigmoid(1.702 * x)), (B.GEGLU(), _gated(F.gelu))):
         once = f(x.float()).bfloat16()
