@@ -111,11 +111,11 @@ ARCHITECTURES = [
     Architecture("Mamba", fields={"hidden_size": 2560}),
     Architecture("Mamba2"),
     Architecture("Jamba"),
-    Architecture("RecurrentGemma"),
+    Architecture("RecurrentGemma", inputs="short loops"),
     Architecture("Zamba2"),
     Architecture("FalconH1"),
     Architecture("Bamba"),
-    Architecture("Rwkv"),
+    Architecture("Rwkv", inputs="short loops"),
     Architecture(
         "CLIP",
         "Model",
@@ -222,6 +222,9 @@ def _image(config: Any) -> dict[str, torch.Tensor]:
 _INPUTS: dict[str, Any] = {
     "text": _text,
     "short text": lambda config: _text(config, 512),
+    "short loops": lambda config: _text(
+        config, 16
+    ),  # without kernels of their own a graph has a copy of the loop's body for each token
     "two texts": lambda config: {**_text(config, 1024), **_text(config, 1024, "decoder_")},
     "image": _image,
     "image and text": lambda config: {**_image(config), "input_ids": torch.zeros(128, 64, dtype=torch.int64)},
