@@ -78,7 +78,7 @@ def dequantize_mxfp8_reference(
 
 def _in_order(scale_inv: torch.Tensor, columnwise: bool) -> torch.Tensor:
     """Scales as the module's table has them."""
-    return plain_scales(scale_inv).t().contiguous() if columnwise and scale_inv.dim() == 5 else plain_scales(scale_inv)
+    return plain_scales(scale_inv).t().contiguous() if columnwise and scale_inv.dim() == 3 else plain_scales(scale_inv)
 
 
 def check_scale_block(scale_block: int) -> None:
@@ -162,7 +162,9 @@ def quantize_mxfp8(
                 num_warps=warps,
             )
         else:
-            block_m, block_k, warps = tile or (tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled))
+            block_m, block_k, warps = tile or (
+                tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
+            )
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)

@@ -43,8 +43,8 @@ def rounded_up(size: int, multiple: int) -> int:
 def scale_shape(outer: int, blocks: int, swizzled: bool) -> tuple[int, ...]:
     """Shape of the scales of `blocks` blocks in each of `outer` rows, padded to the tiles that tensor cores read, or in such tiles.
 
-    Swizzled, scale (i, j) is at [i / 128, j / 4, i % 32, i % 128 / 32, j % 4].
+    Swizzled, its memory is that of (outer / 128, blocks / 4, 32, 4, 4) with scale (i, j) at [i / 128, j / 4, i % 32, i % 128 / 32, j % 4].
     """
     if swizzled:
-        return rounded_up(outer, 128) // 128, rounded_up(blocks, 4) // 4, 32, 4, 4
+        return rounded_up(outer, 128) // 4, rounded_up(blocks, 4), 4
     return rounded_up(outer, 128), rounded_up(blocks, 4)

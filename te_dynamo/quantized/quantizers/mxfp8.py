@@ -35,8 +35,7 @@ class MXFP8Quantizer(Float8Quantizer):
         data             [M, K]                           scale_inv             (M^128, ceil(K/32)^4)
         columnwise_data  32: [M, K], 128: [K, M^16]       columnwise_scale_inv  32: (ceil(M/32)^4, K^128), 128: (K^128, ceil(M/32)^4)
 
-    Swizzled, both scales are (R / 128, S / 4, 32, 4, 4) of such a shape (R, S), of columns in blocks of 32 (S, R): element
-    [i / 128, j / 4, i % 32, i % 128 / 32, j % 4] is the scale of block j in row, or column, i.
+    Swizzled, scales of such a shape (R, S), of columns in blocks of 32 (S, R), are (R / 4, S, 4), in tiles of 128 by 4 (`scale_shape`).
 
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """

@@ -30,7 +30,7 @@ class NVFP4Quantizer(Quantizer):
         columnwise_data  [K, M^32 / 2]    columnwise_scale_inv  (K^128, ceil(M/16)^4)    columnwise_amax  [1]
 
     data and scales are uint8, the scales the bits of e4m3; columns are the rows of x^T. Swizzled, scales of shape (R, S) are
-    (R / 128, S / 4, 32, 4, 4): element [i / 128, j / 4, i % 32, i % 128 / 32, j % 4] is the scale of block j in row i.
+    (R / 4, S, 4), in tiles of 128 by 4 (`scale_shape`).
     """
 
     hadamard: bool = False

@@ -17,7 +17,8 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int])
 
 
 def in_order(scales: torch.Tensor) -> torch.Tensor:
-    """Swizzled scales [R / 128, S / 4, 32, 4, 4] as [R, S]; others as they are."""
-    if scales.dim() != 5:
+    """Swizzled scales [R / 4, S, 4] as [R, S]; others as they are."""
+    if scales.dim() != 3:
         return scales
-    return scales.permute(0, 3, 2, 1, 4).reshape(scales.shape[0] * 128, scales.shape[1] * 4)
+    rows, blocks = 4 * scales.shape[0], scales.shape[1]
+    return scales.reshape(rows // 128, blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, blocks)

@@ -41,7 +41,9 @@ def install() -> None:
 
     multiply = TritonSemantic.dot_scaled  # which asks formats for their `value`, that the interpreter's strings lack
 
-    def dot_scaled(self: Any, a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, *rest: Any) -> Any:
+    def dot_scaled(
+        self: Any, a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, *rest: Any
+    ) -> Any:
         return multiply(self, a, a_scale, tl.constexpr(a_format), b, b_scale, tl.constexpr(b_format), *rest)
 
     TritonSemantic.dot_scaled = dot_scaled

@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.kernels.compiled_cases import Case, compile_case
+import torch
+import triton
+from helpers.kernels.compiled_cases import Case, HopperDriver, compile_case
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from te_dynamo.kernels.gemm.block_scales import gemm_block_scales_kernel, tile
-from te_dynamo.kernels.gemm.mxfp8 import multiplies_codes
-from te_dynamo.kernels.runtime.target import TARGETS, Target, described
+from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8, multiplies_codes
+from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4
+from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8
+from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
+from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as, described
 
 KB = 1024
 THOR = described("Thor", (11, 0), 20, 227 * KB)
@@ -86,3 +96,29 @@ def test_who_multiplies_codes() -> None:
     assert multiplies_codes(TARGETS["rtx5090"], False) and not multiplies_codes(TARGETS["rtx5090"], True)
     assert not any(target.has_block_scales for target in (TARGETS["h200"], TARGETS["l40s"], SPARK))
     assert all(target.has_e2m1_casts for target in (*BLACKWELL, SPARK)) and not TARGETS["h200"].has_e2m1_casts
+
+
+def products(scale_block: int, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """dy^T @ x in NVFP4 (scale_block=16) or MXFP8: the rows, of which there are any number, are contracted."""
+    if scale_block == 16:
+        operands = [t for v in (dy, x) for t in quantize_nvfp4(v, False, True, False, False, False, None, True)]
+        return [gemm_nvfp4(*operands, None, torch.bfloat16)]
+    operands = [t for v in (dy, x) for t in quantize_mxfp8(v, torch.float8_e4m3fn, False, True, scale_block, True)]
+    turned = scale_block == 32
+    return [gemm_mxfp8(*operands, None, torch.bfloat16, turned, turned)]
+
+
+@pytest.mark.parametrize("scale_block", [16, 32, 128])
+def test_any_number_of_rows_is_one_graph(scale_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard that a launcher adds in backward would never be checked."""
+    environment = ShapeEnv()
+    symbol = environment.create_symbol(8, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
+    rows = environment.create_symintnode(symbol, hint=8)
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+    with acting_as(TARGETS["b200"]), FakeTensorMode(shape_env=environment):
+        inputs = [torch.empty(rows, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        function = dispatch_functionalize(lambda x, dy: products(scale_block, x, dy))
+        graph = make_fx(function, tracing_mode="real")(*inputs)
+    launches = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+    assert launches[-1].kwargs["tensors_to_clone"] == ["c"]
+    assert not environment.guards
