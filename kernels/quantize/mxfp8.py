@@ -14,6 +14,8 @@ Of x read as [M, K], n^m being n rounded up to a multiple of m, and every paddin
 | columnwise, blocks of 32 | 32 x 1 | [M, K] | (ceil(M/32)^4, K^128) |
 | columnwise, blocks of 128 | 128 x 1 | [K, M^16], transposed | (K^128, ceil(M/32)^4): the rowwise form of x^T |
 
+Scales may be swizzled instead (kernels/quantize/scales.py); columnwise ones of blocks of 32 then as their transpose, like all others.
+
 A block of 128 has its code four times, once for every 32 values, so that both are the same format to who reads it.
 """
 
@@ -28,6 +30,7 @@ from te_dynamo.kernels.quantize.mxfp8_kernels import (
     quantize_mxfp8_128_kernel,
     quantize_mxfp8_kernel,
 )
+from te_dynamo.kernels.quantize.scales import plain_scales, scale_shape, swizzle_scales
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
@@ -41,7 +44,7 @@ SCALE_BLOCKS = (32, 128)
 
 
 def quantize_mxfp8_reference(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale_block: int
+    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale_block: int, swizzled: bool = False
 ) -> list[torch.Tensor]:
     """`quantize_mxfp8` in plain PyTorch, on any device."""
     check_scale_block(scale_block)
@@ -51,9 +54,11 @@ def quantize_mxfp8_reference(
     if columnwise:
         data, scale_inv = _quantize_rows(matrix.t(), fp8_dtype, scale_block)
         if scale_block == 32:
-            buffers += [data.t().contiguous(), scale_inv.t().contiguous()]
+            buffers += [data.t().contiguous(), scale_inv if swizzled else scale_inv.t().contiguous()]
         else:
             buffers += [zero_padded(data, data.shape[0], round_up(data.shape[1], 16)), scale_inv]
+    if swizzled:
+        buffers[1::2] = map(swizzle_scales, buffers[1::2])
     return buffers
 
 
@@ -61,6 +66,7 @@ def dequantize_mxfp8_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """`dequantize_mxfp8` in plain PyTorch, on any device."""
+    scale_inv = _in_order(scale_inv, columnwise)
     if columnwise:
         return dequantize_mxfp8_reference(data.t(), scale_inv.t(), False, dtype).t().contiguous()
     rows, columns = data.shape
@@ -70,15 +76,9 @@ def dequantize_mxfp8_reference(
     return (data.to(torch.float32) * bits.view(torch.float32)).to(dtype)
 
 
-def swizzle_scales(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Rowwise scales [R, C] (R a multiple of 128, C of 4) in the order in which tensor cores read them, of the same shape.
-
-    Code (i, j) goes to ((i / 128) * (C / 4) + j / 4) * 512 + (i % 32) * 16 + ((i % 128) / 32) * 4 + j % 4. Columnwise scales of
-    blocks of 32 are swizzled as their transpose: give that. (Source: cuBLAS, 1D block scaling factors layout.)
-    """
-    rows, columns = scale_inv.shape
-    tiles = scale_inv.reshape(rows // 128, 4, 32, columns // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+def _in_order(scale_inv: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    """Scales as the module's table has them."""
+    return plain_scales(scale_inv).t().contiguous() if columnwise and scale_inv.dim() == 3 else plain_scales(scale_inv)
 
 
 def check_scale_block(scale_block: int) -> None:
@@ -121,6 +121,7 @@ def quantize_mxfp8(
     rowwise: bool,
     columnwise: bool,
     scale_block: int,
+    swizzled: bool = False,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
@@ -132,7 +133,7 @@ def quantize_mxfp8(
     check_scale_block(scale_block)
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
-    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block)
+    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
     if isinstance(rows, int) and rows * columns == 0:
         return buffers
     arguments = {
@@ -144,6 +145,7 @@ def quantize_mxfp8(
         "M": rows,
         "K": columns,
         "FMAX": torch.finfo(fp8_dtype).max,
+        "SWIZZLED": swizzled,
     }
     arguments |= {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
     launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
@@ -160,7 +162,9 @@ def quantize_mxfp8(
                 num_warps=warps,
             )
         else:
-            block_m, block_k, warps = tile or (tile_32(columns) if by_columns else row_tile(columns, packs(x)))
+            block_m, block_k, warps = tile or (
+                tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
+            )
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
@@ -177,6 +181,7 @@ def dequantize_mxfp8(
     value exactly that is neither below 2^-133 nor beyond 2^128.
     """
     rows, columns = data.shape
+    scale_inv = _in_order(scale_inv, columnwise)
     values = torch.empty((rows, columns), dtype=dtype, device=data.device)
     if isinstance(rows, int) and rows * columns == 0:
         return values
@@ -205,15 +210,16 @@ def _allocate(
     rowwise: bool,
     columnwise: bool,
     scale_block: int,
+    swizzled: bool,
 ) -> list[torch.Tensor]:
     """The buffers that `quantize_mxfp8` fills."""
-    shapes: list[tuple[Size, Size]] = []
+    shapes: list[tuple[Size, ...]] = []
     if rowwise:
-        shapes += [(rows, columns), (round_up(rows, 128), round_up(columns, 128) // 32)]
+        shapes += [(rows, columns), scale_shape(rows, round_up(columns, 32) // 32, swizzled)]
     if columnwise:
         shapes += [(columns, round_up(rows, 16)) if scale_block == 128 else (rows, columns)]
-        by_columns = (round_up(columns, 128), round_up(rows, 128) // 32)
-        shapes += [by_columns if scale_block == 128 else by_columns[::-1]]
+        by_columns = scale_shape(columns, round_up(rows, 32) // 32, swizzled)
+        shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
     dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
 
@@ -231,11 +237,12 @@ def tile_128(packed: bool) -> Tile:
     return (128, 4, 4) if packed else (128, 8, 8)
 
 
-def row_tile(columns: Size, packed: bool) -> Tile:
-    """Without columnwise data: packed, as wide as fills whole sectors with the codes of a row."""
+def row_tile(columns: Size, packed: bool, swizzled: bool = False) -> Tile:
+    """Without columnwise data: packed, as wide as fills whole sectors with the codes of a row; swizzled, they lie apart."""
     if not packed:
         return tile_32(columns) if isinstance(columns, int) and columns % 16 else (64, 128, 4)
-    block_k = math.gcd(round_up(columns, 128), 1024) if isinstance(columns, int) else 128
+    wide = isinstance(columns, int) and not swizzled
+    block_k = math.gcd(round_up(columns, 128), 1024) if wide else 128
     return 8192 // block_k, block_k, 4
 
 

@@ -5,6 +5,7 @@ x in bf16 with rows of whole 16 bytes (PACKED) is quantized as words of two neig
 
 from __future__ import annotations
 
+from te_dynamo.kernels.quantize.scales import scale_offsets
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import (
@@ -64,8 +65,10 @@ def word_codes(amaxes, FMAX: tl.constexpr):
 
 
 @triton.jit
-def columnwise_scale_offsets(i, j, K):
+def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
     """Where the code of block j of column i lies in the columnwise scales of blocks of 32 of a [M, K] tensor."""
+    if SWIZZLED:
+        return scale_offsets(i, j, tl.cdiv(M, 128) * 4, SWIZZLED)
     return j * (tl.cdiv(K, 128) * 128) + i
 
 
@@ -82,6 +85,7 @@ def quantize_mxfp8_kernel(
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -110,6 +114,7 @@ def quantize_mxfp8_kernel(
             FMAX,
             ROWWISE,
             COLUMNWISE,
+            SWIZZLED,
             SCALE_BLOCK,
             BLOCK_M,
             BLOCK_K,
@@ -129,6 +134,7 @@ def quantize_mxfp8_kernel(
             FMAX,
             ROWWISE,
             COLUMNWISE,
+            SWIZZLED,
             SCALE_BLOCK,
             BLOCK_M,
             BLOCK_K,
@@ -200,11 +206,11 @@ def four_times(code, first, BLOCKS):
 
 
 @triton.jit
-def store_row_blocks(scale_inv, code, rows, column, K, SCALE_BLOCK: tl.constexpr):
+def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, SCALE_BLOCK: tl.constexpr):
     """Writes the codes (int32 [R, B]) of the blocks from `column` on of these rows to rowwise scales, that of a block of 128
     four times, as a word: zero past K."""
     blocks = column // 32 + tl.arange(0, code.shape[1])[None, :] * (SCALE_BLOCK // 32)
-    places = scale_inv + (rows[:, None] * (tl.cdiv(K, 128) * 4) + blocks)
+    places = scale_inv + scale_offsets(rows[:, None], blocks, tl.cdiv(K, 128) * 4, SWIZZLED)
     if SCALE_BLOCK == 32:
         tl.store(places, code.to(tl.uint8))
     else:
@@ -226,6 +232,7 @@ def quantize_words(
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -243,8 +250,8 @@ def quantize_words(
         low = tl.reduce(tl.reshape(magnitudes(lower), (R, W // 4, 4)), 2, larger_halves)
         both = larger_halves(low_halves(high, low), high_halves(high, low))
         codes, multipliers = word_codes(tl.reduce(tl.reshape(both, (R, B, W // 4 // B)), 2, larger_halves), FMAX)
-        store_row_blocks(scale_inv, codes & 0xFF, row + half_rows(0, BLOCK_M), column, K, SCALE_BLOCK)
-        store_row_blocks(scale_inv, codes >> 16, row + half_rows(1, BLOCK_M), column, K, SCALE_BLOCK)
+        store_row_blocks(scale_inv, codes & 0xFF, row + half_rows(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
+        store_row_blocks(scale_inv, codes >> 16, row + half_rows(1, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
         multiplier = along_rows(low_halves(multipliers, multipliers), R, B, W // B)
         store_half(data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
         multiplier = along_rows(high_halves(multipliers, multipliers), R, B, W // B)
@@ -254,9 +261,14 @@ def quantize_words(
         codes, multipliers = word_codes(tl.reduce(most, 1, larger_halves), FMAX)
         columns = column + 2 * tl.arange(0, W)[None, :]
         blocks = row // 32 + tl.arange(0, BLOCK_M // 32)[:, None]
-        left = columnwise_scale_offsets(columns, blocks, K)
-        pairs = (codes | (codes >> 8)).to(tl.uint16)
-        tl.store(columnwise_scale_inv.to(tl.pointer_type(tl.uint16)) + left // 2, pairs)
+        left = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        if SWIZZLED:
+            tl.store(columnwise_scale_inv + left, codes.to(tl.uint8))
+            right = columnwise_scale_offsets(columns + 1, blocks, M, K, SWIZZLED)
+            tl.store(columnwise_scale_inv + right, (codes >> 16).to(tl.uint8))
+        else:
+            pairs = (codes | (codes >> 8)).to(tl.uint16)
+            tl.store(columnwise_scale_inv.to(tl.pointer_type(tl.uint16)) + left // 2, pairs)
         multiplier = tl.reshape(tl.broadcast_to(multipliers[:, None, :], (BLOCK_M // 32, 16, W)), (R, W))
         store_half(columnwise_data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
         store_half(columnwise_data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
@@ -276,6 +288,7 @@ def quantize_elements(
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -294,7 +307,7 @@ def quantize_elements(
         scaled = tl.reshape(value.to(tl.float32), (BLOCK_M, BLOCKS_K, SCALE_BLOCK)) * multiplier[:, :, None]
         quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
         tl.store(data + offsets, quantized, mask=mask)
-        store_row_blocks(scale_inv, code, row + tl.arange(0, BLOCK_M), column, K, SCALE_BLOCK)
+        store_row_blocks(scale_inv, code, row + tl.arange(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
     if COLUMNWISE:
         amax = tl.max(tl.reshape(bits, (BLOCKS_M, 32, BLOCK_K)), axis=1)
         code, multiplier = code_and_multiplier(amax, FMAX)
@@ -302,17 +315,17 @@ def quantize_elements(
         quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(columnwise_data.dtype.element_ty)
         tl.store(columnwise_data + offsets, quantized, mask=mask)
         blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
-        code_offsets = columnwise_scale_offsets(columns, blocks, K)
+        code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
         tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
 
 
 @triton.jit
-def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS):
+def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
     """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32.
 
-    Each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
+    Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
     leaves alone costs the memory a whole sector, read and written."""
-    places = ((first_i + tl.arange(0, 128)) * (tl.cdiv(BLOCKS, 4) * 4) + first_j) // 4
+    places = scale_offsets(first_i + tl.arange(0, 128), first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
     words = four_times(code, first_j, BLOCKS)
     tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
 
@@ -330,6 +343,7 @@ def quantize_mxfp8_128_kernel(
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     GROUP_M: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -352,6 +366,7 @@ def quantize_mxfp8_128_kernel(
             FMAX,
             ROWWISE,
             COLUMNWISE,
+            SWIZZLED,
             WHOLE,
         )
     else:
@@ -368,6 +383,7 @@ def quantize_mxfp8_128_kernel(
             FMAX,
             ROWWISE,
             COLUMNWISE,
+            SWIZZLED,
         )
 
 
@@ -385,6 +401,7 @@ def quantize_words_128(
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """The tile at (row, column) of bf16 x: kernels/tiles/block_words.py."""
@@ -397,11 +414,11 @@ def quantize_words_128(
         upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
         lower_codes, lower = word_codes(row_pair_amax(x2, x3, 128), FMAX)
         codes = interleave(upper_codes & 0xFF, upper_codes >> 16, lower_codes & 0xFF, lower_codes >> 16, 128)
-        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32))
+        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
     if COLUMNWISE:
         codes, columns = word_codes(column_pair_amax(x0, x1, x2, x3), FMAX)
         codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
-        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32))
+        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, 128, WHOLE)
     if COLUMNWISE:
@@ -422,6 +439,7 @@ def quantize_elements_128(
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
 ):
     """The tile at (row, column) of x of any dtype: kernels/tiles/blocks.py."""
     x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
@@ -433,14 +451,14 @@ def quantize_elements_128(
         code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
     if COLUMNWISE:
         column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
-        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32))
+        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
     if ROWWISE:
         store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
         store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
         store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
         store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
         row_code = interleave(code_0, code_1, code_2, code_3, 128)
-        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32))
+        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
     if COLUMNWISE:
         store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
 

@@ -10,8 +10,8 @@ of a column (columnwise), or 16x16 with `two_d`, whose scales rows and columns s
 
 | buffer | shape | holds |
 | --- | --- | --- |
-| data | [M, K^16/2] uint8 | codes of x, the element of the even column in the low four bits |
-| scale_inv | [M^128, ceil(K/16)^4] uint8 | the bits of the e4m3 scales |
+| data | [M, K^32/2] uint8 | codes of x, the element of the even column in the low four bits: rows of whole 16 bytes |
+| scale_inv | [M^128, ceil(K/16)^4] uint8, or swizzled (kernels/quantize/scales.py) | the bits of the e4m3 scales |
 | amax | [1] fp32 | |
 | columnwise_data, columnwise_scale_inv, columnwise_amax | the same with M and K exchanged | of x^T |
 
@@ -27,8 +27,8 @@ multiple of 16 the last block, zero past M before the transform, keeps all of it
 
 `stochastic_rounding`: q is one of v's two neighbours, the upper in magnitude with probability t rounded to a multiple of 2^-9, t the
 distance from the lower in steps and v = |x| * enc: v 2^-14 is rounded to fp16, whose exponents are then those of e2m1 with
-nine bits below each code, and nine random bits are added, 6 being the most that comes of it. (Blackwell's instruction takes 32 bits
-for four elements.)
+nine bits below each code, and nine random bits are added, 6 being the most that comes of it. (The instruction of sm_100 and sm_103,
+`cvt.rs`, takes 32 random bits for four elements: eight each can not give these numbers.)
 
 `random`, int32 [2], is the key of a hash of each block's number in the data, from which its elements take their
 bits (`random_bits`); columns take the key with its words exchanged. Nothing else is read, and the same key gives the
@@ -48,8 +48,10 @@ from te_dynamo.kernels.quantize.nvfp4_kernels import (
     hadamard_amax_kernel,
     quantize_nvfp4_kernel,
 )
+from te_dynamo.kernels.quantize.scales import plain_scales, scale_shape, swizzle_scales
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
 
 __all__ = [
@@ -86,6 +88,7 @@ def quantize_nvfp4_reference(
     hadamard: bool,
     stochastic_rounding: bool,
     random: torch.Tensor | None,
+    swizzled: bool = False,
 ) -> list[torch.Tensor]:
     """[data, scale_inv, amax] if rowwise, then [columnwise_data, columnwise_scale_inv, columnwise_amax] if columnwise.
 
@@ -102,6 +105,8 @@ def quantize_nvfp4_reference(
     if columnwise:
         turned = hadamard_reference(matrix.t()) if hadamard else matrix.t()
         buffers += quantize_rows(turned, two_d, None if key is None else key.flip(0))
+    if swizzled:
+        buffers[1::3] = map(swizzle_scales, buffers[1::3])
     return buffers
 
 
@@ -140,7 +145,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
         code = stochastic_codes(blocks * enc, bits.reshape(blocks.shape))
     code = code | (blocks.signbit().to(torch.uint8) << 3)
     code = code.flatten(2).flatten(0, 1)[:rows]
-    data = (code[:, 0::2] | (code[:, 1::2] << 4)).contiguous()  # that of a transposed matrix is not
+    data = zero_padded(code[:, 0::2] | (code[:, 1::2] << 4), rows, round_up(width, 2 * BLOCK) // 2)
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
     return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
 
@@ -228,14 +233,14 @@ def dequantize_nvfp4_reference(
 ) -> torch.Tensor:
     """[R, columns] of `dtype` from one usage's buffers: (q * scale) * (amax / 2688), rounded once.
 
-    data [R, C^16/2], scale_inv [R^128, ceil(C/16)^4], columns <= C^16. Without amax it is q * scale, which bfloat16
+    data [R, C^32/2], scale_inv [R^128, ceil(C/16)^4] or swizzled, columns <= C^32. Without amax it is q * scale, which bfloat16
     holds exactly. What was transformed stays so: `hadamard_reference(..., inverse=True)` undoes it.
     """
     rows = data.shape[0]
     codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1).to(torch.int32)
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=data.device)
     blocks = codes.shape[1] // BLOCK
-    scale = scale_inv[:rows, :blocks].view(torch.float8_e4m3fn).to(torch.float32)
+    scale = plain_scales(scale_inv)[:rows, :blocks].view(torch.float8_e4m3fn).to(torch.float32)
     value = (table[codes].reshape(rows, blocks, BLOCK) * scale[:, :, None]).flatten(1)[:, :columns]
     if amax is not None:
         value = value * (amax / torch.full_like(amax, TENSOR_MAX))
@@ -253,6 +258,7 @@ def quantize_nvfp4(
     hadamard: bool,
     stochastic_rounding: bool,
     random: torch.Tensor | None,
+    swizzled: bool = False,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
@@ -262,7 +268,7 @@ def quantize_nvfp4(
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
-    row, column = empty_buffers(rows, columns, x.device), empty_buffers(columns, rows, x.device)
+    row, column = (empty_buffers(*size, swizzled, x.device) for size in ((rows, columns), (columns, rows)))
     block_m, block_k, warps = tile or TILE
     tiles = {"M": rows, "K": columns, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
     if columnwise and hadamard:
@@ -298,18 +304,20 @@ def quantize_nvfp4(
             TWO_D=two_d,
             HADAMARD=hadamard,
             STOCHASTIC=stochastic_rounding,
+            SWIZZLED=swizzled,
+            CASTS=target_of(x.device).has_e2m1_casts,
             PARTIALS=PARTIALS,
             **tiles,
         )
     return (row if rowwise else []) + (column if columnwise else [])
 
 
-def empty_buffers(rows: Size, columns: Size, device: torch.device) -> list[torch.Tensor]:
+def empty_buffers(rows: Size, columns: Size, swizzled: bool, device: torch.device) -> list[torch.Tensor]:
     """[data, scale_inv, amax] of one usage, unwritten."""
-    blocks = round_up(columns, BLOCK) // BLOCK
+    scales = scale_shape(rows, round_up(columns, BLOCK) // BLOCK, swizzled)
     return [
-        torch.empty(rows, blocks * 8, dtype=torch.uint8, device=device),
-        torch.empty(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8, device=device),
+        torch.empty(rows, round_up(columns, 2 * BLOCK) // 2, dtype=torch.uint8, device=device),
+        torch.empty(scales, dtype=torch.uint8, device=device),
         torch.empty(1, dtype=torch.float32, device=device),
     ]
 
@@ -319,6 +327,7 @@ def dequantize_nvfp4(
 ) -> torch.Tensor:
     """`dequantize_nvfp4_reference` on a CUDA device, bit for bit."""
     rows, row_bytes = data.shape
+    scale_inv = plain_scales(scale_inv)
     y = torch.empty(rows, columns, dtype=dtype, device=data.device)
     launch(
         dequantize_nvfp4_kernel,

@@ -5,6 +5,7 @@ All arithmetic is fp32. Columns are the rows of the transposed tile, so that bot
 
 from __future__ import annotations
 
+from te_dynamo.kernels.quantize.scales import scale_offsets
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import (
@@ -91,6 +92,23 @@ def nearest_codes(magnitude):
 
 
 @triton.jit
+def cast_pairs(low, high):
+    """Bytes of the codes of fp32 values, signs included, that of `low` in the low four bits: `nearest_codes` of all but NaN, by one
+    instruction (`Target.has_e2m1_casts`). Four bytes fill a register."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b8 q0, q1, q2, q3; "
+        "cvt.rn.satfinite.e2m1x2.f32 q0, $5, $1; cvt.rn.satfinite.e2m1x2.f32 q1, $6, $2; "
+        "cvt.rn.satfinite.e2m1x2.f32 q2, $7, $3; cvt.rn.satfinite.e2m1x2.f32 q3, $8, $4; "
+        "mov.b32 $0, {q0, q1, q2, q3}; }",
+        "=r,f,f,f,f,f,f,f,f",
+        [low, high],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def stochastic_codes(magnitude, bits):
     """The codes, int32 and without their signs, of fp32 magnitudes rounded by nine bits (int32) each.
 
@@ -150,6 +168,8 @@ def quantize_rows(
     TWO_D: tl.constexpr,
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    CASTS: tl.constexpr,
 ):
     """Codes and scales of the tile `value` at (row, column) of a [R, C] tensor, zero outside, in blocks along its rows.
 
@@ -171,19 +191,29 @@ def quantize_rows(
     scale = (block_amax * (tensor_scale * SIXTH)).to(tl.float8e4nv)  # the conversion saturates
     enc = tl.div_rn(one, scale.to(tl.float32) * tl.div_rn(one, tensor_scale))
     enc = tl.where(enc <= FLOAT32_MAX, enc, FLOAT32_MAX)  # also of NaN: its blocks are zero
-    magnitude = tl.abs(blocks) * enc[:, :, None]
+    scaled = blocks * enc[:, :, None]
     wide = tl.cdiv(C, 16)  # blocks of a row
-    if STOCHASTIC:
-        number = (row + tl.arange(0, BLOCK_R))[:, None] * wide + (column // 16 + tl.arange(0, B))[None, :]
-        code = stochastic_codes(magnitude, random_bits(number, key[0], key[1]))
+    if CASTS and not STOCHASTIC:
+        low, high = tl.split(tl.reshape(scaled, (BLOCK_R, BLOCK_C // 2, 2)))
+        pairs = cast_pairs(low, high)
     else:
-        code = nearest_codes(magnitude)
-    code |= (blocks.to(tl.int32, bitcast=True) >> 28) & 8
-    even, odd = tl.split(tl.reshape(code, (BLOCK_R, BLOCK_C // 2, 2)))
-    store_tile(data, (even | (odd << 4)).to(tl.uint8), row, column // 2, R, wide * 8, BLOCK_R, BLOCK_C // 2)
+        magnitude = tl.abs(scaled)
+        if STOCHASTIC:
+            number = (row + tl.arange(0, BLOCK_R))[:, None] * wide + (column // 16 + tl.arange(0, B))[None, :]
+            code = stochastic_codes(magnitude, random_bits(number, key[0], key[1]))
+        else:
+            code = nearest_codes(magnitude)
+        code |= (blocks.to(tl.int32, bitcast=True) >> 28) & 8
+        even, odd = tl.split(tl.reshape(code, (BLOCK_R, BLOCK_C // 2, 2)))
+        pairs = (even | (odd << 4)).to(tl.uint8)
+    store_tile(data, pairs, row, column // 2, R, tl.cdiv(C, 32) * 16, BLOCK_R, BLOCK_C // 2)
     tall, padded = (R + 127) // 128 * 128, (wide + 3) // 4 * 4
     scale = tl.where(tile_mask(row, column // 16, R, wide, BLOCK_R, B), scale.to(tl.uint8, bitcast=True), 0)
-    store_tile(scale_inv, scale, row, column // 16, tall, padded, BLOCK_R, B)
+    if SWIZZLED:
+        i, j = row + tl.arange(0, BLOCK_R)[:, None], column // 16 + tl.arange(0, B)[None, :]
+        tl.store(scale_inv + scale_offsets(i, j, padded, True), scale, mask=(i < tall) & (j < padded))
+    else:
+        store_tile(scale_inv, scale, row, column // 16, tall, padded, BLOCK_R, B)
 
 
 @writes(
@@ -213,6 +243,8 @@ def quantize_nvfp4_kernel(
     TWO_D: tl.constexpr,
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    CASTS: tl.constexpr,
     PARTIALS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -231,8 +263,22 @@ def quantize_nvfp4_kernel(
         row, column = tile_from_the_end(index, tiles, wide, BLOCK_M, BLOCK_K)
         value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE:
-            key = (first, second)
-            quantize_rows(value, by_rows, key, row, column, M, K, data, scale_inv, TWO_D, False, STOCHASTIC)
+            quantize_rows(
+                value,
+                by_rows,
+                (first, second),
+                row,
+                column,
+                M,
+                K,
+                data,
+                scale_inv,
+                TWO_D,
+                False,
+                STOCHASTIC,
+                SWIZZLED,
+                CASTS,
+            )
         if COLUMNWISE:
             quantize_rows(
                 tl.trans(value),
@@ -247,6 +293,8 @@ def quantize_nvfp4_kernel(
                 TWO_D,
                 HADAMARD,
                 STOCHASTIC,
+                SWIZZLED,
+                CASTS,
             )
 
 

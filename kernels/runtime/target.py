@@ -57,8 +57,15 @@ class Target:
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether its tensor cores apply the scales of blocks of 32 (`tcgen05.mma ... block_scale`)."""
-        return self.capability[0] == 10
+        """Whether its tensor cores apply the scales of blocks, of MXFP8 and of NVFP4 (`tcgen05.mma` or `mma.sync`, `block_scale`).
+
+        sm_121 has them too. Triton 3.7 multiplies there in bf16, and fails to compile NVFP4."""
+        return self.has_tensor_memory or self.capability == (12, 0)
+
+    @property
+    def has_e2m1_casts(self) -> bool:
+        """Whether one instruction rounds two values to the nearest e2m1 (`cvt.rn.satfinite.e2m1x2`)."""
+        return self.capability >= (10, 0)
 
     @property
     def has_dependent_launch(self) -> bool:

@@ -30,6 +30,7 @@ from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm import add_bias, bias_grad
 from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.dialect.multiply import Operand, multiply
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer, check_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
@@ -66,18 +67,30 @@ class LinearConfig(metaclass=OpaqueMeta):
 
     @classmethod
     def from_recipe(
-        cls, recipe: Recipe, *, input_requires_grad: bool, weight_requires_grad: bool, weight_transposed: bool = False
+        cls,
+        recipe: Recipe,
+        *,
+        input_requires_grad: bool,
+        weight_requires_grad: bool,
+        weight_transposed: bool = False,
+        device: Optional[torch.device] = None,
     ) -> "LinearConfig":
-        """The configuration that `recipe` gives a linear."""
+        """The configuration that `recipe` gives a linear.
+
+        device: of its operands, whose tensor cores say how scales lie; None: plain, which every GEMM takes.
+        """
+        x, weight, dy = recipe.input_quantizer(), recipe.weight_quantizer(), recipe.grad_output_quantizer()
+        if device is not None and device.type == "cuda" and target_of(device).has_block_scales:
+            x, weight, dy = (quantizer.for_block_scales() for quantizer in (x, weight, dy))
         quantized = recipe.backward == "quantized"
         for_dgrad = input_requires_grad and quantized
         fprop, dgrad, wgrad = recipe.fast_accum()
         return cls(
-            input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad and quantized),
-            weight_quantizer=recipe.weight_quantizer().with_usage(
+            input_quantizer=x.with_usage(columnwise=weight_requires_grad and quantized),
+            weight_quantizer=weight.with_usage(
                 rowwise=for_dgrad or not weight_transposed, columnwise=for_dgrad or weight_transposed
             ),
-            grad_output_quantizer=recipe.grad_output_quantizer() if quantized else None,
+            grad_output_quantizer=dy if quantized else None,
             input_requires_grad=input_requires_grad,
             weight_requires_grad=weight_requires_grad,
             fprop_fast_accum=fprop,

@@ -73,9 +73,10 @@ def _product(
     if isinstance(one, Float8BlockQuantizer) and isinstance(other, Float8BlockQuantizer):
         return gemm_block(*operands, one.block_dims == 2, other.block_dims == 2)
     if isinstance(one, MXFP8Quantizer):
-        if one.scale_block == 128:  # K-major in both usages, like 1x128 blocks
-            return gemm_block(*operands, False, False)
-        return gemm_mxfp8(*operands, a.columnwise, b.columnwise)
+        if one.scale_block == 32:
+            return gemm_mxfp8(*operands, a.columnwise, b.columnwise)
+        # K-major in both usages, like 1x128 blocks.
+        return (gemm_mxfp8 if one.swizzled else gemm_block)(*operands, False, False)
     if isinstance(one, NVFP4Quantizer):
         return gemm_nvfp4(*operands)
     raise QuantizationError(f"no GEMM multiplies {one.describe()} by {other.describe()}")

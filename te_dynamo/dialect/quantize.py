@@ -62,12 +62,15 @@ FORMATS: dict[type[Quantizer], Format] = {
     MXFP8Quantizer: Format(
         mxfp8.quantize_mxfp8,
         mxfp8.quantize_mxfp8_reference,
-        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block),
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block, q.swizzled),
     ),
     NVFP4Quantizer: Format(
         nvfp4.quantize_nvfp4,
         nvfp4.quantize_nvfp4_reference,
-        lambda q, random: (q.rowwise, q.columnwise, q.two_d, q.hadamard, q.stochastic_rounding, random),
+        lambda q, random: (
+            *(q.rowwise, q.columnwise, q.two_d, q.hadamard, q.stochastic_rounding),
+            *(random, q.swizzled),
+        ),
     ),
 }
 

@@ -30,11 +30,9 @@ _NATIVE_FROM: dict[str, tuple[int, int]] = {
     "float8_block_scaling": (8, 9),
     "mxfp8": (10, 0),
     "mxfp8(scale_block=128)": (8, 9),
+    "nvfp4": (10, 0),
 }
 """The first compute capability whose tensor cores read the recipe's operands, where our GEMM uses them."""
-
-_NO_KERNEL = {"nvfp4": (10, 0)}
-"""Where tensor cores would read the operands and no GEMM of ours asks them to."""
 
 _KERNELS_FROM = (9, 0)
 """The first compute capability our Triton kernels are written for: they use its tensor memory accelerator."""
@@ -175,8 +173,6 @@ def _recipe_support(name: str, capability: tuple[int, int] | None) -> tuple[str,
     if native is not None and capability >= native:
         tested = "" if capability[0] == 9 else "; compiled for it, measured on sm_90 only"
         return "native", f"tensor cores of {here} read its operands{tested}"
-    if name in _NO_KERNEL and capability >= _NO_KERNEL[name]:
-        return "emulated", f"no GEMM here uses the 4-bit tensor cores of {here}: {_EMULATED}"
     return "emulated", f"{here} has no tensor core for its operands: {_EMULATED}"
 
 

@@ -70,7 +70,7 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
         ("mxfp8", (10, 0), "native"),
         ("mxfp8(scale_block=128)", (9, 0), "native"),
         ("nvfp4", (9, 0), "emulated"),
-        ("nvfp4", (10, 0), "emulated"),
+        ("nvfp4", (10, 0), "native"),
     ],
 )
 def test_recipe_support(name, capability, runs):

@@ -33,7 +33,7 @@ from torch import fx
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.memory import written_by_inductor
 from te_dynamo.errors import LoweringError
-from te_dynamo.kernels.runtime.target import TARGETS
+from te_dynamo.kernels.runtime.target import TARGETS, acting_as
 from te_dynamo.lowering.amax import amax_by_rows
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU
@@ -85,15 +85,14 @@ class LoweredGELU(GELU):
     opaque = True
 
 
-@pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0"])
-def test_mxfp8_runs_on_tensor_cores_that_know_it(gpu: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blackwell's: the same operations, both forms of scales."""
-    for module in ("kernels.gemm.mxfp8", "dialect.gemm"):
-        monkeypatch.setattr(f"te_dynamo.{module}.target_of", lambda device: TARGETS["b200"])
+@pytest.mark.parametrize("case", ["gemm_mxfp8", "gemm_block_e8m0", "gemm_nvfp4"])
+def test_scales_of_blocks_go_to_tensor_cores_that_know_them(gpu: None, case: str) -> None:
+    """Blackwell's: the same operations, plain scales too."""
     target, arguments, _ = CASES[case]
     graph = graph_of(target.default, *arguments())
-    lower(graph)
-    assert launches(graph_text(graph)) == "gemm_mxfp8_kernel -> c"
+    with acting_as(TARGETS["b200"]):
+        lower(graph)
+    assert launches(graph_text(graph)) == "gemm_block_scales_kernel -> c"
 
 
 def test_operations_without_a_kernel_are_inductors(gpu: None) -> None:

@@ -122,6 +122,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """How the weights [G, N, K] of grouped GEMMs are held, each as this quantizer holds one. QuantizationError without such GEMMs."""
         raise QuantizationError(f"{self.describe()}: there is no grouped GEMM for it")
 
+    def for_block_scales(self) -> Quantizer:
+        """The same values with scales as tensor cores read them that apply the scales of blocks; itself where it has no such scales."""
+        return self
+
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
         self._check_unchanged()

@@ -38,3 +38,13 @@ def tiles(size: int, block: int) -> int:
 def rounded_up(size: int, multiple: int) -> int:
     """`size` rounded up to a multiple (size^multiple in the tables of shapes)."""
     return (size + multiple - 1) // multiple * multiple
+
+
+def scale_shape(outer: int, blocks: int, swizzled: bool) -> tuple[int, ...]:
+    """Shape of the scales of `blocks` blocks in each of `outer` rows, padded to the tiles that tensor cores read, or in such tiles.
+
+    Swizzled, its memory is that of (outer / 128, blocks / 4, 32, 4, 4) with scale (i, j) at [i / 128, j / 4, i % 32, i % 128 / 32, j % 4].
+    """
+    if swizzled:
+        return rounded_up(outer, 128) // 4, rounded_up(blocks, 4), 4
+    return rounded_up(outer, 128), rounded_up(blocks, 4)

@@ -15,6 +15,7 @@ from te_dynamo.quantized.quantizers.formats import (
     TRANSPOSE_ALIGNMENT,
     rounded_up,
     rows_and_columns,
+    scale_shape,
     tiles,
 )
 
@@ -27,16 +28,20 @@ class MXFP8Quantizer(Float8Quantizer):
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
     scale_block: 32, or 128 for four equal scales in a row: still MXFP8, and what the 1x128 kernels of Hopper read too.
+    swizzled: scales in the order in which Blackwell's tensor cores read them.
 
     Buffers of x read as [M, K]; scales are E8M0 codes (255 is NaN), held as uint8 (^n: rounded up, the padding zero):
 
         data             [M, K]                           scale_inv             (M^128, ceil(K/32)^4)
         columnwise_data  32: [M, K], 128: [K, M^16]       columnwise_scale_inv  32: (ceil(M/32)^4, K^128), 128: (K^128, ceil(M/32)^4)
 
+    Swizzled, scales of such a shape (R, S), of columns in blocks of 32 (S, R), are (R / 4, S, 4), in tiles of 128 by 4 (`scale_shape`).
+
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """
 
     scale_block: int = 32
+    swizzled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +54,10 @@ class MXFP8Quantizer(Float8Quantizer):
         return self.scale_block != BLOCK
 
     def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
-        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block)
+        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block, self.swizzled)
+
+    def for_block_scales(self) -> MXFP8Quantizer:
+        return MXFP8Quantizer(self.rowwise, self.columnwise, self.fp8_format, self.scale_block, True)
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
@@ -58,12 +66,12 @@ class MXFP8Quantizer(Float8Quantizer):
         buffers: Buffers = {}
         if self.rowwise:
             buffers["data"] = ((rows, columns), dtype)
-            buffers["scale_inv"] = (_scale_shape(rows, columns), torch.uint8)
+            buffers["scale_inv"] = (scale_shape(rows, tiles(columns, BLOCK), self.swizzled), torch.uint8)
         if self.columnwise:
-            scales = _scale_shape(columns, rows)
+            scales = scale_shape(columns, tiles(rows, BLOCK), self.swizzled)
             if self.scale_block == BLOCK:
                 buffers["columnwise_data"] = ((rows, columns), dtype)
-                buffers["columnwise_scale_inv"] = ((scales[1], scales[0]), torch.uint8)
+                buffers["columnwise_scale_inv"] = (scales if self.swizzled else scales[::-1], torch.uint8)
             else:
                 buffers["columnwise_data"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
                 buffers["columnwise_scale_inv"] = (scales, torch.uint8)
@@ -78,9 +86,4 @@ class MXFP8Quantizer(Float8Quantizer):
     def describe(self) -> str:
         element = "" if self.fp8_format == "e4m3" else f" {self.fp8_format}"
         block = "" if self.scale_block == BLOCK else f" 1x{self.scale_block}"
-        return f"mxfp8{element}{block}[{self._usage_text()}]"
-
-
-def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
-    """Shape of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
-    return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)
+        return f"mxfp8{element}{block}[{self._usage_text()}{', swizzled' * self.swizzled}]"

@@ -9,7 +9,7 @@ import torch
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
-from te_dynamo.quantized.quantizers.formats import rounded_up, rows_and_columns, tiles
+from te_dynamo.quantized.quantizers.formats import rounded_up, rows_and_columns, scale_shape, tiles
 
 BLOCK = 16
 
@@ -22,18 +22,21 @@ class NVFP4Quantizer(Quantizer):
     stochastic_rounding: round to one of the two neighbours with the probability of its nearness, from random bits that
         are given; for gradients.
     two_d: one scale for 16x16 values, the same for rows and columns; for weights.
+    swizzled: scales in the order in which Blackwell's tensor cores read them.
 
     Buffers of x read as [M, K], two values a byte, the even one in the low nibble (^n: rounded up, the padding zero):
 
-        data             [M, K^16 / 2]    scale_inv             (M^128, ceil(K/16)^4)    amax             [1]
-        columnwise_data  [K, M^16 / 2]    columnwise_scale_inv  (K^128, ceil(M/16)^4)    columnwise_amax  [1]
+        data             [M, K^32 / 2]    scale_inv             (M^128, ceil(K/16)^4)    amax             [1]
+        columnwise_data  [K, M^32 / 2]    columnwise_scale_inv  (K^128, ceil(M/16)^4)    columnwise_amax  [1]
 
-    data and scales are uint8, the scales the bits of e4m3; columns are the rows of x^T.
+    data and scales are uint8, the scales the bits of e4m3; columns are the rows of x^T. Swizzled, scales of shape (R, S) are
+    (R / 4, S, 4), in tiles of 128 by 4 (`scale_shape`).
     """
 
     hadamard: bool = False
     stochastic_rounding: bool = False
     two_d: bool = False
+    swizzled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,19 +50,23 @@ class NVFP4Quantizer(Quantizer):
         return self.stochastic_rounding
 
     def _using(self, rowwise: bool, columnwise: bool) -> NVFP4Quantizer:
-        return NVFP4Quantizer(rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.two_d)
+        return NVFP4Quantizer(rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.two_d, self.swizzled)
+
+    def for_block_scales(self) -> NVFP4Quantizer:
+        rounding = self.hadamard, self.stochastic_rounding
+        return NVFP4Quantizer(self.rowwise, self.columnwise, *rounding, self.two_d, True)
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
         rows, columns = rows_and_columns(shape)
         buffers: Buffers = {}
         if self.rowwise:
-            buffers["data"] = ((rows, rounded_up(columns, BLOCK) // 2), torch.uint8)
-            buffers["scale_inv"] = (_scale_shape(rows, columns), torch.uint8)
+            buffers["data"] = ((rows, rounded_up(columns, 2 * BLOCK) // 2), torch.uint8)
+            buffers["scale_inv"] = (scale_shape(rows, tiles(columns, BLOCK), self.swizzled), torch.uint8)
             buffers["amax"] = ((1,), torch.float32)
         if self.columnwise:
-            buffers["columnwise_data"] = ((columns, rounded_up(rows, BLOCK) // 2), torch.uint8)
-            buffers["columnwise_scale_inv"] = (_scale_shape(columns, rows), torch.uint8)
+            buffers["columnwise_data"] = ((columns, rounded_up(rows, 2 * BLOCK) // 2), torch.uint8)
+            buffers["columnwise_scale_inv"] = (scale_shape(columns, tiles(rows, BLOCK), self.swizzled), torch.uint8)
             buffers["columnwise_amax"] = ((1,), torch.float32)
         return buffers
 
@@ -72,10 +79,10 @@ class NVFP4Quantizer(Quantizer):
         return ("data", "scale_inv", "amax")
 
     def describe(self) -> str:
-        options = (("16x16", self.two_d), ("hadamard", self.hadamard), ("stochastic", self.stochastic_rounding))
+        options = (
+            ("16x16", self.two_d),
+            ("hadamard", self.hadamard),
+            ("stochastic", self.stochastic_rounding),
+            ("swizzled", self.swizzled),
+        )
         return f"nvfp4[{', '.join([self._usage_text(), *(name for name, on in options if on)])}]"
-
-
-def _scale_shape(outer: int, contracted: int) -> tuple[int, int]:
-    """Shape of the scales of data [outer, contracted], padded to the tiles that the tensor cores read."""
-    return rounded_up(outer, 128), rounded_up(tiles(contracted, BLOCK), 4)

@@ -6,7 +6,7 @@ import torch
 
 from te_dynamo.quantized.quantizers import MXFP8Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
-from te_dynamo.quantized.storages.blocks import spread
+from te_dynamo.quantized.storages.blocks import in_order, spread
 
 
 class MXFP8TensorStorage(QuantizedTensorStorage):
@@ -21,12 +21,13 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     columnwise_scale_inv: torch.Tensor
 
     def _rows(self) -> torch.Tensor:
-        return _values(self.data, self.scale_inv, (1, 32))
+        return _values(self.data, in_order(self.scale_inv), (1, 32))
 
     def _columns(self) -> torch.Tensor:
+        scales = in_order(self.columnwise_scale_inv)
         if self.quantizer.scale_block == 32:
-            return _values(self.columnwise_data, self.columnwise_scale_inv, (32, 1))
-        return _values(self.columnwise_data, self.columnwise_scale_inv, (1, 32)).t()
+            return _values(self.columnwise_data, scales.t() if self.quantizer.swizzled else scales, (32, 1))
+        return _values(self.columnwise_data, scales, (1, 32)).t()
 
 
 def _values(data: torch.Tensor, codes: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

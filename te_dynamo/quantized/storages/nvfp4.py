@@ -6,7 +6,7 @@ import torch
 
 from te_dynamo.quantized.quantizers import NVFP4Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
-from te_dynamo.quantized.storages.blocks import spread
+from te_dynamo.quantized.storages.blocks import in_order, spread
 
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Those of te_dynamo.kernels.quantize.nvfp4, which says what the transform is; storages do not read kernels."""
@@ -43,7 +43,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """The fp32 values [outer, 2 * bytes] of packed data [outer, bytes]."""
     elements = _e2m1(torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2))
-    scales = scale_inv.view(torch.float8_e4m3fn).to(torch.float32)
+    scales = in_order(scale_inv).view(torch.float8_e4m3fn).to(torch.float32)
     values = elements * spread(scales, (1, 16), (elements.shape[0], elements.shape[1]))
     return values * (amax / torch.full_like(amax, 2688.0))
 

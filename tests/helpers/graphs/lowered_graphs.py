@@ -283,6 +283,22 @@ CASES: dict[str, Case] = {
         lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128)),
         "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
     ),
+    "quantize_mxfp8_swizzled": (
+        te.quantize,
+        lambda: (bf16(19, 64), MXFP8Quantizer(swizzled=True)),
+        "quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_mxfp8_128_swizzled": (
+        te.quantize,
+        lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128, swizzled=True)),
+        "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_nvfp4_swizzled": (
+        te.quantize,
+        lambda: (bf16(19, 48), NVFP4Quantizer(swizzled=True)),
+        "quantize_amax_kernel -> partials\n"
+        "quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax",
+    ),
     "quantize_nvfp4": (
         te.quantize,
         lambda: (bf16(19, 64), NVFP4Quantizer(hadamard=True, stochastic_rounding=True), key()),

@@ -1,15 +1,17 @@
-"""Triton's interpreter with the float8 and the subnormal numbers of a GPU.
+"""Triton's interpreter with the float8 and the subnormal numbers of a GPU, its products of blocks with scales and some instructions.
 
 Import after setting TRITON_INTERPRET=1 and before any kernel.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 __all__ = ["install"]
@@ -34,6 +36,80 @@ def install() -> None:
 
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_fp_ext = create_fp_ext
+    InterpreterBuilder.create_inline_asm = create_inline_asm
+    InterpreterBuilder.create_dot_scaled = create_dot_scaled
+
+    multiply = TritonSemantic.dot_scaled  # which asks formats for their `value`, that the interpreter's strings lack
+
+    def dot_scaled(
+        self: Any, a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, *rest: Any
+    ) -> Any:
+        return multiply(self, a, a_scale, tl.constexpr(a_format), b, b_scale, tl.constexpr(b_format), *rest)
+
+    TritonSemantic.dot_scaled = dot_scaled
+
+
+def create_inline_asm(
+    self: Any, asm: str, constraints: str, values: list[TensorHandle], kinds: list[Any], pure: bool, pack: int
+) -> Any:
+    """Those that the kernels of block-scaled formats have, by the words of the PTX manual."""
+    first, second = (value.data for value in values)
+    if asm.startswith("mul.rn.f32"):
+        return _results(TensorHandle(first * second, tl.float32))
+    assert "cvt.rn.satfinite.e2m1x2.f32" in asm, asm
+    return _results(TensorHandle(e2m1(first) | e2m1(second) << 4, tl.uint8))
+
+
+def _results(*handles: TensorHandle) -> SimpleNamespace:
+    return SimpleNamespace(get_result=handles.__getitem__)
+
+
+def create_dot_scaled(
+    self: Any,
+    a: TensorHandle,
+    a_scale: TensorHandle,
+    a_format: Any,
+    b: TensorHandle,
+    b_scale: TensorHandle,
+    b_format: Any,
+    fast_math: bool,
+    a_packed: bool,
+    b_packed: bool,
+    total: TensorHandle,
+) -> TensorHandle:
+    """[M, N] of a [M, K] and b [K, N], each with scales by its rows and blocks, in fp32."""
+    left = block_values(a, a_scale)
+    right = block_values(TensorHandle(b.data.T, b.dtype), b_scale)
+    return TensorHandle(total.data + (left @ right.T).astype(np.float32), tl.float32)
+
+
+def block_values(codes: TensorHandle, scales: TensorHandle) -> np.ndarray:
+    """The values [R, K], in float64, of codes [R, K], or of two e2m1 codes a byte along K, and e4m3 or e8m0 scales [R, blocks]."""
+    if codes.dtype.scalar in (tl.float8e4nv, tl.float8e5):
+        kind = torch.float8_e4m3fn if codes.dtype.scalar == tl.float8e4nv else torch.float8_e5m2
+        values = torch.from_numpy(np.ascontiguousarray(codes.data)).view(torch.uint8).view(kind).double().numpy()
+    else:
+        bits = codes.data.astype(np.uint8)
+        values = E2M1[np.stack([bits & 15, bits >> 4], axis=-1).reshape(len(bits), -1)]
+    powers = scales.data.astype(np.uint8)
+    if scales.dtype.scalar == tl.float8e4nv:
+        factors = torch.from_numpy(np.ascontiguousarray(powers)).view(torch.float8_e4m3fn).double().numpy()
+    else:
+        factors = np.where(powers == 255, np.nan, np.exp2(powers.astype(np.float64) - 127))
+    return values * factors.repeat(values.shape[1] // factors.shape[1], axis=1)
+
+
+MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = np.concatenate([MAGNITUDES, -MAGNITUDES])
+
+
+def e2m1(value: np.ndarray) -> np.ndarray:
+    """Saturating codes of fp32, uint8, ties to the even one; NaN's is that of 6."""
+    magnitude = np.abs(value.astype(np.float64))
+    middles = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+    codes = np.searchsorted(middles, magnitude)  # ties to the lower
+    codes += (codes % 2 == 1) & (magnitude == middles[np.minimum(codes, 6)])
+    return np.where(np.isnan(value), 7, np.minimum(codes, 7) | np.signbit(value) * 8).astype(np.uint8)
 
 
 def e4m3(value: np.ndarray) -> np.ndarray:

@@ -60,9 +60,9 @@ def special_inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def reference(x: torch.Tensor, usages, options, key: torch.Tensor = KEY) -> list[torch.Tensor]:
-    return quantize_nvfp4_reference(x, *usages, *options, key.to(x.device) if options[2] else None)
+def reference(x: torch.Tensor, usages, options, key: torch.Tensor = KEY, swizzled: bool = False) -> list[torch.Tensor]:
+    return quantize_nvfp4_reference(x, *usages, *options, key.to(x.device) if options[2] else None, swizzled)
 
 
-def kernel(x: torch.Tensor, usages, options, key: torch.Tensor = KEY) -> list[torch.Tensor]:
-    return quantize_nvfp4(x, *usages, *options, key.to(x.device) if options[2] else None)
+def kernel(x: torch.Tensor, usages, options, key: torch.Tensor = KEY, swizzled: bool = False) -> list[torch.Tensor]:
+    return quantize_nvfp4(x, *usages, *options, key.to(x.device) if options[2] else None, swizzled)

@@ -20,6 +20,9 @@ CONFIGURATIONS: list[Quantizer] = [
     NVFP4Quantizer(),
     NVFP4Quantizer(two_d=True),
     NVFP4Quantizer(hadamard=True, stochastic_rounding=True),
+    MXFP8Quantizer(swizzled=True),
+    MXFP8Quantizer(scale_block=128, swizzled=True),
+    NVFP4Quantizer(hadamard=True, swizzled=True),
 ]
 
 QUANTIZERS = [q.with_usage(rowwise, columnwise) for q in CONFIGURATIONS for rowwise, columnwise in USAGES]

@@ -1,4 +1,4 @@
-"""The NVFP4 kernels, compiled for sm_90 and sm_100 and traced for Inductor without a GPU."""
+"""The NVFP4 kernels, compiled for Hopper and Blackwell and traced for Inductor without a GPU."""
 
 from __future__ import annotations
 
@@ -40,13 +40,20 @@ def quantize_case(form: str, dtype: str, usages: tuple[bool, bool], capability: 
     for names in (ROW, COLUMN):
         pointers |= dict(zip(names, ("*u8", "*u8", "*fp32"), strict=True))
     flags = {"TWO_D": False, "HADAMARD": False, "STOCHASTIC": False, **FORMS[form]}
+    blackwell = capability >= 100
+    casts = blackwell and not flags["STOCHASTIC"]
     return Case(
         name=f"quantize {form} {dtype[1:]} {rowwise=} {columnwise=} sm_{capability}{' odd' * odd}",
         kernel=nvfp4_kernels.quantize_nvfp4_kernel,
         args={**pointers, "M": "i32", "K": "i32"},
-        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **TILE},
+        constants={"ROWWISE": rowwise, "COLUMNWISE": columnwise, "PARTIALS": PARTIALS, **flags, **TILE}
+        | {"SWIZZLED": blackwell, "CASTS": blackwell},
         aligned=(*pointers, *(() if odd else ("M", "K"))),
-        has=("cvt.rn.satfinite.e4m3x2.f32", *(() if odd else ("ld.global.v4.b32", "st.global.b32"))),
+        has=(
+            "cvt.rn.satfinite.e4m3x2.f32",
+            *(() if odd else ("ld.global.v4.b32", "st.global.b32")),
+            *(("cvt.rn.satfinite.e2m1x2.f32",) if casts else ()),
+        ),
         # ftz would lose the denormals of the scales; a contracted multiply-add rounds once, where the reference rounds twice.
         lacks=("ftz", "local."),
         writes=(ROW if rowwise else ()) + (COLUMN if columnwise else ()),
@@ -67,6 +74,8 @@ def of_one_value(case: Case) -> Case:
 def cases() -> Iterator[Case]:
     for form in FORMS:
         for capability in (90, 100):
+            yield quantize_case(form, "*bf16", (True, True), capability)
+        for capability in (103, 110, 120, 121):
             yield quantize_case(form, "*bf16", (True, True), capability)
         yield quantize_case(form, "*fp32", (True, False))
         yield quantize_case(form, "*fp32", (False, True))
@@ -124,7 +133,8 @@ FAST = ("quantize gradient bf16", "hadamard_amax bf16", "dequantize", "epilogue"
 
 def as_parameter(case: Case) -> Any:
     """Compiling takes seconds each: the other forms and dtypes run with the slow tests."""
-    marks = () if case.name.startswith(FAST) else pytest.mark.slow
+    fast = case.name.startswith(FAST) and case.capability <= 100
+    marks = () if fast else pytest.mark.slow
     return pytest.param(case, id=case.name, marks=marks)
 
 

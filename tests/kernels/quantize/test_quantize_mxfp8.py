@@ -29,8 +29,8 @@ from te_dynamo.kernels.quantize.mxfp8 import (
     quantize_mxfp8,
     quantize_mxfp8_reference,
     row_tile,
-    swizzle_scales,
 )
+from te_dynamo.kernels.quantize.scales import plain_scales
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272), (2000, 2000))
@@ -175,15 +175,18 @@ def test_reference_equals_torchao(kind):
 # --- what is done with the buffers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(128, 4), (256, 12), (384, 8)])
-def test_swizzle_is_the_formula(shape):
-    scales = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    swizzled = swizzle_scales(scales)
-    assert swizzled.shape == scales.shape and swizzled.is_contiguous()
-    flat, tiles = swizzled.flatten().tolist(), shape[1] // 4
-    for i, j in itertools.product(range(shape[0]), range(shape[1])):
-        place = ((i // 128) * tiles + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
-        assert flat[place] == scales[i, j]
+@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
+@pytest.mark.parametrize("shape", [(1, 32), (303, 300)])
+def test_swizzled_scales_are_the_same_buffers(shape, scale_block):
+    x = make("normal", shape, torch.bfloat16)
+    plain = quantize_mxfp8_reference(x, E4M3, True, True, scale_block)
+    swizzled = quantize_mxfp8_reference(x, E4M3, True, True, scale_block, swizzled=True)
+    assert_same_bits([swizzled[0], swizzled[2]], [plain[0], plain[2]])
+    turned = scale_block == 32
+    assert_same_bits([*map(plain_scales, swizzled[1::2])], [plain[1], plain[3].t() if turned else plain[3]])
+    for data, scales, of, columnwise in zip(plain[::2], swizzled[1::2], plain[1::2], (False, turned), strict=True):
+        values = [dequantize_mxfp8_reference(data, scale, columnwise, torch.float32) for scale in (scales, of)]
+        assert_same_bits(values[:1], values[1:])
 
 
 @pytest.mark.parametrize("columns, width", [(300, 128), (1280, 256), (4096, 1024), (14336, 1024)])

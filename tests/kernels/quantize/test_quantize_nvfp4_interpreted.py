@@ -16,6 +16,7 @@ from helpers.kernels.kernel_cases import DTYPES, assert_same_bits
 from helpers.kernels.nvfp4_cases import BOTH, COLUMN, KINDS, OPTIONS, ROW, kernel, make, reference, special_inputs
 
 from te_dynamo.kernels.quantize import current, nvfp4
+from te_dynamo.kernels.runtime.target import TARGETS, acting_as
 from te_dynamo.kernels.tiles import fp8
 
 SHAPES = (
@@ -46,6 +47,11 @@ def main(part: str) -> None:
     for (name, x), options in itertools.product(inputs.items(), OPTIONS):
         for usages in (ROW, COLUMN, BOTH) if name == "normal" else (BOTH,):
             assert_same_bits(kernel(x, usages, options), reference(x, usages, options), (name, usages, options))
+    # By the instruction of Blackwell, scales swizzled.
+    with acting_as(TARGETS["b200"]):
+        for (name, x), options in itertools.product(inputs.items(), OPTIONS):
+            actual, expected = kernel(x, BOTH, options, swizzled=True), reference(x, BOTH, options, swizzled=True)
+            assert_same_bits(actual, expected, (name, options))
 
 
 if __name__ == "__main__":

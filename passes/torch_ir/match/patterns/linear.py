@@ -133,6 +133,7 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
         input_requires_grad=out.requires_grad and tensor_of(x).requires_grad,
         weight_requires_grad=out.requires_grad and tensor_of(weight).requires_grad,
         weight_transposed=product.transposed,
+        device=tensor_of(x).device,
     )
     graph, written = node.graph, node.all_input_nodes
     n = out.shape[-1]
