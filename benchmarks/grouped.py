@@ -145,7 +145,8 @@ def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.N
         for product in ("rows", "columns"):
             providers, chosen = problem.peers(product), {fast: problem.chosen(product, fast) for fast in (True, False)}
             tiles = GROUPED_TILES if arguments.sweep else chosen.values()
-            fitting = [tile for tile in tiles if tile.fits(2)]
+            target = target_of(problem.x.device)
+            fitting = [fitted for tile in tiles if (fitted := tile.fitted(2, target))]
             providers |= {
                 f"{tile.name}{'*' * (tile in chosen.values())}": problem.tile(product, tile) for tile in fitting
             }
