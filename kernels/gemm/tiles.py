@@ -83,9 +83,9 @@ class Tile:
         """The tile as a GPU can run it, None where it cannot.
 
         Of a GPU with less shared memory than the tables are made for: alone on a multiprocessor and with fewer stages, where
-        that makes it fit. A tile in halves is for tensor cores whose sums are in registers.
+        that makes it fit. A tile in halves suits Hopper's registers alone.
         """
-        if (self.halves and target.has_tensor_memory) or target.buffers(self.num_stages) < _FEWEST_BUFFERS:
+        if (self.halves and not target.has_wgmma) or target.buffers(self.num_stages) < _FEWEST_BUFFERS:
             return None
         tile = self
         if target.shared_bytes < H200.shared_bytes:
@@ -209,12 +209,20 @@ SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflo
 """What kernels/gemm/block_specialized.py runs."""
 
 
+class _GroupedTile(Tile):
+    """Beside the loop over whole blocks there is one over a group's edges: two blocks in flight, and one whose edge is masked."""
+
+    def shared_bytes(self, out_bytes: int, target: Target = H200) -> int:
+        edges = 3 * (self.block_m + self.block_n) * self.block_k
+        return max(super().shared_bytes(out_bytes, target), edges + _BARRIER_BYTES)
+
+
 GROUPED_TILES: tuple[Tile, ...] = (
-    Tile(128, 256, 128, 8, 3, fast=True, tflops=1290),
-    Tile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
-    Tile(64, 128, 128, 4, 5, fast=True, tflops=800),
-    Tile(128, 128, 128, 4, 3, fast=False, tflops=1100, halves=True, ctas_per_sm=2),
-    Tile(64, 128, 128, 4, 5, fast=False, tflops=680),
+    _GroupedTile(128, 256, 128, 8, 3, fast=True, tflops=1290),
+    _GroupedTile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
+    _GroupedTile(64, 128, 128, 4, 5, fast=True, tflops=800),
+    _GroupedTile(128, 128, 128, 4, 3, fast=False, tflops=1100, halves=True, ctas_per_sm=2),
+    _GroupedTile(64, 128, 128, 4, 5, fast=False, tflops=680),
 )
 """`tflops` is the ungrouped kernel's."""
 

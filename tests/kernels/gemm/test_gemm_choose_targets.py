@@ -52,7 +52,7 @@ def check(product: Product, choice: Choice, target: Target) -> None:
     assert target.buffers(tile.num_stages) >= 2, "one block of K is read while the next is written"
     assert tile.fast or not product.fast_accum or product.scaling != "tensor"
     assert not tile.fast or product.fast_accum or target.has_fp32_sums
-    assert not (tile.halves and target.has_tensor_memory)
+    assert target.has_wgmma or not tile.halves
     assert tile.narrow or product.n % 8 == 0
     if product.stacking.along:
         assert tile.split_k == 1 and product.stacking.divisible(tile.block_m, tile.block_n, tile.block_k)
