@@ -82,15 +82,16 @@ class Tile:
     def fitted(self, out_bytes: int, target: Target = H200) -> Self | None:
         """The tile as a GPU can run it, None where it cannot.
 
-        Of a GPU with less shared memory than the tables are made for: alone on a multiprocessor and with fewer stages, where
-        that makes it fit. A tile in halves suits Hopper's registers alone.
+        Of a GPU with less shared memory than the tables are made for: alone on a multiprocessor, with the warps of all that were
+        there, and with fewer stages, where that makes it fit. A tile in halves suits Hopper's registers alone.
         """
         if (self.halves and not target.has_wgmma) or target.buffers(self.num_stages) < _FEWEST_BUFFERS:
             return None
         tile = self
         if target.shared_bytes < H200.shared_bytes:
             if not tile.fits(out_bytes, target) and tile.ctas_per_sm > 1:
-                tile = dataclasses.replace(tile, ctas_per_sm=1, tflops=_LONE_PROGRAM * tile.tflops)
+                warps = tile.num_warps * tile.ctas_per_sm
+                tile = dataclasses.replace(tile, ctas_per_sm=1, num_warps=warps, tflops=_LONE_PROGRAM * tile.tflops)
             while not tile.fits(out_bytes, target) and target.buffers(tile.num_stages) > _FEWEST_BUFFERS:
                 tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
         return tile if tile.fits(out_bytes, target) else None
