@@ -36,7 +36,7 @@ from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
-from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, GROUPED_TILES, TILES, DecodeTile, Tile
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, COLUMNS_TILES, GROUPED_TILES, TILES, DecodeTile, Tile
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import bias_grad, float8_block, mxfp8, nvfp4, transpose
 from te_dynamo.kernels.quantize import current as quantize
@@ -161,6 +161,7 @@ def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     for tile, most in candidates(GROUPED_TILES, target):
         rows = (tile, f8(M, K), one, f8(GROUPS, N, K), f32(GROUPS), offs, BF16)
         yield f"{tile.name}, rows", functools.partial(grouped.gemm_grouped_with_tile, *rows), most
+    for tile, most in candidates(COLUMNS_TILES, target):
         columns = (tile, f8(N, M), one, f8(K, M), one, offs, BF16)
         yield f"{tile.name}, columns", functools.partial(grouped.gemm_grouped_columns_with_tile, *columns), most
 

@@ -31,6 +31,7 @@ _BARRIER_BYTES = 1024
 _RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, for each program
 _LONE_PROGRAM = 0.75  # of the speed of two, of which one multiplies while the other waits or stores: an estimate
 _FEWEST_BUFFERS = 2  # one that is read, one that is written
+_MOST_BUFFERS = 3  # of a tile that is made to fit: with more, scaling by blocks has too few registers
 _MOST_DECODE_PARTS = 4
 _SHORTEST_DECODE_PART = 2048  # of K: what shorter ones save, adding them up costs
 
@@ -92,8 +93,11 @@ class Tile:
             if not tile.fits(out_bytes, target) and tile.ctas_per_sm > 1:
                 warps = tile.num_warps * tile.ctas_per_sm
                 tile = dataclasses.replace(tile, ctas_per_sm=1, num_warps=warps, tflops=_LONE_PROGRAM * tile.tflops)
-            while not tile.fits(out_bytes, target) and target.buffers(tile.num_stages) > _FEWEST_BUFFERS:
-                tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
+            beside = tile.num_stages - target.buffers(tile.num_stages)  # a stage whose block is in registers
+            for buffers in range(min(_MOST_BUFFERS, tile.num_stages - beside), _FEWEST_BUFFERS - 1, -1):
+                tile = dataclasses.replace(tile, num_stages=buffers + beside)
+                if tile.fits(out_bytes, target):
+                    break
         return tile if tile.fits(out_bytes, target) else None
 
     def result_bytes(self, out_bytes: int) -> int:
@@ -210,22 +214,26 @@ SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflo
 """What kernels/gemm/block_specialized.py runs."""
 
 
-class _GroupedTile(Tile):
+GROUPED_TILES: tuple[Tile, ...] = (
+    Tile(128, 256, 128, 8, 3, fast=True, tflops=1290),
+    Tile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
+    Tile(64, 128, 128, 4, 5, fast=True, tflops=800),
+    Tile(128, 128, 128, 4, 3, fast=False, tflops=1100, halves=True, ctas_per_sm=2),
+    Tile(64, 128, 128, 4, 5, fast=False, tflops=680),
+)
+"""`tflops` is the ungrouped kernel's."""
+
+
+class _ColumnsTile(Tile):
     """Beside the loop over whole blocks there is one over a group's edges: two blocks in flight, and one whose edge is masked."""
 
     def shared_bytes(self, out_bytes: int, target: Target = H200) -> int:
-        edges = 3 * (self.block_m + self.block_n) * self.block_k
-        return max(super().shared_bytes(out_bytes, target), edges + _BARRIER_BYTES)
+        edges = 3 * (self.block_m + self.block_n) * self.block_k + self.result_bytes(out_bytes) + _BARRIER_BYTES
+        return max(super().shared_bytes(out_bytes, target), edges)
 
 
-GROUPED_TILES: tuple[Tile, ...] = (
-    _GroupedTile(128, 256, 128, 8, 3, fast=True, tflops=1290),
-    _GroupedTile(128, 128, 128, 4, 3, fast=True, tflops=1265, ctas_per_sm=2),
-    _GroupedTile(64, 128, 128, 4, 5, fast=True, tflops=800),
-    _GroupedTile(128, 128, 128, 4, 3, fast=False, tflops=1100, halves=True, ctas_per_sm=2),
-    _GroupedTile(64, 128, 128, 4, 5, fast=False, tflops=680),
-)
-"""`tflops` is the ungrouped kernel's."""
+COLUMNS_TILES = tuple(_ColumnsTile(**dataclasses.asdict(tile)) for tile in GROUPED_TILES)
+"""The same for groups of columns."""
 
 # Of a tile's ends, by the other program on the multiprocessor: where K is short, 3 to 11% of the whole.
 _HIDDEN_US = 0.5
@@ -346,7 +354,8 @@ def choose_rows_tile(
         padded = groups * _round_up(-(-m // groups), tile.block_m)  # every group has a last tile of its own
         return _grouped_us(tile, padded, n, k, target)
 
-    return min(candidates(_grouped_tiles(fast_accum), n, target, out_bytes), key=time)
+    tiles = [tile for tile in GROUPED_TILES if tile.fast == fast_accum]
+    return min(candidates(tiles, n, target, out_bytes), key=time)
 
 
 def choose_columns_tile(
@@ -357,11 +366,12 @@ def choose_columns_tile(
     def time(tile: Tile) -> float:
         return columns_us(tile, n, k, m, groups, target)
 
-    return min(candidates(_grouped_tiles(fast_accum), k, target, out_bytes), key=time)
+    tiles = [tile for tile in COLUMNS_TILES if tile.fast == fast_accum]
+    return min(candidates(tiles, k, target, out_bytes), key=time)
 
 
 def columns_us(tile: Tile, n: int, k: int, m: int, groups: int, target: Target) -> float:
-    """The estimated time of that product by one of GROUPED_TILES."""
+    """The estimated time of that product by one of COLUMNS_TILES."""
     # Of a group's first and last block half a block each is another group's.
     length = -(-m // groups) + tile.block_k
     return _grouped_us(tile, groups * _round_up(n, tile.block_m), k, length, target)
@@ -378,10 +388,6 @@ def _grouped_us(tile: Tile, m: int, n: int, k: int, target: Target) -> float:
     us = estimated_us(tile, m, n, k, target)
     tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
     return us - (_HIDDEN_US * -(-tiles // (target.multiprocessors * tile.ctas_per_sm)) if tile.ctas_per_sm > 1 else 0.0)
-
-
-def _grouped_tiles(fast_accum: bool) -> list[Tile]:
-    return [tile for tile in GROUPED_TILES if tile.fast == fast_accum]
 
 
 def _round_up(size: int, multiple: int) -> int:

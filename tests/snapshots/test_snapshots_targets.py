@@ -65,7 +65,9 @@ def launch(text: str) -> str:
 
 
 def test_h200() -> None:
-    assert_expected_inline(step("h200"), """\
+    assert_expected_inline(
+        step("h200"),
+        """\
 lower.forward:
   norm_rows_kernel
   norm_cast_kernel
@@ -85,21 +87,27 @@ lower.backward:
   gemm in Gluon
   gemm_stacked in Gluon
   transpose_kernel
-  gemm_stacked in Gluon""")
+  gemm_stacked in Gluon""",
+    )
 
 
 def test_b200() -> None:
-    assert_expected_inline(gemms(step("b200")), """\
+    assert_expected_inline(
+        gemms(step("b200")),
+        """\
   gemm_stacked_kernel: 4096x16384x4096 by 148 programs, fast 256x128x128
   gemm_kernel: 4096x4096x8192 by 148 programs, fast 128x128x128
   gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128
   gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128
   gemm_stacked_kernel: 4096x4096x16384 by 148 programs, fast 128x128x128
-  gemm_stacked_kernel: 16384x4096x4096 by 148 programs, fast 256x128x128""")
+  gemm_stacked_kernel: 16384x4096x4096 by 148 programs, fast 256x128x128""",
+    )
 
 
 def test_rtx5090() -> None:
-    assert_expected_inline(gemms(step("rtx5090")), """\
+    assert_expected_inline(
+        gemms(step("rtx5090")),
+        """\
   gemm_kernel: 4096x8192x4096 by 170 programs, slow 128x128x128
   gemm_kernel: 4096x8192x4096 by 170 programs, slow 128x128x128
   gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
@@ -108,11 +116,14 @@ def test_rtx5090() -> None:
   gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
   gemm_kernel: 8192x4096x4096 by 170 programs, slow 128x128x128
   gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
-  gemm_kernel: 8192x4096x4096 by 170 programs, slow 128x128x128""")
+  gemm_kernel: 8192x4096x4096 by 170 programs, slow 128x128x128""",
+    )
 
 
 def test_l40s() -> None:
-    assert_expected_inline(step("l40s"), """\
+    assert_expected_inline(
+        step("l40s"),
+        """\
 lower.forward:
   norm_rows_kernel
   norm_cast_kernel
@@ -133,7 +144,8 @@ lower.backward:
   gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128
   gemm_stacked_kernel: 4096x4096x16384 by 142 programs, slow 128x128x128
   transpose_kernel
-  gemm_stacked_kernel: 16384x4096x4096 by 142 programs, slow 128x128x128""")
+  gemm_stacked_kernel: 16384x4096x4096 by 142 programs, slow 128x128x128""",
+    )
 
 
 def gemms(text: str) -> str:

@@ -121,16 +121,16 @@ b200     16 rows blocks  block 64x128x128 w4 s5
 b200     16 rows groups  fast 64x128x128 w4 s5
 rtx5090  large   fast    fast 128x128x128 w8 s3
 rtx5090  large   slow    slow 128x128x128 w8 s3
-rtx5090  large   blocks  block 128x128x128 w4 s3 halves
-rtx5090  large   groups  slow 128x128x128 w4 s3 halves
+rtx5090  large   blocks  block 64x128x128 w4 s4
+rtx5090  large   groups  slow 64x128x128 w4 s4
 rtx5090  16 rows fast    fast 64x128x128 w4 s4 k/4
 rtx5090  16 rows slow    slow 64x128x128 w4 s4 k/4
-rtx5090  16 rows blocks  block 64x128x128 w4 s5 k/4
+rtx5090  16 rows blocks  block 64x128x128 w4 s4 k/4
 rtx5090  16 rows groups  slow 64x128x128 w4 s4
 l40s     large   fast    fast 128x128x128 w8 s3
 l40s     large   slow    slow 128x128x128 w8 s3
-l40s     large   blocks  block 128x128x128 w4 s3 halves
-l40s     large   groups  slow 128x128x128 w4 s3 halves
+l40s     large   blocks  block 64x128x128 w4 s4
+l40s     large   groups  slow 64x128x128 w4 s4
 l40s     16 rows fast    fast 64x128x128 w4 s4
 l40s     16 rows slow    slow 64x128x128 w4 s4
 l40s     16 rows blocks  block 64x128x128 w4 s4
