@@ -101,7 +101,7 @@ class Problem:
         self.shape = (m, n, k)
         self.x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         self.w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-        self.sms = target_of(self.x.device).multiprocessors
+        self.target = target_of(self.x.device)
         self.quantize()
 
     def quantize(self) -> None:
@@ -248,13 +248,13 @@ def graph_time(provider: Provider, rep_ms: int) -> float:
 
 def worth_trying(problem: Problem, kind: str) -> list[Tile]:
     """The tiles that the cost model does not put far from the best, to keep the sweep short."""
-    best = estimated_us(problem.chosen(kind), *problem.shape, problem.sms)
+    best = estimated_us(problem.chosen(kind), *problem.shape, problem.target)
     near = [
         tile
         for tile in (*problem.tiles, *problem.specialized)
-        if estimated_us(tile, *problem.shape, problem.sms) < 3 * best
+        if estimated_us(tile, *problem.shape, problem.target) < 3 * best
     ]
-    return [tile for tile in near if tile.fits(2)]
+    return [fitted for tile in near if (fitted := tile.fitted(2, problem.target))]
 
 
 def sweep(
@@ -310,7 +310,8 @@ def print_row(kind: str, tflops: dict[str, float], ms: dict[str, float], chosen:
 def compile_ahead(problem_of: type[Problem], shapes: list[tuple[str, int, int, int]]) -> None:
     """Fills Triton's cache in threads (ptxas is a process of its own), so that the timing loop compiles nothing."""
     device = torch.cuda.current_device()
-    tiles = [tile for tile in problem_of.tiles if tile.fits(2)]
+    target = target_of(torch.device("cuda", device))
+    tiles = [fitted for tile in problem_of.tiles if (fitted := tile.fitted(2, target))]
 
     def one(tile: Tile, m: int, n: int) -> None:
         torch.cuda.set_device(device)

@@ -30,7 +30,7 @@ from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile
+from te_dynamo.kernels.gemm.tiles import COLUMNS_TILES, GROUPED_TILES, Tile
 from te_dynamo.kernels.runtime.target import target_of
 
 # label, tokens (times experts a token), experts, N, K of one projection
@@ -144,8 +144,10 @@ def products(shapes: list[tuple[str, int, int, int, int]], arguments: argparse.N
         title = f"{label}: {tokens} tokens, {groups} experts (largest {largest}) of {n} x {k}"
         for product in ("rows", "columns"):
             providers, chosen = problem.peers(product), {fast: problem.chosen(product, fast) for fast in (True, False)}
-            tiles = GROUPED_TILES if arguments.sweep else chosen.values()
-            fitting = [tile for tile in tiles if tile.fits(2)]
+            of_product = GROUPED_TILES if product == "rows" else COLUMNS_TILES
+            tiles = of_product if arguments.sweep else chosen.values()
+            target = target_of(problem.x.device)
+            fitting = [fitted for tile in tiles if (fitted := tile.fitted(2, target))]
             providers |= {
                 f"{tile.name}{'*' * (tile in chosen.values())}": problem.tile(product, tile) for tile in fitting
             }

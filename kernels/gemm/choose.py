@@ -125,7 +125,7 @@ def choose_for(
 
 @functools.lru_cache(maxsize=4096)
 def choose(product: Product, target: Target, recorded: bool = False) -> Choice:
-    """Which kernel and tile run a product on a device.
+    """Which kernel and tile run a product on a device. Raises ValueError where no tile fits in its shared memory.
 
     recorded: launches are recorded for Inductor's code, which launches kernels of the Triton language only. Where the specialized
     kernel is the fastest, lowering leaves the operation for Inductor's code to call it.
@@ -154,40 +154,40 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
 
 
 def _usual_tile(p: Product, target: Target) -> Tile:
-    multiprocessors = target.multiprocessors
+    fast = p.fast_accum or target.has_fp32_sums
     if p.m_groups:
-        return choose_rows_tile(p.m, p.n, p.k, p.m_groups, p.fast_accum, multiprocessors, p.out_bytes)
+        return choose_rows_tile(p.m, p.n, p.k, p.m_groups, fast, target, p.out_bytes)
     if p.k_groups:
-        return choose_columns_tile(p.m, p.n, p.k, p.k_groups, p.fast_accum, multiprocessors, p.out_bytes)
+        return choose_columns_tile(p.m, p.n, p.k, p.k_groups, fast, target, p.out_bytes)
     if p.scaling != "tensor":
-        return choose_block_tile(p.m, p.n, p.k, multiprocessors, p.out_bytes, halves=target.has_wgmma)
+        return choose_block_tile(p.m, p.n, p.k, target, p.out_bytes)
     if p.stacking.along:
-        return choose_stacked_tile(p.m, p.n, p.k, p.fast_accum, p.stacking, multiprocessors, p.out_bytes)
+        return choose_stacked_tile(p.m, p.n, p.k, fast, p.stacking, target, p.out_bytes)
     # The addend passes through as much shared memory as the result does. The number of parts of K is the same for any.
     out_bytes = 2 * p.out_bytes if p.epilogue == "add" else p.out_bytes
-    return choose_tile(p.m, p.n, p.k, p.fast_accum, multiprocessors, out_bytes)
+    return choose_tile(p.m, p.n, p.k, fast, target, out_bytes)
 
 
 def _specialized_tile(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's, where that one runs the product the fastest, whatever C's dtype."""
     if not target.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
         return None
-    size, multiprocessors = (p.m, p.n, p.k), target.multiprocessors
+    size = (p.m, p.n, p.k)
     tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
         if not (p.m_known and p.n_known) or p.m % part:
             return None
-        how = (p.k_groups, p.fast_accum, multiprocessors)
-        usual_us = columns_us(choose_columns_tile(*size, *how), *size, p.k_groups, multiprocessors)
+        how = (p.k_groups, p.fast_accum, target)
+        usual_us = columns_us(choose_columns_tile(*size, *how), *size, p.k_groups, target)
         us = columns_specialized_us(*size, *how)
     else:
-        us = estimated_us(tile, *size, multiprocessors)
+        us = estimated_us(tile, *size, target)
         if p.scaling != "tensor":
-            usual: Tile = choose_block_tile(*size, multiprocessors)
+            usual: Tile = choose_block_tile(*size, target)
         else:
-            usual = choose_tile(*size, p.fast_accum, multiprocessors)
-        usual_us = estimated_us(usual, *size, multiprocessors)
+            usual = choose_tile(*size, p.fast_accum, target)
+        usual_us = estimated_us(usual, *size, target)
     if p.stacking.along:
         # The parts that a group of warps stores lie in one segment.
         assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
@@ -202,7 +202,7 @@ def _decode_tile(p: Product, target: Target) -> DecodeTile | None:
     few_rows = p.m_known and 0 < p.m <= FEW_ROWS and p.n * p.k >= _SMALLEST_DECODE_WEIGHT
     if not target.has_wgmma or not few_rows or p.scaling != "tensor" or p.m_groups or p.k_groups:
         return None
-    tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, target.multiprocessors)
+    tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, target)
     if p.stacking.along and (p.stacking.along != "N" or tile.split_k > 1):
         return None
     programs = -(-p.n // tile.block_n) if tile.split_k == 1 else -(-p.m * p.n // REDUCE_BLOCK)
@@ -219,7 +219,7 @@ def stacking_pays(product: Product, target: Target) -> bool:
     One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
     products have to be written and read again for their sum.
     """
-    along, segments, multiprocessors = product.stacking.along, product.stacking.segments, target.multiprocessors
+    along, segments = product.stacking.along, product.stacking.segments
     whole = dataclasses.replace(product, stacking=NOT_STACKED)
     parts = [dataclasses.replace(whole, **{along.lower(): segment}) for segment in segments]
     if along == "N":
@@ -235,5 +235,5 @@ def stacking_pays(product: Product, target: Target) -> bool:
         if own.split_k > 1 and along == "N":
             return False
         own = _specialized_tile(part, target) or own
-        apart += estimated_us(own, part.m, part.n, part.k, multiprocessors)
-    return estimated_us(tile, product.m, product.n, product.k, multiprocessors) <= apart
+        apart += estimated_us(own, part.m, part.n, part.k, target)
+    return estimated_us(tile, product.m, product.n, product.k, target) <= apart

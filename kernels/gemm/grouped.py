@@ -364,12 +364,14 @@ def cut(start, end, BLOCK_K: tl.constexpr):
     Blocks begin at multiples of 16. Edges are the blocks with columns of other groups: the first one, if `start` is no
     multiple of 16, and the last one, if it ends behind `end`. Either may be missing, and one block may be both.
     """
-    aligned = tl.where(start < end, start // 16 * 16, end)
-    head = aligned < start
+    # The compiler has to see multiples of 16: without a copy engine it could not load 16 bytes at once.
+    some = start < end
+    aligned = start // 16 * 16
+    head = some & (aligned < start)
     inner = tl.where(head, aligned + BLOCK_K, aligned)
     blocks = tl.maximum(end - inner, 0) // BLOCK_K
     tail = inner + blocks * BLOCK_K
-    edges = head.to(tl.int32) + (tail < end).to(tl.int32)
+    edges = head.to(tl.int32) + (some & (tail < end)).to(tl.int32)
     return inner, blocks, tl.where(head, aligned, tail), tail - aligned, edges
 
 

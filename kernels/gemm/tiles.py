@@ -4,7 +4,10 @@
 
 A wave is one tile on every place that the GPU has (multiprocessors * `ctas_per_sm`). `tflops` is a candidate's
 speed on an H200 when it has endlessly many tiles; `python benchmarks/gemm.py --sweep` measures all of them, with `--format block`
-those of block scaling, and `python benchmarks/grouped.py --sweep` those of groups. Nothing is searched at run time.
+those of block scaling, and `python benchmarks/grouped.py --sweep` those of groups. On another GPU a candidate is taken for as much
+faster or slower as that GPU's FP8 is, by the published figures. Nothing is searched at run time.
+
+The tables are made for 227 KB of shared memory. Where a program may take less, a candidate is what `fitted` leaves of it.
 
 Which kernel runs is choose.py's to say.
 """
@@ -12,17 +15,23 @@ Which kernel runs is choose.py's to say.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, Self, TypeVar
 
+from te_dynamo.kernels.runtime.target import TARGETS, Target
 from te_dynamo.kernels.tiles.stacking import Stacking
 
-_REFERENCE_SMS = 132  # of the GPU that `tflops` was measured on
+H200 = TARGETS["h200"]
+"""The GPU that `tflops` was measured on."""
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
 _REDUCE_US = 3.0  # launch of the kernel that adds up the parts of a split K
 REDUCE_BYTES_PER_US = 2.5e6
 REDUCE_BLOCK = 1024  # elements of C that one program of that kernel adds up
-_SHARED_BYTES = 227 * 1024  # what one multiprocessor of sm_90 and sm_100 lends to its programs
 _BARRIER_BYTES = 1024
+_RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, for each program
+_LONE_PROGRAM = 0.75  # of the speed of two, of which one multiplies while the other waits or stores: an estimate
+_FEWEST_BUFFERS = 2  # one that is read, one that is written
+_MOST_BUFFERS = 3  # of a tile that is made to fit: with more, scaling by blocks has too few registers
 _MOST_DECODE_PARTS = 4
 _SHORTEST_DECODE_PART = 2048  # of K: what shorter ones save, adding them up costs
 
@@ -61,10 +70,35 @@ class Tile:
         """Whether a thread's share of the tile leaves registers for the addresses of a masked store."""
         return self.block_m * self.block_n <= 64 * 32 * self.num_warps
 
-    def fits(self, out_bytes: int) -> bool:
-        """Whether loads in flight and half a tile of results of `out_bytes` each fit in shared memory."""
-        loads = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        return loads + self.result_bytes(out_bytes) + _BARRIER_BYTES <= _SHARED_BYTES // self.ctas_per_sm
+    def shared_bytes(self, out_bytes: int, target: Target = H200) -> int:
+        """The most shared memory that a program takes: loads in flight, half a tile of results of `out_bytes` each, barriers."""
+        loads = target.buffers(self.num_stages) * (self.block_m + self.block_n) * self.block_k
+        return loads + self.result_bytes(out_bytes) + _BARRIER_BYTES
+
+    def fits(self, out_bytes: int, target: Target = H200) -> bool:
+        """Whether as many programs as there are for a multiprocessor fit in its shared memory."""
+        whole = target.shared_bytes + _RESERVED_BYTES
+        return self.ctas_per_sm * (self.shared_bytes(out_bytes, target) + _RESERVED_BYTES) <= whole
+
+    def fitted(self, out_bytes: int, target: Target = H200) -> Self | None:
+        """The tile as a GPU can run it, None where it cannot.
+
+        Of a GPU with less shared memory than the tables are made for: alone on a multiprocessor, with the warps of all that were
+        there, and with fewer stages, where that makes it fit. A tile in halves suits Hopper's registers alone.
+        """
+        if (self.halves and not target.has_wgmma) or target.buffers(self.num_stages) < _FEWEST_BUFFERS:
+            return None
+        tile = self
+        if target.shared_bytes < H200.shared_bytes:
+            if not tile.fits(out_bytes, target) and tile.ctas_per_sm > 1:
+                warps = tile.num_warps * tile.ctas_per_sm
+                tile = dataclasses.replace(tile, ctas_per_sm=1, num_warps=warps, tflops=_LONE_PROGRAM * tile.tflops)
+            beside = tile.num_stages - target.buffers(tile.num_stages)  # a stage whose block is in registers
+            for buffers in range(min(_MOST_BUFFERS, tile.num_stages - beside), _FEWEST_BUFFERS - 1, -1):
+                tile = dataclasses.replace(tile, num_stages=buffers + beside)
+                if tile.fits(out_bytes, target):
+                    break
+        return tile if tile.fits(out_bytes, target) else None
 
     def result_bytes(self, out_bytes: int) -> int:
         """Shared memory that half a tile of results passes through."""
@@ -189,6 +223,18 @@ GROUPED_TILES: tuple[Tile, ...] = (
 )
 """`tflops` is the ungrouped kernel's."""
 
+
+class _ColumnsTile(Tile):
+    """Beside the loop over whole blocks there is one over a group's edges: two blocks in flight, and one whose edge is masked."""
+
+    def shared_bytes(self, out_bytes: int, target: Target = H200) -> int:
+        edges = 3 * (self.block_m + self.block_n) * self.block_k + self.result_bytes(out_bytes) + _BARRIER_BYTES
+        return max(super().shared_bytes(out_bytes, target), edges)
+
+
+COLUMNS_TILES = tuple(_ColumnsTile(**dataclasses.asdict(tile)) for tile in GROUPED_TILES)
+"""The same for groups of columns."""
+
 # Of a tile's ends, by the other program on the multiprocessor: where K is short, 3 to 11% of the whole.
 _HIDDEN_US = 0.5
 
@@ -198,46 +244,54 @@ def specialized_tile(fast_accum: bool) -> Tile:
     return SPECIALIZED_FAST if fast_accum else SPECIALIZED
 
 
-def estimated_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
+def estimated_us(tile: Tile, m: int, n: int, k: int, target: Target) -> float:
     """The cost model's time of one GEMM in microseconds (module docstring)."""
     tiles = -(-m // tile.block_m) * -(-n // tile.block_n) * tile.split_k
-    waves = -(-tiles // (multiprocessors * tile.ctas_per_sm))
+    places = target.multiprocessors * tile.ctas_per_sm
+    waves = -(-tiles // places)
     blocks = -(-k // (tile.block_k * tile.split_k))
     flops = 2 * tile.block_m * tile.block_n * tile.block_k
-    block_us = flops * _REFERENCE_SMS * tile.ctas_per_sm / (tile.tflops * 1e6)
+    block_us = flops * places / (tile.tflops * target.fp8_tflops / H200.fp8_tflops * 1e6)
     reduce_us = 0.0 if tile.split_k == 1 else _REDUCE_US + (tile.split_k + 1) * m * n * 4 / REDUCE_BYTES_PER_US
     return waves * (blocks * block_us + _TILE_ENDS_US) + reduce_us
 
 
-def choose_tile(
-    m: int, n: int, k: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
-) -> Tile:
+def choose_tile(m: int, n: int, k: int, fast_accum: bool, target: Target = H200, out_bytes: int = 4) -> Tile:
     """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
 
     A fusion may change the width of C but not its bits. Neither the tile's sides nor its stages change the order in which
     a sum is made; the parts of K do, so how many there are is decided as for the widest C.
+    Raises ValueError where no candidate fits in the target's shared memory, as all that follow do.
     """
-
-    candidates = [tile for tile in TILES if tile.fast == fast_accum]
-    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+    return choose_among([tile for tile in TILES if tile.fast == fast_accum], m, n, k, target, out_bytes)
 
 
-def choose_among(candidates: list[AnyTile], m: int, n: int, k: int, multiprocessors: int, out_bytes: int) -> AnyTile:
+def choose_among(tiles: list[AnyTile], m: int, n: int, k: int, target: Target, out_bytes: int) -> AnyTile:
     """`choose_tile` over the caller's candidates."""
 
-    def best(candidates: list[AnyTile]) -> AnyTile:
-        return min(candidates, key=lambda tile: estimated_us(tile, m, n, k, multiprocessors))
+    def time(tile: AnyTile) -> float:
+        return estimated_us(tile, m, n, k, target)
 
-    if not stores_by_descriptor(n):
-        candidates = [tile for tile in candidates if tile.narrow]
-    widest = best([tile for tile in candidates if tile.fits(out_bytes=4)])
-    return best([tile for tile in candidates if tile.split_k == widest.split_k and tile.fits(out_bytes)])
+    widest = min(candidates(tiles, n, target, out_bytes=4), key=time)
+    same_sum = [tile for tile in tiles if tile.split_k == widest.split_k]
+    return min(candidates(same_sum, n, target, out_bytes), key=time)
 
 
-def choose_decode_tile(m: int, n: int, k: int, fast_accum: bool, multiprocessors: int) -> DecodeTile:
+def candidates(tiles: Iterable[AnyTile], width: int, target: Target, out_bytes: int) -> list[AnyTile]:
+    """Those that a GPU can run for rows of C of `width` elements, as it runs them. Raises ValueError where there are none."""
+    found = [fitted for tile in tiles if (fitted := tile.fitted(out_bytes, target)) is not None]
+    found = [tile for tile in found if tile.narrow or stores_by_descriptor(width)]
+    if not found:
+        raise ValueError(
+            f"te gemm: no tile fits in the {target.shared_bytes // 1024} KB of shared memory of {target.name}"
+        )
+    return found
+
+
+def choose_decode_tile(m: int, n: int, k: int, fast_accum: bool, target: Target) -> DecodeTile:
     """How kernels/gemm/decode.py runs C[m, n] = A[m, k] @ B[n, k]^T, for an m of 64 or less."""
     block_m, block_n = max(16, 1 << (m - 1).bit_length()), 64
-    tiles, split = -(-n // block_n), 1
+    tiles, split, multiprocessors = -(-n // block_n), 1, target.multiprocessors
     while split < _MOST_DECODE_PARTS and 2 * split * tiles <= multiprocessors and k > 2 * split * _SHORTEST_DECODE_PART:
         split *= 2
     block_k = 256 if fast_accum else 128
@@ -261,7 +315,7 @@ def choose_gated_decode_tile(whole: DecodeTile) -> DecodeTile:
 
 
 def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
-    """As many stages of a specialized kernel's tile as fit beside results of `out_bytes` each."""
+    """As many stages of a specialized kernel's tile as fit beside results of `out_bytes` each, on any Hopper."""
     return specialized.num_stages if specialized.fits(out_bytes) else specialized.num_stages - 1
 
 
@@ -271,33 +325,25 @@ def choose_stacked_tile(
     k: int,
     fast_accum: bool,
     stacking: Stacking,
-    multiprocessors: int = _REFERENCE_SMS,
+    target: Target = H200,
     out_bytes: int = 4,
 ) -> Tile:
     """The candidate of least estimated time that divides the segments and does not cut K.
 
     Along K a tile in halves has no registers for the borders' bookkeeping.
     """
-    candidates = [
-        t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")
-    ]
-    candidates = [t for t in candidates if stacking.divisible(t.block_m, t.block_n, t.block_k)]
-    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+    tiles = [t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")]
+    tiles = [t for t in tiles if stacking.divisible(t.block_m, t.block_n, t.block_k)]
+    return choose_among(tiles, m, n, k, target, out_bytes)
 
 
-def choose_block_tile(
-    m: int, n: int, k: int, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4, halves: bool = True
-) -> BlockGemmTile:
-    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each.
-
-    halves False leaves out the tiles in two halves, which suit Hopper's registers and no later GPU.
-    """
-    candidates = [tile for tile in BLOCK_TILES if halves or not tile.halves]
-    return choose_among(candidates, m, n, k, multiprocessors, out_bytes)
+def choose_block_tile(m: int, n: int, k: int, target: Target = H200, out_bytes: int = 4) -> BlockGemmTile:
+    """The candidate of least estimated time for C[m, n] = A[m, k] @ B[n, k]^T, C's elements of `out_bytes` each."""
+    return choose_among(list(BLOCK_TILES), m, n, k, target, out_bytes)
 
 
 def choose_rows_tile(
-    m: int, n: int, k: int, groups: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
+    m: int, n: int, k: int, groups: int, fast_accum: bool, target: Target = H200, out_bytes: int = 4
 ) -> Tile:
     """The candidate of least estimated time for C[m, n] = A[m, k] @ B[g, n, k]^T, C's elements of `out_bytes` each.
 
@@ -306,43 +352,42 @@ def choose_rows_tile(
 
     def time(tile: Tile) -> float:
         padded = groups * _round_up(-(-m // groups), tile.block_m)  # every group has a last tile of its own
-        return _grouped_us(tile, padded, n, k, multiprocessors)
+        return _grouped_us(tile, padded, n, k, target)
 
-    return min(_candidates(n, fast_accum, out_bytes), key=time)
+    tiles = [tile for tile in GROUPED_TILES if tile.fast == fast_accum]
+    return min(candidates(tiles, n, target, out_bytes), key=time)
 
 
 def choose_columns_tile(
-    n: int, k: int, m: int, groups: int, fast_accum: bool, multiprocessors: int = _REFERENCE_SMS, out_bytes: int = 4
+    n: int, k: int, m: int, groups: int, fast_accum: bool, target: Target = H200, out_bytes: int = 4
 ) -> Tile:
     """The same for C[g, n, k] = A[n, m] @ B[k, m]^T, the sum over the m of each group."""
-    return min(
-        _candidates(k, fast_accum, out_bytes), key=lambda tile: columns_us(tile, n, k, m, groups, multiprocessors)
-    )
+
+    def time(tile: Tile) -> float:
+        return columns_us(tile, n, k, m, groups, target)
+
+    tiles = [tile for tile in COLUMNS_TILES if tile.fast == fast_accum]
+    return min(candidates(tiles, k, target, out_bytes), key=time)
 
 
-def columns_us(tile: Tile, n: int, k: int, m: int, groups: int, multiprocessors: int) -> float:
-    """The estimated time of that product by one of GROUPED_TILES."""
+def columns_us(tile: Tile, n: int, k: int, m: int, groups: int, target: Target) -> float:
+    """The estimated time of that product by one of COLUMNS_TILES."""
     # Of a group's first and last block half a block each is another group's.
     length = -(-m // groups) + tile.block_k
-    return _grouped_us(tile, groups * _round_up(n, tile.block_m), k, length, multiprocessors)
+    return _grouped_us(tile, groups * _round_up(n, tile.block_m), k, length, target)
 
 
-def columns_specialized_us(n: int, k: int, m: int, groups: int, fast_accum: bool, multiprocessors: int) -> float:
+def columns_specialized_us(n: int, k: int, m: int, groups: int, fast_accum: bool, target: Target) -> float:
     """The estimated time of that product by kernels/gemm/grouped_specialized.py."""
     tile = specialized_tile(fast_accum)
-    return estimated_us(tile, groups * _round_up(n, tile.block_m), k, -(-m // groups), multiprocessors)
+    return estimated_us(tile, groups * _round_up(n, tile.block_m), k, -(-m // groups), target)
 
 
-def _grouped_us(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
+def _grouped_us(tile: Tile, m: int, n: int, k: int, target: Target) -> float:
     """`estimated_us` of a kernel whose loads of a tile wait for the tile before, unless another program has work meanwhile."""
-    us = estimated_us(tile, m, n, k, multiprocessors)
+    us = estimated_us(tile, m, n, k, target)
     tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    return us - (_HIDDEN_US * -(-tiles // (multiprocessors * tile.ctas_per_sm)) if tile.ctas_per_sm > 1 else 0.0)
-
-
-def _candidates(width: int, fast_accum: bool, out_bytes: int) -> list[Tile]:
-    fitting = [tile for tile in GROUPED_TILES if tile.fast == fast_accum and tile.fits(out_bytes)]
-    return fitting if stores_by_descriptor(width) else [tile for tile in fitting if tile.narrow]
+    return us - (_HIDDEN_US * -(-tiles // (target.multiprocessors * tile.ctas_per_sm)) if tile.ctas_per_sm > 1 else 0.0)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -56,6 +56,22 @@ class Target:
         return self.capability[0] in (10, 11)
 
     @property
+    def has_fp32_sums(self) -> bool:
+        """Whether FP8 products add up in fp32 whatever a kernel does, so that slow accumulation is fast accumulation.
+
+        They do in tensor memory. cuBLAS documents that its flag for fast accumulation (CUBLASLT_MATMUL_DESC_FAST_ACCUM) has an
+        effect on Ada and Hopper alone. Of sm_120, which has the instruction of Ada, nothing more is published: it counts as Ada.
+        """
+        return self.has_tensor_memory
+
+    def buffers(self, stages: int) -> int:
+        """How many blocks of K lie in shared memory at once in a loop of so many stages.
+
+        `mma.sync` multiplies what is in registers: there lies the block that is multiplied. Other tensor cores read shared memory.
+        """
+        return stages if self.has_wgmma or self.has_tensor_memory else stages - 1
+
+    @property
     def has_block_scales(self) -> bool:
         """Whether its tensor cores apply the scales of blocks, of MXFP8 and of NVFP4 (`tcgen05.mma` or `mma.sync`, `block_scale`).
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import Size
 
 COLUMNS: tl.constexpr = tl.constexpr(128)
@@ -228,8 +229,8 @@ def store_column_codes(transpose, x0, x1, x2, x3, scales, row, column, M, K, ROW
 
 
 def packs(x: torch.Tensor) -> bool:
-    """Whether x [..., K] can be read as the words of this file."""
-    return x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
+    """Whether x [..., K] can be read as the words of this file: instructions on two values of 16 bits begin with sm_90."""
+    return x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and target_of(x.device).capability >= (9, 0)
 
 
 def whole_tiles(rows: Size, columns: Size, tile_rows: int) -> bool:

@@ -69,8 +69,8 @@ def magnitude(x):
 
 @triton.jit
 def larger(a, b):
-    """Elementwise maximum of magnitudes, of two 16-bit ones in one instruction."""
-    if a.dtype == tl.int16:
+    """Elementwise maximum of magnitudes, of two 16-bit ones in one instruction where there is one."""
+    if a.dtype == tl.int16 and tl.target_info.cuda_capability_geq(9, 0):
         asm: tl.constexpr = "max.u16x2 $0, $1, $2;"
         result = tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2)
     else:

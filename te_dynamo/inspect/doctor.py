@@ -16,6 +16,8 @@ from rich.table import Table
 
 from te_dynamo import recipe as recipes
 from te_dynamo.errors import NoDeviceError
+from te_dynamo.kernels.runtime.availability import why_no_kernels
+from te_dynamo.kernels.runtime.target import Target, described
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
 
@@ -25,17 +27,8 @@ _RECIPES: tuple[recipes.Recipe, ...] = (
 )
 """A row each: the recipes by name, and the variant that runs on other tensor cores."""
 
-_NATIVE_FROM: dict[str, tuple[int, int]] = {
-    "float8_current_scaling": (8, 9),
-    "float8_block_scaling": (8, 9),
-    "mxfp8": (10, 0),
-    "mxfp8(scale_block=128)": (8, 9),
-    "nvfp4": (10, 0),
-}
-"""The first compute capability whose tensor cores read the recipe's operands, where our GEMM uses them."""
-
-_KERNELS_FROM = (9, 0)
-"""The first compute capability our Triton kernels are written for: they use its tensor memory accelerator."""
+_OF_SMALL_BLOCKS = {"mxfp8", "nvfp4"}
+"""Recipes whose operands only tensor cores with block scales read. The others' every tensor core reads that knows FP8."""
 
 _EMULATED = "exact emulation, its values multiplied in bf16, slower than bf16"
 
@@ -45,7 +38,7 @@ class Diagnosis:
     """What `doctor` found.
 
     versions: (name, version or what is wrong). device: (fact, value), empty without one.
-    no_device: why there is none, "" with one. recipes: (name, "native" | "emulated" | "reference", why).
+    no_device: why there is none, "" with one. recipes: (name, "native" | "emulated" | "reference" | "16 bits", why).
     privates: (name of torch's or Triton's, what for, what is lost without it, the releases of torch it is tested with, state).
     problems: what is broken about the installation; empty when the package works.
     """
@@ -88,8 +81,8 @@ def diagnose() -> Diagnosis:
     found = Diagnosis()
     _find_versions(found)
     _find_backend(found)
-    capability = _find_device(found)
-    found.recipes = [(r.describe(), *_recipe_support(r.describe(), capability)) for r in _RECIPES]
+    target = _find_device(found)
+    found.recipes = [(r.describe(), *_recipe_support(r.describe(), target)) for r in _RECIPES]
     _find_privates(found)
     return found
 
@@ -136,7 +129,7 @@ def _find_backend(found: Diagnosis) -> None:
         found.problems.append(f'backend="te" does not load: {type(error).__name__}: {error}')
 
 
-def _find_device(found: Diagnosis) -> tuple[int, int] | None:
+def _find_device(found: Diagnosis) -> Target | None:
     try:
         info: Any = device.read_device(0)
         count = device.device_count()
@@ -156,22 +149,18 @@ def _find_device(found: Diagnosis) -> tuple[int, int] | None:
         found.problems.append(
             "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
         )
-    return info.compute_capability
+    return described(info.name, info.compute_capability, info.multiprocessor_count, info.shared_memory_per_block_optin)
 
 
-def _recipe_support(name: str, capability: tuple[int, int] | None) -> tuple[str, str]:
-    """("native" | "emulated" | "reference", why) on a device of `capability`; None for no device."""
-    if capability is None:
+def _recipe_support(name: str, target: Target | None) -> tuple[str, str]:
+    """("native" | "emulated" | "reference" | "16 bits", why) on a GPU; None for no device."""
+    if target is None:
         return "reference", "no CUDA device: PyTorch reference code, the same numbers, no speed"
-    here = "sm_{}{}".format(*capability)
-    if capability < _KERNELS_FROM:
-        return (
-            "reference",
-            f"the Triton kernels need sm_90 and this is {here}: reference code, the same numbers, no speed",
-        )
-    native = _NATIVE_FROM.get(name)
-    if native is not None and capability >= native:
-        tested = "" if capability[0] == 9 else "; compiled for it, measured on sm_90 only"
+    here = "sm_{}{}".format(*target.capability)
+    if reason := why_no_kernels(target):
+        return "16 bits", f"{reason}; a linear that a rule names runs reference code, without speed"
+    if name not in _OF_SMALL_BLOCKS or target.has_block_scales:
+        tested = "" if target.has_wgmma else "; compiled for it, measured on sm_90 only"
         return "native", f"tensor cores of {here} read its operands{tested}"
     return "emulated", f"{here} has no tensor core for its operands: {_EMULATED}"
 

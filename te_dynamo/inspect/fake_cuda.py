@@ -29,17 +29,17 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
-from te_dynamo.kernels.runtime.target import TARGETS, acting_as
+from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name
 
 __all__ = ["fake_cuda", "grad", "move", "moved"]
 
 
 @contextlib.contextmanager
-def fake_cuda(device: str = "h200") -> Iterator[None]:
+def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
     """Inside, tensors are fake, and `torch.compile` traces forward and backward graphs for "cuda".
 
-    device: one of `TARGETS` (kernels/runtime/target.py), whose properties torch and Triton then tell.
+    device: a GPU, or the name of one in `TARGETS` (kernels/runtime/target.py), whose properties torch and Triton then tell.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -56,7 +56,7 @@ def fake_cuda(device: str = "h200") -> Iterator[None]:
         mock.patch("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT", -1),  # so does this, of torch.tensor(1.0)
         mock.patch("torch.cuda._lazy_init", lambda: None),  # torch.tensor(..., device="cuda") and x[[0, 1]] call it
         _inductor_passes_only(),
-        _described_as(device),
+        _described_as(TARGETS[device] if isinstance(device, str) else device),
     ):
         yield
 
@@ -254,12 +254,11 @@ def _faked(tensor: Tensor, fakes: dict[int, Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _described_as(name: str) -> Iterator[None]:
+def _described_as(target: Target) -> Iterator[None]:
     """Torch and Triton describe the device as this one, as far as compiling asks."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    target = TARGETS[name]
     major, minor = target.capability
     properties = SimpleNamespace(
         name=f"NVIDIA {target.name}",

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.fake_cuda import fake_cuda, grad, move
+from te_dynamo.kernels.runtime.target import Target
 
 __all__ = ["capture_on_fake_cuda", "fake_cuda"]
 
@@ -20,7 +21,7 @@ def capture_on_fake_cuda(
     make_inputs: Callable[[str], tuple[Any, ...]],
     backward: bool = True,
     backend: Any = "te",
-    device: str = "h200",
+    device: str | Target = "h200",
     **compile_kwargs: Any,
 ) -> Captured:
     """The graphs that `torch.compile(make_model(), backend=backend, **compile_kwargs)` makes on CUDA,
@@ -31,7 +32,7 @@ def capture_on_fake_cuda(
                  here, and linears of a few hundred rows would stay in 16 bits (docs/left-alone.md).
     backward:    also run backward from every output that requires grad, to every parameter and input that
                  does; False runs under torch.no_grad().
-    device:      the GPU, by its name in `te_dynamo.explain(device=...)`.
+    device:      which GPU it is: one of kernels/runtime/target.py's table, by name, or a Target.
 
     No kernel runs and no value is computed. On a CPU-only build of torch, aten ops whose CUDA kernel only the
     CUDA build has (silu_backward, _fused_rms_norm) show up decomposed; te operations are the same everywhere.

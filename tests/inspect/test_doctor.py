@@ -9,6 +9,7 @@ import te_dynamo.__main__ as command_line
 from te_dynamo import recipe
 from te_dynamo._compat import torch_version
 from te_dynamo.inspect import doctor
+from te_dynamo.kernels.runtime.target import described
 from te_dynamo.lowering import device
 
 H200 = device.DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, 50 * 2**20, 141 * 2**30, "13.0", 0)
@@ -62,11 +63,15 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "capability", "runs"),
     [
-        ("float8_current_scaling", (8, 0), "reference"),
+        ("float8_current_scaling", (8, 0), "16 bits"),
+        ("float8_current_scaling", (8, 9), "native"),
         ("float8_current_scaling", (9, 0), "native"),
+        ("float8_current_scaling", (12, 1), "16 bits"),
         ("float8_current_scaling", (10, 0), "native"),
         ("float8_block_scaling", (9, 0), "native"),
+        ("mxfp8", (8, 9), "emulated"),
         ("mxfp8", (9, 0), "emulated"),
+        ("mxfp8", (12, 0), "emulated"),
         ("mxfp8", (10, 0), "native"),
         ("mxfp8(scale_block=128)", (9, 0), "native"),
         ("nvfp4", (9, 0), "emulated"),
@@ -74,7 +79,11 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
     ],
 )
 def test_recipe_support(name, capability, runs):
-    assert doctor._recipe_support(name, capability)[0] == runs
+    assert doctor._recipe_support(name, described("a GPU", capability, 100, 99 * 1024))[0] == runs
+
+
+def test_recipe_support_without_a_device():
+    assert doctor._recipe_support("mxfp8", None)[0] == "reference"
 
 
 def broken_load():

@@ -21,6 +21,7 @@ from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.quantize.float8_block import block_tile, quantize_block, quantize_block_kernel
 from te_dynamo.kernels.runtime.compiled_code import PtxReport
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.fp8 import cast_launches
 
 E4M3 = torch.float8_e4m3fn
@@ -125,7 +126,7 @@ def gemm_cases() -> Iterator[Case]:
     yield gemm_case(decode, WGRAD, scales="*u8")
     # Triton makes a constant of an integer argument that is 1.
     yield compiled.constant_argument(gemm_case(decode, FORWARD), M=1)
-    yield gemm_case(choose_block_tile(8192, 4096, 4096, halves=False), FORWARD, bias=True, capability=100)
+    yield gemm_case(choose_block_tile(8192, 4096, 4096, TARGETS["b200"]), FORWARD, bias=True, capability=100)
 
 
 GEMM_CASES = list(gemm_cases())

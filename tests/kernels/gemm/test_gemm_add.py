@@ -27,6 +27,7 @@ from te_dynamo.kernels.gemm.epilogue import (
 )
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
 from te_dynamo.kernels.gemm.tiles import TILES, DecodeTile, Tile, choose_decode_tile, choose_tile
+from te_dynamo.kernels.runtime.target import TARGETS
 
 
 def addend_of(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -113,7 +114,7 @@ def test_machine_code_for_large_products(dtype: torch.dtype, fast: bool) -> None
 
 def tiles(dtype: torch.dtype) -> list[Tile]:
     shapes = [(8192, 1024, 4096), (1024, 1024, 2048), (512, 4096, 4096), (128, 256, 96), (300, 2048, 1024)]
-    chosen = (choose_tile(*shape, fast, 132, 2 * dtype.itemsize) for shape in shapes for fast in (True, False))
+    chosen = (choose_tile(*shape, fast, out_bytes=2 * dtype.itemsize) for shape in shapes for fast in (True, False))
     return list(dict.fromkeys(tile for tile in chosen if tile.split_k == 1))
 
 
@@ -136,7 +137,7 @@ def test_machine_code_of_the_tiles(dtype: torch.dtype) -> None:
 def test_machine_code_of_a_few_rows(fast: bool) -> None:
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-    tile = choose_decode_tile(16, 14336, 4096, fast, 132)
+    tile = choose_decode_tile(16, 14336, 4096, fast, TARGETS["h200"])
     options = decode_options(tile, 14336, 4096, True, None, 0, True)
     constants = {name: value for name, value in options.items() if name != "num_warps"}
     report = compile_for(

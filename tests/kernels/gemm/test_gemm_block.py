@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_reference, gemm_block_with_tile, scale_shape
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, choose_block_tile
 from te_dynamo.kernels.quantize.float8_block import quantize_block_reference
+from te_dynamo.kernels.runtime.target import TARGETS
 
 # -- the reference, on the CPU ---------------------------------------------------------------------
 
@@ -94,9 +95,10 @@ def test_the_chosen_tile_suits_the_shape() -> None:
     decode = choose_block_tile(1, 4096, 14336)
     assert decode.block_m == 64 and decode.split_k > 1
     for shape in itertools.product((1, 300, 8192), (100, 4095, 4096), (16, 4096)):
-        for halves in (True, False):
-            tile = choose_block_tile(*shape, halves=halves)
-            assert tile.fits(out_bytes=4) and (tile.narrow or shape[1] % 8 == 0) and (halves or not tile.halves)
+        for target in (TARGETS["h200"], TARGETS["b200"]):
+            tile = choose_block_tile(*shape, target)
+            assert tile.fits(4, target) and (tile.narrow or shape[1] % 8 == 0)
+            assert target.has_wgmma or not tile.halves
     assert len({tile.name for tile in BLOCK_TILES}) == len(BLOCK_TILES)
 
 

@@ -154,7 +154,7 @@ def test_bits_of_a_stack(m: int, fast: bool) -> None:
     scales = torch.rand(2, device="cuda")
     got = gemm_stacked(a, sa, b, scales, None, torch.bfloat16, fast, "N", segments)
     stacking = Stacking("N", segments)
-    tile = choose_stacked_tile(m, sum(segments), k, fast, stacking, 132, 2)
+    tile = choose_stacked_tile(m, sum(segments), k, fast, stacking, out_bytes=2)
     torch.testing.assert_close(
         got, gemm_stacked_with_tile(tile, a, sa, b, scales, None, torch.bfloat16, stacking), rtol=0, atol=0
     )

@@ -18,6 +18,8 @@ from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.inspect.report import RECORD, MatchRecord
+from te_dynamo.kernels.runtime.availability import why_no_kernels
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_autocast
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason, linear_times
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
@@ -265,14 +267,17 @@ def _reads(node: fx.Node, x: fx.Node) -> bool:
 
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
-    """The record as if matched, and the recipe that applies."""
+    """The record as if matched, and the recipe that applies: none on a GPU without kernels, unless a rule names the linear."""
     record = MatchRecord(
         "linear", module_path(node, parameter_below(weight) or without_casts(weight)), source_line(node)
     )
     recipe, why = recipe_for(record.module)
+    value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
+    if recipe is not None and why == "" and value is not None and value.device.type == "cuda":
+        why = why_no_kernels(target_of(value.device))
+        recipe = None if why else recipe
     record.reason = why if recipe is None else ""
     record.recipe = "" if recipe is None else recipe.describe()
-    value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     record.dtype = "" if value is None else dtype_name(value.dtype)
     record.shape = tuple(map(str, sizes))
     record.flops = 2 * math.prod(map(hint, sizes)) if sizes else 0

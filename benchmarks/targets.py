@@ -1,0 +1,319 @@
+"""What becomes of every kernel on every kind of GPU, compiled where none is: shared memory, registers, spills, instructions.
+
+    python benchmarks/targets.py                  # all targets: some minutes each
+    python benchmarks/targets.py l40s b200        # these; the rows of the others stay
+
+The launchers run with fake tensors and compile what they would launch. Every tile of the tables is compiled that is a candidate on the
+target, as `Tile.fitted` leaves it there; the kernels of norms, activations and quantizers by the tiles that they choose themselves.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import multiprocessing
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import environment
+import report
+import torch
+from torch import Tensor
+from triton import knobs
+
+from te_dynamo.inspect.fake_cuda import fake_cuda
+from te_dynamo.kernels.activation import activation, gated
+from te_dynamo.kernels.gemm import block, current, grouped, stacked
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.choose import Product, choose
+from te_dynamo.kernels.gemm.decode import launch_decode
+from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
+from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, COLUMNS_TILES, GROUPED_TILES, TILES, DecodeTile, Tile
+from te_dynamo.kernels.norm import add, modulate, norm
+from te_dynamo.kernels.quantize import bias_grad, float8_block, mxfp8, nvfp4, transpose
+from te_dynamo.kernels.quantize import current as quantize
+from te_dynamo.kernels.quantize import grouped as quantize_grouped
+from te_dynamo.kernels.quantize import stacked as quantize_stacked
+from te_dynamo.kernels.runtime.launch import compiling_only
+from te_dynamo.kernels.runtime.target import TARGETS, Target, described
+from te_dynamo.kernels.tiles.stacking import Stacking
+
+KINDS = {name: TARGETS[name] for name in ("l40s", "h200", "b200", "gb300", "rtx5090")} | {
+    "thor": described("Thor", (11, 0), 20, 227 * 1024),
+    "gb10": described("GB10", (12, 1), 48, 99 * 1024),
+}
+"""A GPU of each compute capability with FP8 tensor cores."""
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+M, N, K, GROUPS = 4096, 4096, 2048, 8
+HALVES = Stacking("N", (N // 2, N // 2))
+MULTIPLIES = re.compile(
+    r"(wgmma)\.mma_async\.sync\.aligned\.m\d+n\d+(k\d+)\.f32\.(\w+)|(mma\.sync)\.aligned\.m\d+n\d+(k\d+)\.row\.col\.f32\.(\w+)"
+    r"|(tcgen05\.mma)\.[\w.:]*kind::(\w+)"
+)
+
+Launch = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compiled kernel. most_kib: what the choice of tiles counts with, or what a program may take; spills: bytes a thread, stored and loaded."""
+
+    target: str
+    kernel: str
+    case: str
+    shared_kib: float
+    most_kib: float
+    registers: int
+    spills: int
+    multiplies: str
+    error: str = ""
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=BF16, device="cuda")
+
+
+def f8(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=E4M3, device="cuda")
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.empty(shape, device="cuda")
+
+
+def i32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="cuda")
+
+
+# --- what is launched -----------------------------------------------------------------------------------------
+
+
+def launches(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    """(case, what launches it, the bytes of shared memory that it may take) of every kernel on a target."""
+    for tiles in (_gemms, _stacked_gemms, _block_gemms, _grouped_gemms):
+        yield from tiles(target)
+    others = itertools.chain(_hopper_gemms(target) if target.has_wgmma else (), _others())
+    yield from ((case, launch, target.shared_bytes) for case, launch in others)
+
+
+def candidates(tiles: tuple[Tile, ...], target: Target, out_bytes: int = 2) -> Iterator[tuple[Tile, int]]:
+    """(tile, the bytes that it is counted with), each as the target runs it; slow ones only where they are another sum."""
+    for tile in tiles:
+        fitted = tile.fitted(out_bytes, target)
+        if fitted is not None and not (target.has_fp32_sums and not tile.fast and tiles is not BLOCK_TILES):
+            yield fitted, fitted.shared_bytes(out_bytes, target)
+
+
+def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    a, b, one, bias = f8(M, K), f8(N, K), f32(1), bf16(N)
+    for tile, most in candidates(TILES, target):
+        yield tile.name, functools.partial(current.gemm_with_tile, tile, a, one, b, one, bias, BF16), most
+    for fast in (True, False):
+        for what, n, dtype, epilogue in (
+            ("fp32", N, torch.float32, "none"),
+            ("rows of 4095", N - 1, BF16, "none"),
+            ("adds", N, BF16, "add"),
+        ):
+            product = Product(M, n, K, fast, dtype.itemsize, epilogue, n_known=True)
+            tile: Any = choose(product, target, recorded=True).tile
+            addend = bf16(M, n) if epilogue == "add" else None
+            call = functools.partial(current.gemm_with_tile, tile, a, one, f8(n, K), one, None, dtype, None, addend)
+            yield f"{tile.name}, {what}", call, tile.shared_bytes(dtype.itemsize * (1 + (addend is not None)), target)
+
+
+def _stacked_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    for along, fast, m in itertools.product("MNK", (True, False), (64, M)):
+        size = {"M": max(m, 256), "N": N, "K": K}
+        stacking = Stacking(along, (size[along] // 2, size[along] // 2))
+        tile: Any = choose(Product(*size.values(), fast, 2, stacking=stacking, m_known=False), target, True).tile
+        a, b = f8(size["M"], K), f8(N, K)
+        scales = [f32(2 if along in dims else 1) for dims in ("MK", "NK")]
+        arguments = (a, scales[0], b, scales[1], None, BF16, stacking)
+        yield (
+            f"{tile.name}, along {along}",
+            functools.partial(stacked.gemm_stacked_with_tile, tile, *arguments),
+            tile.shared_bytes(2, target),
+        )
+
+
+def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    for tile, most in candidates(BLOCK_TILES, target):
+        for two_d in (True, False):
+            scales = [
+                f32(*block.scale_shape(rows, K, square, torch.float32)) for rows, square in ((M, False), (N, two_d))
+            ]
+            arguments = (f8(M, K), scales[0], f8(N, K), scales[1], bf16(N), BF16, False, two_d)
+            name = f"{tile.name}, 1x128 by {'128' if two_d else '1'}x128"
+            yield name, functools.partial(block.gemm_block_with_tile, tile, *arguments), most
+
+
+def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    offs, one = i32(GROUPS), f32(1)
+    for tile, most in candidates(GROUPED_TILES, target):
+        rows = (tile, f8(M, K), one, f8(GROUPS, N, K), f32(GROUPS), offs, BF16)
+        yield f"{tile.name}, rows", functools.partial(grouped.gemm_grouped_with_tile, *rows), most
+    for tile, most in candidates(COLUMNS_TILES, target):
+        columns = (tile, f8(N, M), one, f8(K, M), one, offs, BF16)
+        yield f"{tile.name}, columns", functools.partial(grouped.gemm_grouped_columns_with_tile, *columns), most
+
+
+def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
+    a, b, one, two, out = f8(M, K), f8(N, K), f32(1), f32(2), bf16(M, N)
+    scales = f32(*block.scale_shape(M, K, False, torch.float32))
+    for fast in (True, False):
+        name = "fast" if fast else "slow"
+        plain = functools.partial(gemm_specialized_out, a, one, b, one, bf16(N), fast=fast, out=out)
+        yield f"specialized {name}", plain
+        halves = functools.partial(gemm_specialized_out, a, one, b, two, fast=fast, stacking=HALVES, out=out)
+        yield f"specialized {name}, stacked", halves
+        yield f"specialized {name}, gated", functools.partial(gemm_gated_specialized, a, one, b, two, fast, 0, "silu")
+        columns = (f8(N, M), one, f8(K, M), one, i32(GROUPS), fast)
+        yield (
+            f"specialized {name}, grouped",
+            functools.partial(columns_specialized_out, *columns, out=bf16(GROUPS, N, K)),
+        )
+        for rows in (1, 16, 64):
+            tile = choose(Product(rows, N, K, fast, 2), target).tile
+            assert isinstance(tile, DecodeTile)
+            yield (
+                f"decode {name}, {rows} rows, {tile.split_k} parts",
+                functools.partial(launch_decode, tile, f8(rows, K), one, b, one, None, f32(tile.split_k, rows, N)),
+            )
+    yield (
+        "specialized blocks",
+        functools.partial(gemm_block_specialized_out, a, scales, b, scales, b_two_d=False, out=out),
+    )
+
+
+def _others() -> Iterator[tuple[str, Launch]]:
+    """Kernels that choose their tiles by shape alone."""
+    x, w, up = bf16(M, K), bf16(K), bf16(M, K)
+    tail = (False, 0.0)  # power_of_two, eps
+    for usage in ((True, True), (True, False)):
+        name = "rows and columns" if all(usage) else "rows"
+        cast = (E4M3, *usage, *tail)
+        yield f"current, {name}", functools.partial(quantize.quantize, x, *cast)
+        yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), *cast)
+        yield f"stacked, {name}", functools.partial(quantize_stacked.quantize_stacked, [x, up], *cast, True)
+        yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, E4M3, *usage, False, True, 0.0)
+        yield (
+            f"blocks 128x128, {name}",
+            functools.partial(float8_block.quantize_block, x, E4M3, *usage, True, True, 0.0),
+        )
+        for size in (32, 128):
+            yield f"MXFP8 {size}, {name}", functools.partial(mxfp8.quantize_mxfp8, x, E4M3, *usage, size)
+        for special in (False, True):
+            how = (special, special, i32(2) if special else None)  # hadamard, stochastic_rounding
+            call = functools.partial(nvfp4.quantize_nvfp4, x, *usage, False, *how)
+            yield f"NVFP4{', a gradient' if special else ''}, {name}", call
+        norms = (*cast, False)  # keep_output
+        yield f"RMSNorm, {name}", functools.partial(norm.rms_norm_quantize, x, w, 1e-5, False, False, *norms)
+        yield f"LayerNorm, {name}", functools.partial(norm.layer_norm_quantize, x, w, w, 1e-5, *norms)
+        yield (
+            f"add + RMSNorm, {name}",
+            functools.partial(add.add_rms_norm_quantize, x, up, w, 1e-5, False, False, *norms),
+        )
+        yield (
+            f"adaLN, {name}",
+            functools.partial(
+                modulate.layer_norm_modulate_quantize, bf16(8, M // 8, K), bf16(8, K), bf16(8, K), 1e-5, True, *norms
+            ),
+        )
+        for kind in ("gelu", "silu"):
+            yield f"{kind}, {name}", functools.partial(activation.activation_quantize, x, kind, *norms)
+            backward = (x, up, kind, *norms, True)
+            yield f"{kind} backward, {name}", functools.partial(activation.activation_backward_quantize, *backward)
+            yield f"gated {kind}, {name}", functools.partial(gated.gated_quantize, x, up, kind, *norms)
+            yield (
+                f"gated {kind} backward, {name}",
+                functools.partial(gated.gated_backward_quantize, x, x, up, kind, *norms),
+            )
+        yield f"bias gradient, {name}", functools.partial(bias_grad.quantize_bias_grad, x, *cast)
+    yield "grouped", functools.partial(quantize_grouped.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
+    yield "transpose", functools.partial(transpose.transpose, f8(M, K))
+    yield (
+        "MXFP8 to bf16",
+        functools.partial(
+            mxfp8.dequantize_mxfp8, f8(M, K), torch.empty(M, K // 32, dtype=torch.uint8, device="cuda"), False, BF16
+        ),
+    )
+
+
+# --- compiling ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compiled_by(found: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside, launches compile and launch nothing; what became of each kernel is appended."""
+    log = io.StringIO()
+
+    def listen(src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        text = log.getvalue()
+        log.seek(0)
+        log.truncate()
+        spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", text))
+        registers = max((int(count) for count in re.findall(r"Used (\d+) registers", text)), default=0)
+        ptx = next(pathlib.Path(path).read_text() for name, path in metadata_group.items() if name.endswith(".ptx"))
+        found.append({
+            "kernel": metadata["name"],
+            "shared_kib": metadata["shared"] / 1024,
+            "registers": registers,
+            "spills": spills,
+            "multiplies": ", ".join(sorted({" ".join(filter(None, parts)) for parts in MULTIPLIES.findall(ptx)})),
+        })  # fmt: skip
+
+    from triton.runtime import driver
+
+    with compiling_only(), knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        driver.active.get_current_stream = lambda device: 0
+        knobs.compilation.always_compile = True  # a cached kernel would come without ptxas's words
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.listener = listen
+        yield
+
+
+def compiled(name: str, part: slice = slice(None)) -> list[Row]:
+    """The rows of one of KINDS, or of a part of its cases. Kernels remember what they compiled: once a process."""
+    target = KINDS[name]
+    rows: list[Row] = []
+    with fake_cuda(target):
+        for case, launch, most in list(launches(target))[part]:
+            found: list[dict[str, Any]] = []
+            error = ""
+            try:
+                with compiled_by(found):
+                    launch()
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}"
+                found.append({"kernel": "", "shared_kib": 0.0, "registers": 0, "spills": 0, "multiplies": ""})
+            for facts in found:
+                # The kernel that adds up parts, and those that swizzle scales, are no tile's.
+                own = most if facts["multiplies"] else target.shared_bytes
+                rows.append(Row(target.arch, case=case, most_kib=own / 1024, error=error, **facts))
+    return rows
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("targets", nargs="*", default=list(KINDS), help=f"of {', '.join(KINDS)}")
+    args = parser.parse_args()
+    facts = {**environment.collect("cpu"), "device": "no GPU"}
+    path = args.out / "targets-no-gpu.json"
+    kept = [Row(**row) for row in report.read(path).rows] if path.exists() else []
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        for name in args.targets:
+            kept = [row for row in kept if row.target != KINDS[name].arch] + pool.submit(compiled, name).result()
+            report.write(args.out, "targets", facts, kept)
+
+
+if __name__ == "__main__":
+    main()
