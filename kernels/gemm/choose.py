@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from te_dynamo.kernels.gemm.margin import gemm_target
 from te_dynamo.kernels.gemm.tiles import (
     REDUCE_BLOCK,
     REDUCE_BYTES_PER_US,
@@ -44,7 +45,7 @@ from te_dynamo.kernels.gemm.tiles import (
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS
 from te_dynamo.kernels.runtime.launch import size_hint
-from te_dynamo.kernels.runtime.target import Target, target_of
+from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
 __all__ = ["Choice", "Product", "Stacking", "choose", "choose_for", "stacking_pays"]
@@ -120,7 +121,7 @@ def choose_for(
         n_known=isinstance(n, int),
         **others,
     )
-    return choose(product, target_of(a.device), recorded)
+    return choose(product, gemm_target(a.device), recorded)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8, dequantize_mxfp8_reference, swizzle_scales
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import Size
 
@@ -105,7 +106,7 @@ def _multiply_scaled(
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     launch(
         gemm_mxfp8_kernel,
-        (multiprocessor_count(a.device),),
+        (gemm_multiprocessors(a.device),),
         a=a,
         a_scale_inv=a_scale_inv,
         b=b,
