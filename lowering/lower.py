@@ -45,8 +45,10 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         elif kernels_available(device).ok and is_extern(node):
             done.append((name, "Gluon"))
         elif kernels_available(device).ok:
-            waiting.extendleft(reversed(_te_nodes(inliner.inline(node))))  # an opaque operation calls others
-            done.append((name, "Triton"))
+            traced = inliner.inline(node)
+            waiting.extendleft(reversed(_te_nodes(traced)))  # an opaque operation calls others
+            by_torch = any(n.target is torch.ops.aten._scaled_mm.default for n in traced)
+            done.append((name, "cuBLASLt" if by_torch else "Triton"))
         else:
             done.append((name, f"reference ({kernels_available(device).reason})"))
     inliner.finish()

@@ -40,6 +40,7 @@ from te_dynamo.lowering.inductor.install import install, launch_options
 from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
+from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
 from te_dynamo.options import Options
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
@@ -76,6 +77,7 @@ def te(
     Raises InvalidOptionError for an option that does not exist, TeError on a torch without a private name that results depend on.
     """
     install()
+    use_remembered()
     parsed = Options.parse(options, mode)
     check_choice(parsed.fusions)
     compilation = _Compilation(parsed, Report(), GraphInProgress())
@@ -121,6 +123,9 @@ class _Compilation:
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:
+        if self.options.max_autotune:
+            with timed("te_dynamo.tune"):
+                tune(graph)
         with timed("te_dynamo.lower"):
             lowered = lower(graph)
         self.report.lowered += [(phase, op, runs) for op, runs in lowered]
@@ -240,7 +245,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
     patches: dict[str, Any] = {**launch_options(), **dict(compilation.options.inductor)}
     _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
-    key = cache_key(compilation.options, fusion_key())
+    key = cache_key(compilation.options, fusion_key(), tuned_key())
     for hook, stage in (
         ("joint_custom_pre_pass", compilation.joint),
         ("post_grad_custom_pre_pass", lambda graph: compilation.divided(graph, _phase.get())),

@@ -75,6 +75,13 @@ class Options:
             inductor=tuple(sorted(inductor.items())),
         )
 
+    @property
+    def max_autotune(self) -> bool:
+        """Whether products are timed on the device, as Inductor's option says, or else its setting."""
+        from torch._inductor import config
+
+        return bool(dict(self.inductor).get("max_autotune", config.max_autotune))
+
     def recipe_for(self, module_path: str) -> tuple[Recipe | None, str]:
         """(recipe, why) of the linear at `module_path`; why is the rule that chose it, or the reason when the recipe is None."""
         for pattern, chosen in self.rules:

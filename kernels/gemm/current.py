@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
 from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
@@ -55,6 +56,8 @@ def gemm(
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, out=c)
         return c
+    if choice.kernel == "cublaslt":
+        return gemm_cublaslt(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
     return gemm_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 

@@ -1,0 +1,166 @@
+"""Products that were timed: what can run one, how it is written down, and that no fusion changes the order of its sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.kernels.gemm_operands import relative_error
+
+from te_dynamo.kernels.gemm import choose as choosing
+from te_dynamo.kernels.gemm.choose import (
+    TUNED,
+    Choice,
+    Product,
+    Stacking,
+    asked_products,
+    choose,
+    choose_for,
+    use_tuned,
+)
+from te_dynamo.kernels.gemm.choose import stacking_pays as pays
+from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
+from te_dynamo.kernels.gemm.current import gemm_reference
+from te_dynamo.kernels.gemm.tuned import _operands, candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.runtime.target import TARGETS
+
+H200, B200 = TARGETS["h200"], TARGETS["b200"]
+PRODUCTS = {
+    "large": Product(8192, 4096, 4096, fast_accum=True),
+    "a few rows": Product(16, 4096, 4096),
+    "of 8 columns": Product(512, 8, 4096),
+    "stacked": Product(16, 8192, 4096, stacking=Stacking("N", (4096, 4096))),
+    "stacked along K": Product(4096, 4096, 512, stacking=Stacking("K", (256, 256))),
+    "block": Product(8192, 4096, 4096, scaling="1x128"),
+    "block, transposed": Product(8192, 4096, 4096, scaling="128x128"),
+    "experts": Product(4096, 4096, 1024, m_groups=8),
+    "experts' wgrad": Product(4096, 1024, 4096, k_groups=8),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_timed() -> Iterator[None]:
+    yield
+    TUNED.clear()
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_is_chosen_is_a_candidate_and_is_written_down(name: str) -> None:
+    product = PRODUCTS[name].plain
+    for target in (H200, B200):
+        found = candidates(product, target)
+        assert choose(product, target) in found
+        assert len({tuple(facts({(product, target): choice}).values()) for choice in found}) == len(found), (
+            "unique names"
+        )
+        for choice in found:
+            assert choices_of(facts({(product, target): choice}), target) == {(product, target): choice}
+
+
+def test_kernels_are_candidates_where_they_can_run() -> None:
+    kernels = {
+        name: " ".join(sorted({choice.kernel for choice in candidates(product.plain, H200)} - {"usual"}))
+        for name, product in PRODUCTS.items()
+    }
+    assert kernels == {
+        "large": "cublaslt specialized",
+        "a few rows": "cublaslt decode specialized",
+        "of 8 columns": "specialized",
+        "stacked": "decode specialized",
+        "stacked along K": "specialized",
+        "block": "specialized",
+        "block, transposed": "",
+        "experts": "",
+        "experts' wgrad": "specialized",
+    }
+    assert {choice.kernel for choice in candidates(PRODUCTS["large"].plain, B200)} == {"usual", "cublaslt"}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_candidate_is_chosen_once_it_was_the_fastest(name: str) -> None:
+    """And by every width of C and epilogue: with the same kernel, and as many parts of K."""
+    product = PRODUCTS[name]
+    for candidate in candidates(product.plain, H200):
+        use_tuned({(product.plain, H200): candidate})
+        assert choose(product.plain, H200) == candidate
+        for out_bytes in (2, 4):
+            for epilogue in ("none", "add", "amax"):
+                choice = choose(dataclasses.replace(product, out_bytes=out_bytes, epilogue=epilogue), H200)
+                if epilogue == "none" or choice.kernel == candidate.kernel:
+                    assert (choice.kernel, choice.tile.split_k) == (candidate.kernel, candidate.tile.split_k)
+                assert choice.fused <= (candidate.kernel != "cublaslt" or epilogue == "none")
+                if choice.kernel == "usual":
+                    assert choice.tile.fits(out_bytes)
+
+
+def test_a_stack_whose_parts_were_fastest_in_parts_of_k_does_not_pay() -> None:
+    """Apart they would have other bits."""
+    product = Product(512, 8192, 4096, True, stacking=Stacking("N", (4096, 4096)))
+    assert pays(product, H200)
+    part = Product(512, 4096, 4096, True).plain
+    for split in (2, 4):
+        in_parts = next(c for c in candidates(part, H200) if c.kernel == "usual" and c.tile.split_k == split)
+        use_tuned({(part, H200): in_parts})
+        assert not pays(product, H200)
+    use_tuned({(part, H200): Choice("cublaslt", in_parts.tile)})
+    assert not pays(product, H200)
+
+
+def test_what_cannot_run_here_is_left_out() -> None:
+    large = PRODUCTS["large"].plain
+    held = facts({(large, H200): choose(large, H200)})
+    assert set(held.values()) == {"specialized"}
+    assert choices_of(held, B200) == {}, "no specialized kernel"
+
+
+def test_asked_products() -> None:
+    a, b = (torch.empty(rows, 4096, dtype=torch.float8_e4m3fn, device="meta") for rows in (8192, 4096))
+    with asked_products() as asked:
+        choose_for(a, b, True, torch.bfloat16)
+        choose_for(a, b, True, epilogue="amax")
+    assert list(asked) == [(PRODUCTS["large"].plain, H200)]
+    choose_for(a, b, False)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cublaslts_product_is_the_references(bias: bool, dtype: torch.dtype) -> None:
+    """On the CPU torch's own kernel stands in for cuBLASLt: the same call."""
+    torch.manual_seed(0)
+    a, b = torch.randn(48, 256).to(torch.float8_e5m2), torch.randn(64, 256).to(torch.float8_e4m3fn)
+    shift = torch.randn(64).bfloat16() if bias else None
+    arguments = (a, torch.tensor([0.5]), b, torch.tensor([0.25]), shift, dtype, False)
+    got, want = gemm_cublaslt(*arguments), gemm_reference(*arguments)
+    assert got.dtype == dtype and relative_error(got, want) < {torch.float32: 1e-6}.get(dtype, 4e-3)
+    if bias:
+        plain = gemm_cublaslt(*arguments[:4], None, torch.float32, False)
+        assert torch.equal(got, (plain + shift.float()).to(dtype)), "one rounding"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operands_are_those_of_the_product(name: str) -> None:
+    small = dataclasses.replace(PRODUCTS[name].plain, m=256, n=256, k=256)
+    if small.stacking.along:
+        small = dataclasses.replace(small, stacking=Stacking(small.stacking.along, (128, 128)))
+    a, _, b, *_ = _operands(small, torch.device("cpu"))
+    assert a.shape == (256, 256) and b.shape[-2:] == (256, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_all_candidates_run_and_agree_on_a_gpu(name: str) -> None:
+    from te_dynamo.kernels.gemm.tuned import _run
+
+    product, device = PRODUCTS[name].plain, torch.device("cuda")
+    target = choosing.gemm_target(device)
+    operands = _operands(product, device)
+    first, *others = [_run(choice, product, operands) for choice in candidates(product, target)]
+    for other in others:
+        assert relative_error(other, first) < 1e-2
+    choices = candidates(product, target)
+    times = timed_us(product, choices, device)
+    assert set(times) == set(choices) and min(times.values()) > 0
