@@ -77,7 +77,6 @@ def te(
     Raises InvalidOptionError for an option that does not exist, TeError on a torch without a private name that results depend on.
     """
     install()
-    use_remembered()
     parsed = Options.parse(options, mode)
     check_choice(parsed.fusions)
     compilation = _Compilation(parsed, Report(), GraphInProgress())
@@ -148,7 +147,10 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
     options = compilation.options
-    _check_margin(example_inputs, options.sm_margin)
+    devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}
+    _check_margin(devices, options.sm_margin)
+    if devices:
+        use_remembered()
     _watch_for_freezing(example_inputs)
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
     record_before("match", gm.graph, compilation.progress)
@@ -256,9 +258,9 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
 
 
-def _check_margin(example_inputs: Sequence[Any], margin: int) -> None:
+def _check_margin(devices: set[torch.device], margin: int) -> None:
     """Raises InvalidOptionError where products would have no multiprocessor left."""
-    for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}:
+    for device in devices:
         count = target_of(device).multiprocessors
         if margin >= count:
             raise InvalidOptionError(
