@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.define import REFERENCE_ONLY
 from te_dynamo.errors import LoweringError
+from te_dynamo.kernels.gemm.cublaslt import SCALED_MM
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.gemm import is_extern
 from te_dynamo.lowering.inductor.fake_values import values_are_right
@@ -47,8 +48,8 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         elif kernels_available(device).ok:
             traced = inliner.inline(node)
             waiting.extendleft(reversed(_te_nodes(traced)))  # an opaque operation calls others
-            by_torch = any(n.target is torch.ops.aten._scaled_mm.default for n in traced)
-            done.append((name, "cuBLASLt" if by_torch else "Triton"))
+            by_cublaslt = any(n.target is SCALED_MM for n in traced)
+            done.append((name, "cuBLASLt" if by_cublaslt else "Triton"))
         else:
             done.append((name, f"reference ({kernels_available(device).reason})"))
     inliner.finish()

@@ -23,6 +23,7 @@ import torch
 
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.cublaslt import gemm_block_cublaslt
 from te_dynamo.kernels.gemm.current import add_parts, check_operands, store_result, tile_origin
 from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
@@ -56,6 +57,8 @@ def gemm_block(
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_block_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, b_two_d=b_two_d, out=c)
         return c
+    if choice.kernel == "cublaslt" and a_scale_inv.dtype == torch.float32:
+        return gemm_block_cublaslt(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
     return gemm_block_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 
 

@@ -110,7 +110,7 @@ class Product:
 class Choice:
     """kernel, tile: what runs. fused: whether it does the epilogue too; if not, that is a pass after the plain product.
 
-    Of cublaslt the tile is the usual kernel's, which would run without it.
+    Of cublaslt the tile is the usual kernel's, which runs what cuBLASLt cannot: a product by codes of E8M0.
     """
 
     kernel: Literal["usual", "decode", "specialized", "cublaslt"]
@@ -187,7 +187,7 @@ def choose(product: Product, target: Target, recorded: bool = False) -> Choice:
     """
     tuned = TUNED.get((product.plain, target))
     if tuned is not None and tuned.kernel == "cublaslt":
-        return dataclasses.replace(tuned, fused=product.epilogue == "none")
+        return Choice("cublaslt", _usual_tile(product, target), fused=product.epilogue == "none")
     specialized, decode = _specialized_tile(product, target), _decode_tile(product, target)
     if not _fuses(product, specialized, decode, recorded):
         plain = dataclasses.replace(product, epilogue="none")

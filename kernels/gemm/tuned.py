@@ -20,7 +20,7 @@ import torch
 from te_dynamo.kernels.gemm.block import gemm_block_with_tile, scale_shape
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, can_decode, can_specialize, usual_tiles
-from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_cublaslt
+from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_with_tile
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
@@ -34,17 +34,15 @@ from te_dynamo.kernels.runtime.target import Target
 
 def candidates(product: Product, target: Target) -> list[Choice]:
     """All that can run a plain product (`Product.plain`)."""
-    tiles = usual_tiles(product, target)
-    found = [Choice("usual", tile) for tile in tiles]
+    found = [Choice("usual", tile) for tile in usual_tiles(product, target)]
     if (decode := can_decode(product, target)) is not None:
         found.append(Choice("decode", decode))
     if (specialized := can_specialize(product, target)) is not None:
         found.append(Choice("specialized", specialized))
-    one_scale = (
-        product.scaling == "tensor" and not product.stacking.along and not product.m_groups and not product.k_groups
-    )
-    if one_scale and product.n_known and can_use_cublaslt(product.n):
-        found.append(Choice("cublaslt", tiles[0]))
+    whole = not product.stacking.along and not product.m_groups and not product.k_groups
+    blocks = product.scaling != "tensor"
+    if whole and product.n_known and (product.m_known or not blocks) and can_use_cublaslt(product.m, product.n, blocks):
+        found.append(Choice("cublaslt", found[0].tile))
     return found
 
 
@@ -58,15 +56,14 @@ def timed_us(product: Product, choices: list[Choice], device: torch.device) -> d
     with (
         compiling_only(),
         contextlib.suppress(Exception),
-    ):  # at once, where lowering/inductor/compile_ahead.py has threads
+    ):  # in threads, where lowering/inductor/compile_ahead.py has some
         for choice, run in runs:
             if choice.kernel != "cublaslt":
                 run()
     times = {}
     for choice, run in runs:
-        with contextlib.suppress(
-            Exception
-        ):  # of Triton, its compiler or cuBLASLt: this one cannot run the product here
+        # Triton, its compiler or cuBLASLt may refuse it: then it cannot run the product here.
+        with contextlib.suppress(Exception):
             times[choice] = 1000 * triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
     return times
 
@@ -101,6 +98,8 @@ def _operands(p: Product, device: torch.device) -> tuple[torch.Tensor, ...]:
 def _run(choice: Choice, p: Product, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """C of a plain product, in bf16."""
     tile, dtype, a_two_d = choice.tile, torch.bfloat16, p.scaling == "128x128"
+    if choice.kernel == "cublaslt" and p.scaling != "tensor":
+        return gemm_block_cublaslt(*operands, None, dtype, a_two_d, not a_two_d)
     if choice.kernel == "cublaslt":
         return gemm_cublaslt(*operands, None, dtype, p.fast_accum)
     if choice.specialized:
