@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.define import REFERENCE_ONLY
 from te_dynamo.errors import LoweringError
+from te_dynamo.kernels.gemm.cublaslt import SCALED_MM
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.lowering.extern.gemm import is_extern
 from te_dynamo.lowering.inductor.fake_values import values_are_right
@@ -45,8 +46,10 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         elif kernels_available(device).ok and is_extern(node):
             done.append((name, "Gluon"))
         elif kernels_available(device).ok:
-            waiting.extendleft(reversed(_te_nodes(inliner.inline(node))))  # an opaque operation calls others
-            done.append((name, "Triton"))
+            traced = inliner.inline(node)
+            waiting.extendleft(reversed(_te_nodes(traced)))  # an opaque operation calls others
+            by_cublaslt = any(n.target is SCALED_MM for n in traced)
+            done.append((name, "cuBLASLt" if by_cublaslt else "Triton"))
         else:
             done.append((name, f"reference ({kernels_available(device).reason})"))
     inliner.finish()

@@ -28,6 +28,7 @@ __all__ = [
     "mutation_analysis_name",
     "nodes_of_updater",
     "register_value_class",
+    "sm_carveout",
     "source_name",
     "torch_version",
 ]
@@ -104,6 +105,12 @@ def nodes_of_updater(updater: Any) -> Iterable[Node]:
     """The nodes of the graph that torch's FakeTensorUpdater keeps. Torch 2.11 gives it the graph, torch 2.13 the graph's module."""
     graph = updater.gm.graph if hasattr(updater, "gm") else getattr(updater, "graph", None)
     return () if graph is None else graph.nodes
+
+
+def sm_carveout() -> int:
+    """The multiprocessors that torch's own scaled products leave to other kernels; 0 in a release that has no such setting."""
+    read = getattr(torch._C, "_get_sm_carveout_experimental", None)
+    return (read() if read is not None else None) or 0
 
 
 def register_value_class(cls: T) -> T:

@@ -32,12 +32,15 @@ from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record,
 from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
 from te_dynamo.inspect.report import Report
 from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime.margin import sm_margin
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
 from te_dynamo.lowering.inductor.install import install, launch_options
 from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
+from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
 from te_dynamo.options import Options
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
@@ -119,6 +122,9 @@ class _Compilation:
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:
+        if self.options.max_autotune:
+            with timed("te_dynamo.tune"):
+                tune(graph)
         with timed("te_dynamo.lower"):
             lowered = lower(graph)
         self.report.lowered += [(phase, op, runs) for op, runs in lowered]
@@ -141,6 +147,10 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
     options = compilation.options
+    devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}
+    _check_margin(devices, options.sm_margin)
+    if devices:
+        use_remembered()
     _watch_for_freezing(example_inputs)
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
     record_before("match", gm.graph, compilation.progress)
@@ -159,7 +169,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     warn_if_left_for_cost(
         [n.meta[LEFT_FOR_COST] for body in bodies for n in body.graph.nodes if n.meta.get(LEFT_FOR_COST)]
     )
-    compiler = _compile_with_inductor if options.codegen == "inductor" else _compile_eager
+    compiler = sm_margin(options.sm_margin)(_compile_with_inductor if options.codegen == "inductor" else _compile_eager)
     if supplied is None:
         compiled = compiler(gm, example_inputs, compilation)
     else:
@@ -229,7 +239,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         try:
             # Autograd compiles a CUDA backward after compile_fx has returned, on a thread of its own: what holds there does not here,
             # nor do capture()'s patches.
-            with uncached(), compiling_ours(), compiles_ahead():
+            with uncached(), compiling_ours(), compiles_ahead(), sm_margin(compilation.options.sm_margin):
                 return compile_fx_inner(graph_module, inputs, **kwargs)
         finally:
             _phase.reset(token)
@@ -237,7 +247,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
     patches: dict[str, Any] = {**launch_options(), **dict(compilation.options.inductor)}
     _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
-    key = cache_key(compilation.options, fusion_key())
+    key = cache_key(compilation.options, fusion_key(), tuned_key())
     for hook, stage in (
         ("joint_custom_pre_pass", compilation.joint),
         ("post_grad_custom_pre_pass", lambda graph: compilation.divided(graph, _phase.get())),
@@ -246,6 +256,17 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         patches[hook] = _chained(hook, stage, patches, key)
     with compiling_ours():  # a cache may answer, whose code then loads its kernels outside of `inner`
         return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+
+
+def _check_margin(devices: set[torch.device], margin: int) -> None:
+    """Raises InvalidOptionError where products would have no multiprocessor left."""
+    for device in devices:
+        count = target_of(device).multiprocessors
+        if margin >= count:
+            raise InvalidOptionError(
+                f"te_dynamo: sm_margin leaves {margin} multiprocessors to other kernels, and {device} has {count} in all: at most "
+                f"{count - 1} can be left (without the option it is torch's own carve-out)"
+            )
 
 
 def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
@@ -295,16 +316,19 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
+    leaving = sm_margin(compilation.options.sm_margin)  # backward compiles and runs on a thread of its own
+
     def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         compilation.joint(joint.graph)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def compiler(phase: str) -> Callable[..., Any]:
+        @leaving
         def compile_graph(graph_module: GraphModule, inputs: Sequence[Any]) -> Any:
             compilation.divided(graph_module.graph, phase)
             graph_module.recompile()
-            return make_boxed_func(graph_module.forward)
+            return make_boxed_func(leaving(graph_module.forward))
 
         return compile_graph
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["cache_key", "sources_digest"]
 
 
-def cache_key(options: Options, registered_fusions: str) -> str:
-    """A digest of the package's sources, torch's and Triton's versions, our options and the registered fusions' sources.
+def cache_key(options: Options, *others: str) -> str:
+    """A digest of the package's sources, torch's and Triton's versions, our options and what else decides which code is made.
 
     Inductor's options are in torch's own keys, a user's passes by what they say of themselves.
     """
     ours = dataclasses.replace(options, inductor=())
-    text = "\n".join((sources_digest(), repr(ours), registered_fusions))
+    text = "\n".join((sources_digest(), repr(ours), *others))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

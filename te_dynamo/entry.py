@@ -26,6 +26,7 @@ def compile(
     weight_cache_check: bool = False,
     low_memory: bool = True,
     require_coverage: float = 0.0,
+    sm_margin: int | None = None,
     inductor: Mapping[str, Any] | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -43,6 +44,7 @@ def compile(
     own = {
         "recipe": recipe, "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
         "weight_cache_check": weight_cache_check, "low_memory": low_memory, "require_coverage": require_coverage,
+        "sm_margin": sm_margin,
     }  # fmt: skip
     parsed = Options.parse({**(inductor or {}), **own}, mode)
     check_choice(parsed.fusions)

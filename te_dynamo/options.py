@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from te_dynamo import recipe as recipes
+from te_dynamo._compat import sm_carveout
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.recipe import Recipe
 
@@ -16,7 +17,9 @@ __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
 _WEIGHT_CACHES = (None, "step")
-_OWN = ("recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory", "require_coverage")
+_OWN = (
+    "recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory", "require_coverage", "sm_margin",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Options:
     weight_cache_check: compares what is kept with the weights before each call, for debugging.
     low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
     require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1.
+    sm_margin: multiprocessors that products leave to kernels beside them; as many as torch's own leave, unless given.
     inductor: options passed on to Inductor, a mode's included.
     """
 
@@ -44,6 +48,7 @@ class Options:
     weight_cache_check: bool = False
     low_memory: bool = True
     require_coverage: float = 0.0
+    sm_margin: int = 0
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -66,8 +71,16 @@ class Options:
             weight_cache_check=_flag("weight_cache_check", options),
             low_memory=_flag("low_memory", options, default=True),
             require_coverage=_share("require_coverage", options),
+            sm_margin=_margin(options.get("sm_margin")),
             inductor=tuple(sorted(inductor.items())),
         )
+
+    @property
+    def max_autotune(self) -> bool:
+        """Whether products are timed on the device, as Inductor's option says, or else its setting."""
+        from torch._inductor import config
+
+        return bool(dict(self.inductor).get("max_autotune", config.max_autotune))
 
     def recipe_for(self, module_path: str) -> tuple[Recipe | None, str]:
         """(recipe, why) of the linear at `module_path`; why is the rule that chose it, or the reason when the recipe is None."""
@@ -130,6 +143,16 @@ def _share(name: str, options: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes a share from 0 to 1, got {value!r}")
     return float(value)
+
+
+def _margin(value: Any) -> int:
+    if value is None:
+        return sm_carveout()
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidOptionError(
+            f"te_dynamo: option 'sm_margin' takes a number of multiprocessors or None, got {value!r}"
+        )
+    return value
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

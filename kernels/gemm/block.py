@@ -23,11 +23,13 @@ import torch
 
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.cublaslt import gemm_block_cublaslt
 from te_dynamo.kernels.gemm.current import add_parts, check_operands, store_result, tile_origin
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.float8_block import BLOCK
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
@@ -55,6 +57,8 @@ def gemm_block(
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_block_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, b_two_d=b_two_d, out=c)
         return c
+    if choice.kernel == "cublaslt" and a_scale_inv.dtype == torch.float32:
+        return gemm_block_cublaslt(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
     return gemm_block_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
 
 
@@ -168,7 +172,7 @@ def gemm_block_with_tile(
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     split = tile.split_k > 1
     target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=a.device) if split else c
-    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+    programs = gemm_multiprocessors(a.device) * tile.ctas_per_sm
     # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
     bias_or_any = b_scale_inv if bias is None else bias
     arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, target, m, n, k)

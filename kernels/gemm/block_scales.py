@@ -13,7 +13,8 @@ import torch
 
 from te_dynamo.kernels.quantize.nvfp4_kernels import TENSOR_MAX
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import mul_rn
@@ -35,7 +36,7 @@ def multiply_scaled(
     c = torch.empty((m, n), dtype=out_dtype, device=a_data.device)
     launch(
         gemm_block_scales_kernel,
-        (multiprocessor_count(a_data.device),),
+        (gemm_multiprocessors(a_data.device),),
         a=a_data,
         a_scale_inv=a_scale_inv,
         a_amax=a_amax[0] if a_amax else a_data,

@@ -28,7 +28,8 @@ from te_dynamo.kernels.gemm.ring import (
 from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import gl, gluon, hopper, mbarrier, tma
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
 _DECODE_ROWS = 128
@@ -54,7 +55,7 @@ def gemm_block_specialized_out(
         a_scale_inv, b_scale_inv = _decode(a_scale_inv, m), _decode(b_scale_inv, n)
     options = specialized_block_options(bias is not None, b_two_d, out.element_size())
     arguments = (a, a_scale_inv, b, b_scale_inv, a_scale_inv if bias is None else bias, out, m, n, k)
-    launch(gemm_block_specialized_kernel, (multiprocessor_count(a.device),), *arguments, **options)
+    launch(gemm_block_specialized_kernel, (gemm_multiprocessors(a.device),), *arguments, **options)
 
 
 def specialized_block_options(has_bias: bool, b_two_d: bool, out_bytes: int) -> dict[str, int]:

@@ -7,27 +7,36 @@ Eager calls, lowering, fusions and stacking ask it. Of one format there are up t
     usual         every product, on every device               current.py, stacked.py, block.py, grouped.py
     decode        at most 64 rows, a number that is known      decode.py
     specialized   large products; in Gluon                     specialized.py, gated.py, block_specialized.py, grouped_specialized.py
+    cublaslt      what was timed, and is fastest by it         cublaslt.py
 
-The last two are Hopper's. By the cost model of tiles.py the specialized kernel has to beat the usual one, and to take longer than
-the CPU takes to call it. What MXFP8 and NVFP4 of blocks of 32 and 16 run is their own modules' to say.
+decode and specialized are Hopper's. By the cost model of tiles.py the specialized kernel has to beat the usual one, and to take longer
+than the CPU takes to call it. A product that was timed on the device (`TUNED`, filled by tuned.py) runs what was fastest then. What
+MXFP8 and NVFP4 of blocks of 32 and 16 run is their own modules' to say.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
 from te_dynamo.kernels.gemm.tiles import (
+    BLOCK_TILES,
+    GROUPED_TILES,
     REDUCE_BLOCK,
     REDUCE_BYTES_PER_US,
     SPECIALIZED,
     SPECIALIZED_BLOCK,
     SPECIALIZED_FAST,
+    TILES,
     DecodeTile,
     Tile,
+    candidates,
     choose_block_tile,
     choose_columns_tile,
     choose_decode_tile,
@@ -44,12 +53,25 @@ from te_dynamo.kernels.gemm.tiles import (
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS
 from te_dynamo.kernels.runtime.launch import size_hint
-from te_dynamo.kernels.runtime.target import Target, target_of
+from te_dynamo.kernels.runtime.margin import gemm_target
+from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
-__all__ = ["Choice", "Product", "Stacking", "choose", "choose_for", "stacking_pays"]
+__all__ = [
+    "TUNED",
+    "Choice",
+    "Product",
+    "Stacking",
+    "asked_products",
+    "choose",
+    "choose_for",
+    "stacking_pays",
+    "use_tuned",
+]
 
-_SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+CALL_US = (
+    50.0  # from here on a call pays, which keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+)
 _SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 
 
@@ -81,12 +103,20 @@ class Product:
     m_known: bool = True
     n_known: bool = True
 
+    @property
+    def plain(self) -> Product:
+        """The product as it is timed: with no epilogue, and a C of 16 bits. All that differ in these alone have one order of sums."""
+        return dataclasses.replace(self, out_bytes=2, epilogue="none")
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """kernel, tile: what runs. fused: whether it does the epilogue too; if not, that is a pass after the plain product."""
+    """kernel, tile: what runs. fused: whether it does the epilogue too; if not, that is a pass after the plain product.
 
-    kernel: Literal["usual", "decode", "specialized"]
+    Of cublaslt the tile is the usual kernel's, which runs what cuBLASLt cannot: a product by codes of E8M0.
+    """
+
+    kernel: Literal["usual", "decode", "specialized", "cublaslt"]
     tile: Tile | DecodeTile
     fused: bool = True
 
@@ -94,6 +124,31 @@ class Choice:
     def specialized(self) -> bool:
         """Whether the specialized kernel runs all of it."""
         return self.kernel == "specialized" and self.fused
+
+
+TUNED: dict[tuple[Product, Target], Choice] = {}
+"""What was fastest on a device, of products as `Product.plain` writes them. `use_tuned` adds to it."""
+
+_asked: contextvars.ContextVar[dict[tuple[Product, Target], None] | None] = contextvars.ContextVar(
+    "te_dynamo_asked_products", default=None
+)
+
+
+def use_tuned(choices: Mapping[tuple[Product, Target], Choice]) -> None:
+    """From now on these are chosen, in the place of what the cost model says."""
+    TUNED.update(choices)
+    choose.cache_clear()
+
+
+@contextlib.contextmanager
+def asked_products() -> Iterator[dict[tuple[Product, Target], None]]:
+    """Collects what `choose_for` is asked inside, on this thread, as `TUNED` has it."""
+    asked: dict[tuple[Product, Target], None] = {}
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
 
 
 def choose_for(
@@ -120,7 +175,10 @@ def choose_for(
         n_known=isinstance(n, int),
         **others,
     )
-    return choose(product, target_of(a.device), recorded)
+    target, asked = gemm_target(a.device), _asked.get()
+    if asked is not None:
+        asked[product.plain, target] = None
+    return choose(product, target, recorded)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,6 +188,9 @@ def choose(product: Product, target: Target, recorded: bool = False) -> Choice:
     recorded: launches are recorded for Inductor's code, which launches kernels of the Triton language only. Where the specialized
     kernel is the fastest, lowering leaves the operation for Inductor's code to call it.
     """
+    tuned = TUNED.get((product.plain, target))
+    if tuned is not None and tuned.kernel == "cublaslt":
+        return Choice("cublaslt", _usual_tile(product, target), fused=product.epilogue == "none")
     specialized, decode = _specialized_tile(product, target), _decode_tile(product, target)
     if not _fuses(product, specialized, decode, recorded):
         plain = dataclasses.replace(product, epilogue="none")
@@ -153,7 +214,28 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
     return True
 
 
+def usual_tiles(p: Product, target: Target) -> list[Tile]:
+    """All of the tables that the usual kernel can run a product with. Raises ValueError where none fits in shared memory."""
+    if p.scaling != "tensor":
+        tiles: list[Tile] = list(BLOCK_TILES)
+    else:
+        fast = p.fast_accum or target.has_fp32_sums
+        tiles = [tile for tile in (GROUPED_TILES if p.m_groups or p.k_groups else TILES) if tile.fast == fast]
+    if p.stacking.along:
+        tiles = [t for t in tiles if t.split_k == 1 and not (t.halves and p.stacking.along == "K")]
+        tiles = [t for t in tiles if p.stacking.divisible(t.block_m, t.block_n, t.block_k)]
+    return candidates(tiles, p.n, target, p.out_bytes)
+
+
 def _usual_tile(p: Product, target: Target) -> Tile:
+    tuned = TUNED.get((p.plain, target))
+    if tuned is not None and tuned.kernel == "usual":
+        wider = dataclasses.replace(p, out_bytes=2 * p.out_bytes) if p.epilogue == "add" else p  # the addend's bytes
+        fitting = [tile for tile in usual_tiles(wider, target) if tile.split_k == tuned.tile.split_k]
+        assert isinstance(tuned.tile, Tile)
+        if tuned.tile in fitting:
+            return tuned.tile
+        return min(fitting, key=lambda tile: estimated_us(tile, p.m, p.n, p.k, target))
     fast = p.fast_accum or target.has_fp32_sums
     if p.m_groups:
         return choose_rows_tile(p.m, p.n, p.k, p.m_groups, fast, target, p.out_bytes)
@@ -170,14 +252,14 @@ def _usual_tile(p: Product, target: Target) -> Tile:
 
 def _specialized_tile(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's, where that one runs the product the fastest, whatever C's dtype."""
-    if not target.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
+    tile = can_specialize(p, target)
+    if tile is None:
         return None
+    tuned = TUNED.get((p.plain, target))
+    if tuned is not None:
+        return tile if tuned.kernel == "specialized" else None
     size = (p.m, p.n, p.k)
-    tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
     if p.k_groups:
-        part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
-        if not (p.m_known and p.n_known) or p.m % part:
-            return None
         how = (p.k_groups, p.fast_accum, target)
         usual_us = columns_us(choose_columns_tile(*size, *how), *size, p.k_groups, target)
         us = columns_specialized_us(*size, *how)
@@ -188,17 +270,35 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
         else:
             usual = choose_tile(*size, p.fast_accum, target)
         usual_us = estimated_us(usual, *size, target)
+    if p.stacking.along == "K" and p.fast_accum:
+        usual_us = float("inf")  # its copies wait at every border
+    return tile if CALL_US <= us < usual_us else None
+
+
+def can_specialize(p: Product, target: Target) -> Tile | None:
+    """The specialized kernel's tile, where there is such a kernel for the product."""
+    if not target.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
+        return None
+    tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
+    if p.k_groups:
+        part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
+        if not (p.m_known and p.n_known) or p.m % part:
+            return None
     if p.stacking.along:
         # The parts that a group of warps stores lie in one segment.
         assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
         assert SPECIALIZED_FAST.block_n // 2 == SPECIALIZED_FAST.block_k == SEGMENT_MULTIPLE == SPECIALIZED_FAST.block_m
-        if p.stacking.along == "K" and p.fast_accum:
-            usual_us = float("inf")  # its copies wait at every border
-    return tile if _SPECIALIZED_MINIMUM_US <= us < usual_us else None
+    return tile
 
 
 def _decode_tile(p: Product, target: Target) -> DecodeTile | None:
     """How the kernel for a few rows runs it; None where others should, or where it cannot do the epilogue."""
+    tuned = TUNED.get((p.plain, target))
+    return can_decode(p, target) if tuned is None or tuned.kernel == "decode" else None
+
+
+def can_decode(p: Product, target: Target) -> DecodeTile | None:
+    """How the kernel for a few rows runs it, where it can and the weight is large enough."""
     few_rows = p.m_known and 0 < p.m <= FEW_ROWS and p.n * p.k >= _SMALLEST_DECODE_WEIGHT
     if not target.has_wgmma or not few_rows or p.scaling != "tensor" or p.m_groups or p.k_groups:
         return None
@@ -223,6 +323,9 @@ def stacking_pays(product: Product, target: Target) -> bool:
     whole = dataclasses.replace(product, stacking=NOT_STACKED)
     parts = [dataclasses.replace(whole, **{along.lower(): segment}) for segment in segments]
     if along == "N":
+        timed = [TUNED[part.plain, target] for part in parts if (part.plain, target) in TUNED]
+        if any(choice.kernel == "cublaslt" or choice.tile.split_k > 1 for choice in timed):
+            return False
         few_rows = [_decode_tile(p, target) for p in (whole, *parts)]
         if all(few_rows):
             return all(tile.split_k == 1 for tile in few_rows if tile is not None)

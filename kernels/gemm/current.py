@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
 from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, DecodeTile, Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
-from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
 
@@ -54,6 +56,8 @@ def gemm(
         c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast_accum, out=c)
         return c
+    if choice.kernel == "cublaslt":
+        return gemm_cublaslt(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, fast_accum)
     return gemm_with_tile(choice.tile, a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 
@@ -123,7 +127,7 @@ def gemm_with_tile(
         whole = {} if split else {"partials": partials, "addend": addend}
         launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, target, **whole)
     else:
-        programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+        programs = gemm_multiprocessors(a.device) * tile.ctas_per_sm
         # A pointer that is never read stands in for a bias that is not there: torch wants every argument.
         bias_or_any = a_scale_inv if bias is None else bias
         # None is no argument of the compiled kernel, so that one without an addend is what it is without this.

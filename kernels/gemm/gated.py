@@ -38,7 +38,8 @@ from te_dynamo.kernels.gemm.stacked import check_stack, gemm_stacked, gemm_stack
 from te_dynamo.kernels.gemm.tiles import DecodeTile, specialized_tile, stages_that_fit
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
-from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
 
@@ -120,7 +121,7 @@ def gemm_gated_specialized(
     c = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
     options = gemm_gated_options(fast, n // 2, gate, kind)
-    programs = min(multiprocessor_count(a.device), PARTIALS // GROUPS.value)
+    programs = min(gemm_multiprocessors(a.device), PARTIALS // GROUPS.value)
     launch(gemm_gated_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k, **options)
     return c, partials
 

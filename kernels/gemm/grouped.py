@@ -33,7 +33,8 @@ from te_dynamo.kernels.gemm.current import (
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
-from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 
 # --- checks and references ----------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ def gemm_grouped_with_tile(
     """`gemm_grouped` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing."""
     m, (groups, n, k) = a.shape[0], b.shape
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+    programs = gemm_multiprocessors(a.device) * tile.ctas_per_sm
     arguments = (a, a_scale_inv, b, b_scale_inv, offs, c, m, n, k, groups)
     options = {"GROUPS": triton.next_power_of_2(groups), **grouped_options(tile, n)}
     launch(gemm_grouped_kernel, (programs,), *arguments, **options)
@@ -187,7 +188,7 @@ def gemm_grouped_columns_with_tile(
     """`gemm_grouped_columns` with a tile of the caller's choice, which decides fast or slow accumulation; checks nothing."""
     (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
     c = torch.empty((groups, n, k), dtype=out_dtype, device=a.device)
-    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+    programs = gemm_multiprocessors(a.device) * tile.ctas_per_sm
     arguments = (a, a_scale_inv, b, b_scale_inv, offs, c, m, n, k, groups)
     launch(gemm_grouped_columns_kernel, (programs,), *arguments, **grouped_options(tile, k))
     return c

@@ -28,7 +28,8 @@ from te_dynamo.kernels.gemm.ring import (
 from te_dynamo.kernels.gemm.specialized import accumulate, scaled
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
-from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 
 _MASK_WARPS = gl.constexpr(2)
 _MASK_ROWS = gl.constexpr(32)  # of a tile in registers at once
@@ -50,7 +51,7 @@ def columns_specialized_out(
     (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
     arguments = (a, a_scale_inv, b, b_scale_inv, offs, out, m, n, k, groups)
     options = columns_specialized_options(out.element_size(), fast)
-    launch(gemm_grouped_columns_specialized_kernel, (multiprocessor_count(a.device),), *arguments, **options)
+    launch(gemm_grouped_columns_specialized_kernel, (gemm_multiprocessors(a.device),), *arguments, **options)
 
 
 def columns_specialized_options(out_bytes: int, fast: bool) -> dict[str, Any]:

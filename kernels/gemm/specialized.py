@@ -34,7 +34,8 @@ from te_dynamo.kernels.gemm.ring import (
 )
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
-from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
 
@@ -58,7 +59,7 @@ def gemm_specialized_out(
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
     options = specialized_options(bias is not None, out.element_size(), fast, stacking)
-    programs = multiprocessor_count(a.device)
+    programs = gemm_multiprocessors(a.device)
     arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, out, addend, m, n, k)
     launch(gemm_specialized_kernel, (programs,), *arguments, **options)
 

@@ -33,7 +33,8 @@ from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import is_recording, launch, multiprocessor_count
+from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.stacking import Stacking, check_segments
 
@@ -138,7 +139,7 @@ def gemm_stacked_with_tile(
     if isinstance(tile, DecodeTile):
         launch_decode(tile, a, a_scale_inv, b, b_scale_inv, bias, c, stacking)
         return c
-    programs = multiprocessor_count(a.device) * tile.ctas_per_sm
+    programs = gemm_multiprocessors(a.device) * tile.ctas_per_sm
     arguments = (a, a_scale_inv, b, b_scale_inv, a_scale_inv if bias is None else bias, c, m, n, k)
     launch(gemm_stacked_kernel, (programs,), *arguments, **stacked_options(tile, n, stacking, bias is not None))
     return c

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 from te_dynamo.kernels.tiles.stacking import Stacking
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing from Python 3.11 on
 
 H200 = TARGETS["h200"]
 """The GPU that `tflops` was measured on."""

@@ -26,6 +26,7 @@ from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_specialized_out
 from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
 from te_dynamo.lowering.inductor.tracing import named_in_profiles
@@ -137,7 +138,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
     from torch._inductor.select_algorithm import extern_kernels
     from torch._inductor.virtualized import V
 
-    setattr(extern_kernels, extern.name, named_in_profiles(extern.call))
+    setattr(extern_kernels, extern.name, named_in_profiles(_with_margin(extern.call)))
     opaque = fallback_handler(operation)
 
     @register_lowering(operation, type_promotion_kind=None)
@@ -150,6 +151,8 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
         inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
         keywords, function = extern.keywords(*extern.flags(arguments)), f"extern_kernels.{extern.name}"
         keywords["name"] = _name_in_profiles(V.graph.current_node, extern)
+        if current_sm_margin():
+            keywords["margin"] = current_sm_margin()
         its_own = not extern.adds or inputs[-1].get_name() == operands[-1].get_name()  # no copy of it, of other strides
         if extern.adds and its_own and can_write_into_addend(V.graph.current_node):
             call_into_last(inputs, keywords, function)
@@ -170,6 +173,19 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
             for i, layout in enumerate(layouts)
         )
+
+
+def _with_margin(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with one more keyword: the multiprocessors that it leaves to other kernels."""
+
+    @functools.wraps(call)
+    def called(*args: Any, margin: int = 0, **keywords: Any) -> Any:
+        if not margin:
+            return call(*args, **keywords)
+        with sm_margin(margin):
+            return call(*args, **keywords)
+
+    return called
 
 
 def _name_in_profiles(node: torch.fx.Node, extern: _Extern) -> str:

@@ -100,6 +100,11 @@ TABLE = (
         "those names",
     ),
     Private(
+        "torch._C._get_sm_carveout_experimental",
+        "products leave as many multiprocessors to other kernels as torch's own do",
+        "that setting: only options={'sm_margin': n} leaves some",
+    ),
+    Private(
         "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
         "a checkpoint around the model must not count what matching saves",
     ),

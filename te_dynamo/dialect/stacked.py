@@ -13,7 +13,7 @@ from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
 from te_dynamo.kernels.quantize import stacked as kernels
 from te_dynamo.kernels.runtime.launch import size_hint
-from te_dynamo.kernels.runtime.target import target_of
+from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.quantized.quantizers import Quantizer
 
@@ -77,4 +77,4 @@ def stacking_pays(
     sizes = [size_hint(size) for size in (m, n, k)]
     stacking = Stacking(along, tuple(segments))
     product = Product(*sizes, fast_accum, stacking=stacking, m_known=isinstance(m, int))
-    return product_pays(product, target_of(device))
+    return product_pays(product, gemm_target(device))

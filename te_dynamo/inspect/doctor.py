@@ -20,6 +20,8 @@ from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.target import Target, described
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
+from te_dynamo.lowering.tune import KIND
+from te_dynamo.remembered import remembered, remembered_file, why_unused
 
 _RECIPES: tuple[recipes.Recipe, ...] = (
     *map(recipes.by_name, recipes.names()),
@@ -145,7 +147,11 @@ def _find_device(found: Diagnosis) -> Target | None:
         ("memory", f"{info.total_memory_bytes / 2**30:.1f} GiB"),
         ("driver supports CUDA", info.driver_version),
     ]
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        unused = why_unused(KIND)
+        state = f"not used: {unused}" if unused else f"{len(remembered(KIND))}, with this driver, torch and Triton"
+        found.device.append(("products timed", f"{state} ({remembered_file(KIND)})"))
+    else:
         found.problems.append(
             "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
         )

@@ -1,16 +1,20 @@
 """doctor: what it says about a working, a deviceless and a broken installation."""
 
+import json
 import types
 
 import pytest
 import torch
 
 import te_dynamo.__main__ as command_line
+import te_dynamo.remembered as remembered_module
 from te_dynamo import recipe
 from te_dynamo._compat import torch_version
 from te_dynamo.inspect import doctor
 from te_dynamo.kernels.runtime.target import described
 from te_dynamo.lowering import device
+from te_dynamo.lowering.tune import KIND
+from te_dynamo.remembered import remember, remembered_file
 
 H200 = device.DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, 50 * 2**20, 141 * 2**30, "13.0", 0)
 
@@ -42,15 +46,39 @@ def test_no_device_is_no_problem():
     assert text.endswith("no problem found")
 
 
-def test_device_table(monkeypatch):
+@pytest.fixture
+def an_h200(monkeypatch, tmp_path):
+    """The first of eight, and an empty cache folder."""
     monkeypatch.setattr(device, "read_device", lambda index: H200)
     monkeypatch.setattr(device, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    remembered_module._read.cache_clear()
+    yield
+    remembered_module._read.cache_clear()
+
+
+def test_device_table(an_h200):
     found = doctor.diagnose()
     assert found.exit_status == 0
     assert dict(found.device)["compute capability"] == "9.0 (sm_90)"
     assert "the first of 8" in dict(found.device)["name"]
     assert dict((row[0], row[1]) for row in found.recipes)["float8_current_scaling"] == "native"
+
+
+def test_products_that_were_timed(an_h200):
+    def timed():
+        return dict(doctor.diagnose().device)["products timed"]
+
+    assert timed().startswith("0, with this driver, torch and Triton (")
+    remember(KIND, {"a": "usual", "b": "cublaslt"})
+    assert timed() == f"2, with this driver, torch and Triton ({remembered_file(KIND)})"
+    held = json.loads(remembered_file(KIND).read_text())
+    held["made_with"]["driver"] = "1.0"
+    remembered_file(KIND).write_text(json.dumps(held))
+    remembered_module._read.cache_clear()
+    assert timed().startswith("not used: it was made with driver 1.0, not ")
 
 
 def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):

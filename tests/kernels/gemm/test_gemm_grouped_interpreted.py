@@ -36,7 +36,7 @@ def test_copies_of_ragged_groups_are_aligned() -> None:
 
 def main() -> None:
     kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
-    kernels.multiprocessor_count = lambda device: 3  # type: ignore[assignment]
+    kernels.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
     for tile in TILES:
         for sizes in SIZES:
             check_product(tile, sizes)

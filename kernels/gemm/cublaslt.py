@@ -1,0 +1,88 @@
+"""The FP8 GEMMs of kernels/gemm/current.py and block.py by cuBLASLt, as torch calls it (torch._scaled_mm).
+
+    C[M, N] = round((A[M, K] @ B[N, K]^T) * (a_scale_inv * b_scale_inv) + bias[N])
+    C[M, N] = round(sum over blocks kb of 128 k: (A_kb @ B_kb^T) * (a_scale_kb * b_scale_kb) + bias[N])
+
+cuBLASLt adds a bias to what it has rounded already. Here a product with a bias is fp32, and a pass adds the bias and rounds once. In which
+order cuBLASLt adds up the products is its own to choose: C agrees with the other kernels within the rounding of fp32 sums, not bit for bit.
+
+The call is an operation of its own in graphs: for torch's Inductor would time Triton kernels of its own, and may take one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MULTIPLE = 16  # of the rows of A with scales of blocks, and of those of B: what torch asks for
+_BLOCK = 128
+
+_library = torch.library.Library("te_kernels", "DEF")
+_library.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, bool fast_accum) -> Tensor"
+)
+
+
+def _scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accum)
+
+
+def _scaled_mm_fake(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+_library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
+_library.impl("scaled_mm", _scaled_mm_fake, "Meta")
+
+SCALED_MM = torch.ops.te_kernels.scaled_mm.default
+"""[M, N] = torch._scaled_mm(a, b.t(), ...), of a [M, K], b [N, K] and their scales."""
+
+
+def can_use_cublaslt(m: int, n: int, blocks: bool) -> bool:
+    """Whether torch multiplies A of m rows by B of n rows, with scales of tensors or of blocks."""
+    return n % _MULTIPLE == 0 and (m % _MULTIPLE == 0 or not blocks)
+
+
+def gemm_cublaslt(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """The module docstring's first C, of what `kernels/gemm/current.py:gemm` takes; on a CPU too."""
+    dtype = out_dtype if bias is None else torch.float32
+    c: torch.Tensor = SCALED_MM(a, b, a_scale_inv, b_scale_inv, dtype, fast_accum)
+    return c if bias is None else (c + bias.float()).to(out_dtype)
+
+
+def gemm_block_cublaslt(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_two_d: bool,
+    b_two_d: bool,
+) -> torch.Tensor:
+    """The second C, of what `kernels/gemm/block.py:gemm_block` takes, scales in fp32; on Hopper alone."""
+    blocks = -(-a.shape[1] // _BLOCK)
+    a_scale = a_scale_inv[:, :blocks] if a_two_d else a_scale_inv.t()
+    b_scale = b_scale_inv[:, :blocks].t() if b_two_d else b_scale_inv
+    return gemm_cublaslt(a, a_scale, b, b_scale, bias, out_dtype, False)

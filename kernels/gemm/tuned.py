@@ -1,0 +1,154 @@
+"""Timing a product in every kernel and tile that can run it, and what was fastest as JSON holds it.
+
+    candidates(product, target)                 all that can run it: Choices
+    timed_us(product, candidates, device)       the time of each
+    facts(choices), choices_of(facts, target)   as JSON holds them, and back
+
+The fastest are for `use_tuned` of choose.py. lowering/tune.py times the products of a graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+
+import torch
+
+from te_dynamo.kernels.gemm.block import gemm_block_with_tile, scale_shape
+from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.choose import CALL_US, Choice, Product, Stacking, can_decode, can_specialize, usual_tiles
+from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
+from te_dynamo.kernels.gemm.current import gemm_with_tile
+from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
+from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.stacked import gemm_stacked_with_tile
+from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
+from te_dynamo.kernels.runtime._triton import triton
+from te_dynamo.kernels.runtime.launch import compiling_only
+from te_dynamo.kernels.runtime.target import Target
+
+
+def candidates(product: Product, target: Target) -> list[Choice]:
+    """All that can run a plain product (`Product.plain`)."""
+    found = [Choice("usual", tile) for tile in usual_tiles(product, target)]
+    if (decode := can_decode(product, target)) is not None:
+        found.append(Choice("decode", decode))
+    if (specialized := can_specialize(product, target)) is not None:
+        found.append(Choice("specialized", specialized))
+    whole = not product.stacking.along and not product.m_groups and not product.k_groups
+    blocks = product.scaling != "tensor"
+    if whole and product.n_known and (product.m_known or not blocks) and can_use_cublaslt(product.m, product.n, blocks):
+        found.append(Choice("cublaslt", found[0].tile))
+    return found
+
+
+def best_of(times: Mapping[Choice, float]) -> Choice | None:
+    """The fastest by microseconds of each, None of none. What Inductor's code calls and does not launch has to take CALL_US or more."""
+    launched = {c: us for c, us in times.items() if us >= CALL_US or c.kernel in ("usual", "decode")}
+    return min(launched, key=launched.__getitem__, default=None)
+
+
+def timed_us(product: Product, choices: list[Choice], device: torch.device) -> dict[Choice, float]:
+    """Microseconds of each choice on the device, by operands of random values; those that fail there are left out.
+
+    Raises torch.OutOfMemoryError where there is no memory for the operands.
+    """
+    operands = _operands(product, device)
+    runs = [(choice, functools.partial(_run, choice, product, operands)) for choice in choices]
+    with compiling_only(), contextlib.suppress(Exception):  # at once, in compile_ahead.py's threads
+        for choice, run in runs:
+            if choice.kernel != "cublaslt":
+                run()
+    times = {}
+    for choice, run in runs:
+        # Triton, its compiler or cuBLASLt may refuse it: then it cannot run the product here.
+        with contextlib.suppress(Exception):
+            times[choice] = 1000 * triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
+    return times
+
+
+def _operands(p: Product, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """(a, a_scale_inv, b, b_scale_inv), and offs of groups of one size."""
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device).to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.float32, device=device)
+
+    a, b = codes(p.m, p.k), codes(*([p.m_groups] if p.m_groups else []), p.n, p.k)
+    if p.scaling != "tensor":
+        a_two_d = p.scaling == "128x128"
+        a_scale, b_scale = (
+            scale_shape(rows, p.k, two_d, torch.float32) for rows, two_d in ((p.m, a_two_d), (p.n, not a_two_d))
+        )
+        return a, scales(*a_scale), b, scales(*b_scale)
+    segments = len(p.stacking.segments)
+    a_scales = segments if p.stacking.along in ("M", "K") else 1
+    b_scales = p.m_groups or (segments if p.stacking.along in ("N", "K") else 1)
+    operands = (a, scales(a_scales), b, scales(b_scales))
+    groups = p.m_groups or p.k_groups
+    if not groups:
+        return operands
+    ends = [(i + 1) * (p.m if p.m_groups else p.k) // groups for i in range(groups)]
+    return *operands, torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _run(choice: Choice, p: Product, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """C of a plain product, in bf16."""
+    tile, dtype, a_two_d = choice.tile, torch.bfloat16, p.scaling == "128x128"
+    if choice.kernel == "cublaslt" and p.scaling != "tensor":
+        return gemm_block_cublaslt(*operands, None, dtype, a_two_d, not a_two_d)
+    if choice.kernel == "cublaslt":
+        return gemm_cublaslt(*operands, None, dtype, p.fast_accum)
+    if choice.specialized:
+        c = torch.empty((*([p.k_groups] if p.k_groups else []), p.m, p.n), dtype=dtype, device=operands[0].device)
+        if p.k_groups:
+            columns_specialized_out(*operands, p.fast_accum, out=c)
+        elif p.scaling != "tensor":
+            gemm_block_specialized_out(*operands, b_two_d=not a_two_d, out=c)
+        else:
+            gemm_specialized_out(*operands, fast=p.fast_accum, stacking=p.stacking, out=c)
+        return c
+    if p.stacking.along:
+        return gemm_stacked_with_tile(tile, *operands, None, dtype, p.stacking)
+    if isinstance(tile, DecodeTile):
+        return gemm_with_tile(tile, *operands, None, dtype)
+    if p.m_groups:
+        return gemm_grouped_with_tile(tile, *operands, dtype)
+    if p.k_groups:
+        return gemm_grouped_columns_with_tile(tile, *operands, dtype)
+    if p.scaling != "tensor":
+        return gemm_block_with_tile(tile, *operands, None, dtype, a_two_d, not a_two_d)
+    return gemm_with_tile(tile, *operands, None, dtype)
+
+
+def facts(choices: Mapping[tuple[Product, Target], Choice]) -> dict[str, str]:
+    """Choices as JSON holds them: {the product and the number of multiprocessors: the name of what runs it}."""
+    return {
+        json.dumps([dataclasses.asdict(product), target.multiprocessors]): _name(choice)
+        for (product, target), choice in choices.items()
+    }
+
+
+def choices_of(held: Mapping[str, str], target: Target) -> dict[tuple[Product, Target], Choice]:
+    """What `facts` wrote of choices for this device; what cannot run there is left out."""
+    found = {}
+    for key, name in held.items():
+        fields, multiprocessors = json.loads(key)
+        stacking = Stacking(fields["stacking"]["along"], tuple(fields["stacking"]["segments"]))
+        product = Product(**{**fields, "stacking": stacking})
+        part = dataclasses.replace(target, multiprocessors=multiprocessors)
+        named = {_name(choice): choice for choice in candidates(product, part)}
+        if name in named:
+            found[product, part] = named[name]
+    return found
+
+
+def _name(choice: Choice) -> str:
+    """ "usual slow 128x256x128 w8 s3", "specialized": unique among the candidates of a product."""
+    return f"usual {choice.tile.name}" if choice.kernel == "usual" and isinstance(choice.tile, Tile) else choice.kernel

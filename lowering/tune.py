@@ -1,0 +1,83 @@
+"""`mode="max-autotune"`: the products of a graph are timed on the device that is there, and the fastest of each is remembered.
+
+What was timed is in a file of torch's cache folder (te_dynamo/remembered.py). Later compilations use it, whatever their mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import warnings
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch.fx import Graph
+
+from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, asked_products, use_tuned
+from te_dynamo.kernels.gemm.tuned import best_of, candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.runtime.margin import current_sm_margin
+from te_dynamo.kernels.runtime.target import Target, is_acting, target_of
+from te_dynamo.lowering.lower import lower
+from te_dynamo.remembered import remember, remembered
+
+KIND = "products"
+"""What te_dynamo/remembered.py calls such facts."""
+
+Timer = Callable[[Product, list[Choice], torch.device], dict[Choice, float]]
+
+
+def use_remembered() -> None:
+    """What was timed on this machine's device before, in this process too, is chosen from now on. Read once a process."""
+    if torch.cuda.is_available() and not is_acting():
+        _use_remembered(target_of(torch.device("cuda", torch.cuda.current_device())))
+
+
+@functools.cache
+def _use_remembered(target: Target) -> None:
+    use_tuned(choices_of(remembered(KIND), target))
+
+
+def tuned_key() -> str:
+    """All choices that were timed, as one text: a graph that was compiled with others is not this one."""
+    return json.dumps(facts(TUNED), sort_keys=True)
+
+
+def tune(graph: Graph, timer: Timer = timed_us) -> None:
+    """Times the products of a graph that `lower` is about to rewrite, unless they were timed before. Nothing without a device."""
+    if not torch.cuda.is_available() or is_acting():
+        return
+    with asked_products() as asked:
+        lower(copy.deepcopy(graph))
+    new = [key for key in asked if key not in TUNED]
+    if not new:
+        return
+    found, console = {}, Console(stderr=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for product, target in track(
+        new, "timing products", console=console, transient=True, disable=not console.is_terminal
+    ):
+        # torch tells cuBLASLt of its own carve-out, and of no margin.
+        choices = [c for c in candidates(product, target) if c.kernel != "cublaslt" or not current_sm_margin()]
+        try:
+            times = timer(product, choices, device)
+        except torch.OutOfMemoryError:
+            times = {}
+        best = best_of(times)
+        if best is not None:
+            found[product, target] = best
+        else:
+            _warn(
+                f"{product} could not be timed, for want of memory or since no kernel ran; it runs what the cost model says"
+            )
+    use_tuned(found)
+    try:
+        remember(KIND, facts(found))
+    except OSError as error:
+        _warn(f"what was timed is not kept for later processes: {error}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"te_dynamo: {text}", stacklevel=3)

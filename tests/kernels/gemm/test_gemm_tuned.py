@@ -1,0 +1,207 @@
+"""Products that were timed: what can run one, how it is written down, and that no fusion changes the order of its sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from helpers.kernels.gemm_operands import relative_error
+
+from te_dynamo.kernels.gemm import cublaslt
+from te_dynamo.kernels.gemm.block import scale_shape
+from te_dynamo.kernels.gemm.choose import (
+    TUNED,
+    Choice,
+    Product,
+    Stacking,
+    asked_products,
+    choose,
+    choose_for,
+    use_tuned,
+)
+from te_dynamo.kernels.gemm.choose import stacking_pays as pays
+from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
+from te_dynamo.kernels.gemm.current import gemm_reference
+from te_dynamo.kernels.gemm.tuned import _operands, _run, candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.runtime.margin import gemm_target
+from te_dynamo.kernels.runtime.target import TARGETS
+
+H200, B200 = TARGETS["h200"], TARGETS["b200"]
+PRODUCTS = {
+    "large": Product(8192, 4096, 4096, fast_accum=True),
+    "a few rows": Product(16, 4096, 4096),
+    "of 8 columns": Product(512, 8, 4096),
+    "stacked": Product(16, 8192, 4096, stacking=Stacking("N", (4096, 4096))),
+    "stacked along K": Product(4096, 4096, 512, stacking=Stacking("K", (256, 256))),
+    "block": Product(8192, 4096, 4096, scaling="1x128"),
+    "block, transposed": Product(8192, 4096, 4096, scaling="128x128"),
+    "experts": Product(4096, 4096, 1024, m_groups=8),
+    "experts' wgrad": Product(4096, 1024, 4096, k_groups=8),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_timed() -> Iterator[None]:
+    yield
+    TUNED.clear()
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_is_chosen_is_a_candidate_and_is_written_down(name: str) -> None:
+    product = PRODUCTS[name].plain
+    for target in (H200, B200):
+        found = candidates(product, target)
+        assert choose(product, target) in found
+        assert len({tuple(facts({(product, target): choice}).values()) for choice in found}) == len(found), (
+            "unique names"
+        )
+        for choice in found:
+            assert choices_of(facts({(product, target): choice}), target) == {(product, target): choice}
+
+
+def test_kernels_are_candidates_where_they_can_run() -> None:
+    kernels = {
+        name: " ".join(sorted({choice.kernel for choice in candidates(product.plain, H200)} - {"usual"}))
+        for name, product in PRODUCTS.items()
+    }
+    assert kernels == {
+        "large": "cublaslt specialized",
+        "a few rows": "cublaslt decode specialized",
+        "of 8 columns": "specialized",
+        "stacked": "decode specialized",
+        "stacked along K": "specialized",
+        "block": "cublaslt specialized",
+        "block, transposed": "cublaslt",
+        "experts": "",
+        "experts' wgrad": "specialized",
+    }
+    assert {choice.kernel for choice in candidates(PRODUCTS["large"].plain, B200)} == {"usual", "cublaslt"}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_candidate_is_chosen_once_it_was_the_fastest(name: str) -> None:
+    """And by every width of C and epilogue: with the same kernel, and as many parts of K."""
+    product = PRODUCTS[name]
+    for candidate in candidates(product.plain, H200):
+        use_tuned({(product.plain, H200): candidate})
+        chosen = choose(product.plain, H200)
+        assert chosen == candidate or chosen.kernel == candidate.kernel == "cublaslt"
+        for out_bytes in (2, 4):
+            for epilogue in ("none", "add", "amax"):
+                choice = choose(dataclasses.replace(product, out_bytes=out_bytes, epilogue=epilogue), H200)
+                if choice.kernel == "cublaslt" or candidate.kernel == "cublaslt":
+                    assert choice.kernel == candidate.kernel
+                elif epilogue == "none" or choice.kernel == candidate.kernel:
+                    assert (choice.kernel, choice.tile.split_k) == (candidate.kernel, candidate.tile.split_k)
+                assert choice.fused <= (candidate.kernel != "cublaslt" or epilogue == "none")
+                if choice.kernel == "usual":
+                    assert choice.tile.fits(out_bytes)
+
+
+def test_a_stack_whose_parts_were_fastest_in_parts_of_k_does_not_pay() -> None:
+    """Apart they would have other bits."""
+    product = Product(512, 8192, 4096, True, stacking=Stacking("N", (4096, 4096)))
+    assert pays(product, H200)
+    part = Product(512, 4096, 4096, True).plain
+    for split in (2, 4):
+        in_parts = next(c for c in candidates(part, H200) if c.kernel == "usual" and c.tile.split_k == split)
+        use_tuned({(part, H200): in_parts})
+        assert not pays(product, H200)
+    use_tuned({(part, H200): Choice("cublaslt", in_parts.tile)})
+    assert not pays(product, H200)
+
+
+def test_what_cannot_run_here_is_left_out() -> None:
+    large = PRODUCTS["large"].plain
+    held = facts({(large, H200): choose(large, H200)})
+    assert set(held.values()) == {"specialized"}
+    assert choices_of(held, B200) == {}, "no specialized kernel"
+
+
+def test_asked_products() -> None:
+    a, b = (torch.empty(rows, 4096, dtype=torch.float8_e4m3fn, device="meta") for rows in (8192, 4096))
+    with asked_products() as asked:
+        choose_for(a, b, True, torch.bfloat16)
+        choose_for(a, b, True, epilogue="amax")
+    assert list(asked) == [(PRODUCTS["large"].plain, H200)]
+    choose_for(a, b, False)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cublaslts_product_is_the_references(bias: bool, dtype: torch.dtype) -> None:
+    """On the CPU torch's own kernel stands in for cuBLASLt: the same call."""
+    torch.manual_seed(0)
+    a, b = torch.randn(48, 256).to(torch.float8_e5m2), torch.randn(64, 256).to(torch.float8_e4m3fn)
+    shift = torch.randn(64).bfloat16() if bias else None
+    arguments = (a, torch.tensor([0.5]), b, torch.tensor([0.25]), shift, dtype, False)
+    got, want = gemm_cublaslt(*arguments), gemm_reference(*arguments)
+    assert got.dtype == dtype and relative_error(got, want) < {torch.float32: 1e-6}.get(dtype, 4e-3)
+    if bias:
+        plain = gemm_cublaslt(*arguments[:4], None, torch.float32, False)
+        assert torch.equal(got, (plain + shift.float()).to(dtype)), "one rounding"  # type: ignore[union-attr]
+
+
+def test_cublaslts_scales_of_blocks_are_torchs() -> None:
+    """Its shapes and strides, also where the blocks of K are no multiple of 4, which the rows of 2D scales are padded to."""
+    for m, n, k, two_d in (
+        (256, 384, 640, (False, True)),
+        (256, 384, 640, (True, False)),
+        (32, 48, 640, (False, False)),
+    ):
+        a, b = (torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n))
+        scales = [
+            torch.empty(scale_shape(rows, k, two, torch.float32), device="meta")
+            for rows, two in zip((m, n), two_d, strict=True)
+        ]
+        with mock.patch.object(cublaslt, "SCALED_MM") as call:
+            cublaslt.gemm_block_cublaslt(a, scales[0], b, scales[1], None, torch.bfloat16, *two_d)
+        _, _, a_scale, b_scale, *_ = call.call_args.args
+        assert a_scale.shape == (-(-m // 128) if two_d[0] else m, k // 128)
+        assert a_scale.stride() == ((8, 1) if two_d[0] else (1, m))
+        assert b_scale.shape == (k // 128, -(-n // 128) if two_d[1] else n)
+        assert b_scale.stride() == ((1, 8) if two_d[1] else (n, 1))
+
+
+def test_inductors_code_calls_it_and_times_nothing() -> None:
+    def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return gemm_cublaslt(
+            a.to(torch.float8_e4m3fn), scale, b.to(torch.float8_e4m3fn), scale, None, torch.bfloat16, False
+        )
+
+    a, b, scale = torch.randn(48, 256), torch.randn(64, 256), torch.tensor([0.5])
+    got, (code,) = torch._inductor.utils.run_and_get_code(torch.compile(product), a, b, scale)
+    assert "torch.ops.te_kernels.scaled_mm.default(" in code
+    assert torch.equal(got, product(a, b, scale))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operands_are_those_of_the_product(name: str) -> None:
+    small = dataclasses.replace(PRODUCTS[name].plain, m=256, n=256, k=256)
+    if small.stacking.along:
+        small = dataclasses.replace(small, stacking=Stacking(small.stacking.along, (128, 128)))
+    a, _, b, *_ = _operands(small, torch.device("cpu"))
+    assert a.shape == (256, 256) and b.shape[-2:] == (256, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_all_candidates_run_and_agree_on_a_gpu(name: str) -> None:
+    """cuBLASLt may lack a product on the device at hand; the kernels may not."""
+    product, device = PRODUCTS[name].plain, torch.device("cuda")
+    operands = tuple(
+        torch.exp2(torch.randint(-2, 3, x.shape, device=device).float()) if x.dtype == torch.float32 else x
+        for x in _operands(product, device)
+    )
+    choices = candidates(product, gemm_target(device))
+    times = timed_us(product, choices, device)
+    assert min(times.values()) > 0
+    assert {choice.kernel for choice in choices if choice not in times} <= {"cublaslt"}
+    first, *others = [_run(choice, product, operands) for choice in times]
+    for other, choice in zip(others, list(times)[1:], strict=True):
+        assert relative_error(other, first) < 1e-2, choice
