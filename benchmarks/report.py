@@ -74,6 +74,7 @@ TABLES = {
     "gemm": Table("gemm", ("product", "shape"), "scales", ("te_tflops", "cublas_tflops", "bf16_tflops")),
     "grouped": Table("grouped"),
     "coverage": Table("coverage"),
+    "targets": Table("targets", ("kernel", "case"), "target", ("shared_kib", "registers", "spills")),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
 """Of all runs, in the order of the page."""

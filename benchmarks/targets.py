@@ -50,7 +50,7 @@ KINDS = {name: TARGETS[name] for name in ("l40s", "h200", "b200", "gb300", "rtx5
     "thor": described("Thor", (11, 0), 20, 227 * 1024),
     "gb10": described("GB10", (12, 1), 48, 99 * 1024),
 }
-"""A GPU of each compute capability with FP8 tensor cores."""
+"""A GPU of each compute capability with FP8 tensor cores. Of gb10 that shows why it has no kernels."""
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 M, N, K, GROUPS = 4096, 4096, 2048, 8
@@ -154,6 +154,10 @@ def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             arguments = (f8(M, K), scales[0], f8(N, K), scales[1], bf16(N), BF16, False, two_d)
             name = f"{tile.name}, 1x128 by {'128' if two_d else '1'}x128"
             yield name, functools.partial(block.gemm_block_with_tile, tile, *arguments), most
+        if tile.split_k == 1:
+            codes = [torch.empty(rows, K // 32, dtype=torch.uint8, device="cuda") for rows in (M, N)]
+            arguments = (f8(M, K), codes[0], f8(N, K), codes[1], bf16(N), BF16, False, False)
+            yield f"{tile.name}, E8M0", functools.partial(block.gemm_block_with_tile, tile, *arguments), most
 
 
 def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
@@ -252,9 +256,10 @@ def _others() -> Iterator[tuple[str, Launch]]:
 
 
 @contextlib.contextmanager
-def compiled_by(found: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside, launches compile and launch nothing; what became of each kernel is appended."""
+def compiled_for(target: Target, found: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside, launches compile for a target and launch nothing; what became of each kernel is appended."""
     log = io.StringIO()
+    number = 10 * target.capability[0] + target.capability[1]
 
     def listen(src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
         text = log.getvalue()
@@ -275,22 +280,25 @@ def compiled_by(found: list[dict[str, Any]]) -> Iterator[None]:
 
     with compiling_only(), knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         driver.active.get_current_stream = lambda device: 0
+        driver.active.get_current_device = lambda: number  # kernels remember by it what they compiled
         knobs.compilation.always_compile = True  # a cached kernel would come without ptxas's words
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.listener = listen
         yield
 
 
-def compiled(name: str, part: slice = slice(None)) -> list[Row]:
-    """The rows of one of KINDS, or of a part of its cases. Kernels remember what they compiled: once a process."""
+def compiled(name: str, wanted: str = "") -> list[Row]:
+    """The rows of one of KINDS, of the cases that a regular expression is found in. What is compiled already has no row."""
     target = KINDS[name]
     rows: list[Row] = []
     with fake_cuda(target):
-        for case, launch, most in list(launches(target))[part]:
+        for case, launch, most in launches(target):
+            if not re.search(wanted, case):
+                continue
             found: list[dict[str, Any]] = []
             error = ""
             try:
-                with compiled_by(found):
+                with compiled_for(target, found):
                     launch()
             except Exception as failure:
                 error = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}"

@@ -28,6 +28,9 @@ H200 = TARGETS["h200"]
 """The GPU that `tflops` was measured on."""
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
 _REDUCE_US = 3.0  # launch of the kernel that adds up the parts of a split K
+_SPILL_FROM_TENSOR_MEMORY = {
+    f"fast 64x64x256 w4 s3 2/sm k/{parts}" for parts in (2, 4)
+}  # benchmarks/targets.py shows it
 REDUCE_BYTES_PER_US = 2.5e6
 REDUCE_BLOCK = 1024  # elements of C that one program of that kernel adds up
 _BARRIER_BYTES = 1024
@@ -76,7 +79,7 @@ class Tile:
     def shared_bytes(self, out_bytes: int, target: Target = H200) -> int:
         """The most shared memory that a program takes: loads in flight, half a tile of results of `out_bytes` each, barriers."""
         loads = target.buffers(self.num_stages) * (self.block_m + self.block_n) * self.block_k
-        return loads + self.result_bytes(out_bytes) + _BARRIER_BYTES
+        return loads + self.result_bytes(out_bytes, target) + _BARRIER_BYTES
 
     def fits(self, out_bytes: int, target: Target = H200) -> bool:
         """Whether as many programs as there are for a multiprocessor fit in its shared memory."""
@@ -91,6 +94,8 @@ class Tile:
         """
         if (self.halves and not target.has_wgmma) or target.buffers(self.num_stages) < _FEWEST_BUFFERS:
             return None
+        if target.has_tensor_memory and self.name in _SPILL_FROM_TENSOR_MEMORY:
+            return None
         tile = self
         if target.shared_bytes < H200.shared_bytes:
             if not tile.fits(out_bytes, target) and tile.ctas_per_sm > 1:
@@ -103,9 +108,16 @@ class Tile:
                     break
         return tile if tile.fits(out_bytes, target) else None
 
-    def result_bytes(self, out_bytes: int) -> int:
-        """Shared memory that half a tile of results passes through."""
-        return self.block_m * self.block_n // 2 * (4 if self.split_k > 1 else out_bytes)
+    def result_bytes(self, out_bytes: int, target: Target = H200) -> int:
+        """Shared memory that half a tile of results passes through.
+
+        What comes from tensor memory passes through more to get another layout: in fp32 as much again, of 64 rows and of sums
+        that are kept in registers half as much.
+        """
+        half = self.block_m * self.block_n // 2 * (4 if self.split_k > 1 else out_bytes)
+        if not target.has_tensor_memory or self.split_k > 1:
+            return half
+        return 2 * half if out_bytes > 2 else 3 * half // 2 if self.block_m == 64 or not self.fast else half
 
     @property
     def name(self) -> str:
@@ -146,9 +158,9 @@ def with_splits(tile: AnyTile, *splits: int) -> list[AnyTile]:
 class BlockGemmTile(Tile):
     """A `Tile` of slow accumulation, block_k 128: the sum takes the scaled products of every 128 k."""
 
-    def result_bytes(self, out_bytes: int) -> int:
+    def result_bytes(self, out_bytes: int, target: Target = H200) -> int:
         """As `Tile.result_bytes`; the sums of a split K leave straight from registers."""
-        return 0 if self.split_k > 1 else super().result_bytes(out_bytes)
+        return 0 if self.split_k > 1 else super().result_bytes(out_bytes, target)
 
     @property
     def name(self) -> str:
@@ -209,8 +221,8 @@ BLOCK_TILES: tuple[BlockGemmTile, ...] = (
 class _SpecializedBlockTile(Tile):
     """Its results leave in quarters, not halves, and scales lie in the ring beside the tiles that they scale."""
 
-    def result_bytes(self, out_bytes: int) -> int:
-        return super().result_bytes(out_bytes) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
+    def result_bytes(self, out_bytes: int, target: Target = H200) -> int:
+        return super().result_bytes(out_bytes, target) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
 
 
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
@@ -231,7 +243,7 @@ class _ColumnsTile(Tile):
     """Beside the loop over whole blocks there is one over a group's edges: two blocks in flight, and one whose edge is masked."""
 
     def shared_bytes(self, out_bytes: int, target: Target = H200) -> int:
-        edges = 3 * (self.block_m + self.block_n) * self.block_k + self.result_bytes(out_bytes) + _BARRIER_BYTES
+        edges = 3 * (self.block_m + self.block_n) * self.block_k + self.result_bytes(out_bytes, target) + _BARRIER_BYTES
         return max(super().shared_bytes(out_bytes, target), edges)
 
 

@@ -1,0 +1,48 @@
+"""Every kernel and every tile for each kind of GPU, compiled by benchmarks/targets.py: they fit, do not spill, and multiply FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+Importer = Callable[[str], ModuleType]
+
+MULTIPLIES = {
+    "l40s": {"mma.sync k32 e4m3"},
+    "rtx5090": {"mma.sync k32 e4m3"},
+    "h200": {"wgmma k32 e4m3"},
+    "b200": {"tcgen05.mma f8f6f4"},
+    "gb300": {"tcgen05.mma f8f6f4"},
+    "thor": {"tcgen05.mma f8f6f4"},
+}
+
+
+def check(name: str, importer: Importer, wanted: str = "") -> None:
+    targets = importer("targets")
+    rows = targets.compiled(name, wanted)
+    assert rows
+    for row in rows:
+        assert not row.error, row
+        assert row.spills == 0 and row.shared_kib <= row.most_kib, row
+        assert row.most_kib <= targets.KINDS[name].shared_bytes / 1024, row
+        assert row.multiplies in {"", *MULTIPLIES[name]}, row
+
+
+@pytest.mark.parametrize("name", ["l40s", "b200", "rtx5090"])
+def test_a_few_tiles(name: str, import_benchmark: Importer) -> None:
+    check(name, import_benchmark, r"^fast 128x128x128 w8 s\d$|^current, rows$")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIPLIES)
+def test_everything(name: str, import_benchmark: Importer) -> None:
+    check(name, import_benchmark)
+
+
+@pytest.mark.slow
+def test_fp8_is_multiplied_in_16_bits_on_sm_121(import_benchmark: Importer) -> None:
+    """Once this fails, kernels/runtime/availability.py has an exception too many."""
+    (row,) = import_benchmark("targets").compiled("gb10", r"^fast 128x128x128 w8 s\d$")
+    assert row.multiplies == "mma.sync k16 f16"
