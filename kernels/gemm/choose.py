@@ -27,6 +27,7 @@ import torch
 
 from te_dynamo.kernels.gemm.tiles import (
     BLOCK_TILES,
+    COLUMNS_TILES,
     GROUPED_TILES,
     REDUCE_BLOCK,
     REDUCE_BYTES_PER_US,
@@ -220,7 +221,8 @@ def usual_tiles(p: Product, target: Target) -> list[Tile]:
         tiles: list[Tile] = list(BLOCK_TILES)
     else:
         fast = p.fast_accum or target.has_fp32_sums
-        tiles = [tile for tile in (GROUPED_TILES if p.m_groups or p.k_groups else TILES) if tile.fast == fast]
+        table = GROUPED_TILES if p.m_groups else COLUMNS_TILES if p.k_groups else TILES
+        tiles = [tile for tile in table if tile.fast == fast]
     if p.stacking.along:
         tiles = [t for t in tiles if t.split_k == 1 and not (t.halves and p.stacking.along == "K")]
         tiles = [t for t in tiles if p.stacking.divisible(t.block_m, t.block_n, t.block_k)]

@@ -99,7 +99,7 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
         ("float8_block_scaling", (9, 0), "native"),
         ("mxfp8", (8, 9), "emulated"),
         ("mxfp8", (9, 0), "emulated"),
-        ("mxfp8", (12, 0), "emulated"),
+        ("mxfp8", (12, 0), "native"),
         ("mxfp8", (10, 0), "native"),
         ("mxfp8(scale_block=128)", (9, 0), "native"),
         ("nvfp4", (9, 0), "emulated"),
