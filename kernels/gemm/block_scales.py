@@ -94,9 +94,7 @@ def gemm_block_scales_kernel(
     SCALES: tl.constexpr = BLOCK_K // (16 if NVFP4 else 32)  # of a row of a tile
     a_desc = operand_descriptor(a, M, K // PACK, A_COLUMNWISE, BLOCK_M, BLOCK_K // PACK)
     b_desc = operand_descriptor(b, N, K // PACK, B_COLUMNWISE, BLOCK_N, BLOCK_K // PACK)
-    if (
-        NVFP4
-    ):  # codes of which the compiler knows the format: a cast of what is loaded would take them through registers
+    if NVFP4:  # a cast of what is loaded, not of the pointers, would take the scales through registers
         a_scale_inv = a_scale_inv.to(tl.pointer_type(tl.float8e4nv))
         b_scale_inv = b_scale_inv.to(tl.pointer_type(tl.float8e4nv))
     tiles_k = tl.cdiv(K, 64 if NVFP4 else 128)
