@@ -17,8 +17,8 @@ from rich.progress import track
 from torch.fx import Graph
 
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, asked_products, use_tuned
-from te_dynamo.kernels.gemm.margin import current_sm_margin
-from te_dynamo.kernels.gemm.tuned import candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.gemm.tuned import best_of, candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.runtime.margin import current_sm_margin
 from te_dynamo.kernels.runtime.target import Target, is_acting, target_of
 from te_dynamo.lowering.lower import lower
 from te_dynamo.remembered import remember, remembered
@@ -65,12 +65,19 @@ def tune(graph: Graph, timer: Timer = timed_us) -> None:
             times = timer(product, choices, device)
         except torch.OutOfMemoryError:
             times = {}
-        if times:
-            found[product, target] = min(times, key=times.__getitem__)
+        best = best_of(times)
+        if best is not None:
+            found[product, target] = best
         else:
-            warnings.warn(
-                f"te_dynamo: {product} could not be timed, for want of memory or since no kernel ran; it runs what the cost model says",
-                stacklevel=2,
+            _warn(
+                f"{product} could not be timed, for want of memory or since no kernel ran; it runs what the cost model says"
             )
     use_tuned(found)
-    remember(KIND, facts(found))
+    try:
+        remember(KIND, facts(found))
+    except OSError as error:
+        _warn(f"what was timed is not kept for later processes: {error}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"te_dynamo: {text}", stacklevel=3)

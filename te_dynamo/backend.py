@@ -31,8 +31,8 @@ from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated,
 from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, record_before, uncached
 from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
 from te_dynamo.inspect.report import Report
-from te_dynamo.kernels.gemm.margin import sm_margin
 from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead

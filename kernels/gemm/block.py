@@ -25,11 +25,11 @@ from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.cublaslt import gemm_block_cublaslt
 from te_dynamo.kernels.gemm.current import add_parts, check_operands, store_result, tile_origin
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.float8_block import BLOCK
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 

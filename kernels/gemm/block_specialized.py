@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -30,6 +29,7 @@ from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import gl, gluon, hopper, mbarrier, tma
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
 _DECODE_ROWS = 128

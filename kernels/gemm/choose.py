@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import torch
 
-from te_dynamo.kernels.gemm.margin import gemm_target
 from te_dynamo.kernels.gemm.tiles import (
     BLOCK_TILES,
     GROUPED_TILES,
@@ -53,6 +52,7 @@ from te_dynamo.kernels.gemm.tiles import (
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS
 from te_dynamo.kernels.runtime.launch import size_hint
+from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
@@ -68,7 +68,9 @@ __all__ = [
     "use_tuned",
 ]
 
-_SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+CALL_US = (
+    50.0  # from here on a call pays, which keeps the CPU busy for some 20 us longer than a launch by Inductor's code
+)
 _SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 
 
@@ -269,7 +271,7 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
         usual_us = estimated_us(usual, *size, multiprocessors)
     if p.stacking.along == "K" and p.fast_accum:
         usual_us = float("inf")  # its copies wait at every border
-    return tile if _SPECIALIZED_MINIMUM_US <= us < usual_us else None
+    return tile if CALL_US <= us < usual_us else None
 
 
 def can_specialize(p: Product, target: Target) -> Tile | None:

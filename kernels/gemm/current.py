@@ -22,12 +22,12 @@ import torch
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
 from te_dynamo.kernels.gemm.decode import launch_decode
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, DecodeTile, Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
 from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import abs_bits, store_amax
 

@@ -21,7 +21,6 @@ from te_dynamo.kernels.activation.activation import activate
 from te_dynamo.kernels.activation.gated import check_kind, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.decode import launch_gated_decode
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -40,6 +39,7 @@ from te_dynamo.kernels.gemm.tiles import DecodeTile, specialized_tile, stages_th
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
 from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
 

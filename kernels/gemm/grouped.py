@@ -31,10 +31,10 @@ from te_dynamo.kernels.gemm.current import (
     store_result,
 )
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 
 # --- checks and references ----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_WARPS,
@@ -30,6 +29,7 @@ from te_dynamo.kernels.gemm.specialized import accumulate, scaled
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 
 _MASK_WARPS = gl.constexpr(2)
 _MASK_ROWS = gl.constexpr(32)  # of a tile in registers at once

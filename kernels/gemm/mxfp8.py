@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8, dequantize_mxfp8_reference, swizzle_scales
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import Size
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -36,6 +35,7 @@ from te_dynamo.kernels.gemm.ring import (
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
 

@@ -30,11 +30,11 @@ from te_dynamo.kernels.gemm.current import (
     tile_origin,
 )
 from te_dynamo.kernels.gemm.decode import launch_decode
-from te_dynamo.kernels.gemm.margin import gemm_multiprocessors
 from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.stacking import Stacking, check_segments
 

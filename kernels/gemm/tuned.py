@@ -19,7 +19,7 @@ import torch
 
 from te_dynamo.kernels.gemm.block import gemm_block_with_tile, scale_shape
 from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, can_decode, can_specialize, usual_tiles
+from te_dynamo.kernels.gemm.choose import CALL_US, Choice, Product, Stacking, can_decode, can_specialize, usual_tiles
 from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_with_tile
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
@@ -46,6 +46,12 @@ def candidates(product: Product, target: Target) -> list[Choice]:
     return found
 
 
+def best_of(times: Mapping[Choice, float]) -> Choice | None:
+    """The fastest by microseconds of each, None of none. What Inductor's code calls and does not launch has to take CALL_US or more."""
+    launched = {c: us for c, us in times.items() if us >= CALL_US or c.kernel in ("usual", "decode")}
+    return min(launched, key=launched.__getitem__, default=None)
+
+
 def timed_us(product: Product, choices: list[Choice], device: torch.device) -> dict[Choice, float]:
     """Microseconds of each choice on the device, by operands of random values; those that fail there are left out.
 
@@ -53,10 +59,7 @@ def timed_us(product: Product, choices: list[Choice], device: torch.device) -> d
     """
     operands = _operands(product, device)
     runs = [(choice, functools.partial(_run, choice, product, operands)) for choice in choices]
-    with (
-        compiling_only(),
-        contextlib.suppress(Exception),
-    ):  # in threads, where lowering/inductor/compile_ahead.py has some
+    with compiling_only(), contextlib.suppress(Exception):  # at once, in compile_ahead.py's threads
         for choice, run in runs:
             if choice.kernel != "cublaslt":
                 run()

@@ -24,9 +24,9 @@ from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
 from te_dynamo.kernels.gemm.epilogue import gemm_add_specialized_out, is_aligned
 from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.margin import current_sm_margin, sm_margin
 from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_specialized_out
 from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
 from te_dynamo.lowering.inductor.tracing import named_in_profiles

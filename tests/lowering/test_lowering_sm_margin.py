@@ -15,8 +15,8 @@ from te_dynamo import backend
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.gemm.margin import current_sm_margin, gemm_multiprocessors, gemm_target, sm_margin
 from te_dynamo.kernels.runtime.availability import Availability
+from te_dynamo.kernels.runtime.margin import current_sm_margin, gemm_multiprocessors, gemm_target, sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.options import Options

@@ -16,7 +16,7 @@ from helpers.models.snapshot_models import launches
 
 from te_dynamo import remembered as memory
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, use_tuned
-from te_dynamo.kernels.gemm.margin import sm_margin
+from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering import tune as tuning
 from te_dynamo.lowering.lower import lower
@@ -59,7 +59,7 @@ class Timer:
 
     def __call__(self, product: Product, choices: list[Choice], device: torch.device) -> dict[Choice, float]:
         self.asked.append(product)
-        return {choice: float(choice.kernel != self.kernel) for choice in choices}
+        return {choice: 100.0 + (choice.kernel != self.kernel) for choice in choices}
 
 
 def gemm_graph(n: int = 4096, bias: bool = False) -> torch.fx.Graph:
@@ -166,6 +166,22 @@ def test_what_cannot_be_timed_is_said_and_runs_as_ever(failure: str) -> None:
     with pytest.warns(UserWarning, match=r"Product\(m=512, n=4096.* could not be timed"):
         tune(gemm_graph(), fails)
     assert not TUNED and choose(UP, H200) == before
+
+
+def test_what_takes_less_than_its_call_is_launched() -> None:
+    """Of a product of 10 us a launch runs, though a call would be faster by itself."""
+    tune(gemm_graph(), lambda product, choices, device: {c: 10.0 if c.kernel == "usual" else 9.0 for c in choices})
+    assert choose(UP, H200).kernel == "usual"
+
+
+def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> pathlib.Path:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(tuning, "remember", refused)
+    with pytest.warns(UserWarning, match="not kept for later processes: read-only file system"):
+        tune(gemm_graph(), Timer("cublaslt"))
+    assert choose(UP, H200).kernel == "cublaslt"
 
 
 def test_without_a_device_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

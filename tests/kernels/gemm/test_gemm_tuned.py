@@ -26,7 +26,7 @@ from te_dynamo.kernels.gemm.choose import stacking_pays as pays
 from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.kernels.gemm.tuned import _operands, _run, candidates, choices_of, facts, timed_us
-from te_dynamo.kernels.gemm.margin import gemm_target
+from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import TARGETS
 
 H200, B200 = TARGETS["h200"], TARGETS["b200"]
