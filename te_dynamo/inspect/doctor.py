@@ -18,7 +18,7 @@ from te_dynamo import recipe as recipes
 from te_dynamo.errors import NoDeviceError
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
-from te_dynamo.lowering.tune import KIND
+from te_dynamo.lowering.tune import PRODUCTS
 from te_dynamo.remembered import remembered, remembered_file, why_unused
 
 _RECIPES: tuple[recipes.Recipe, ...] = (
@@ -157,14 +157,19 @@ def _find_device(found: Diagnosis) -> tuple[int, int] | None:
         ("driver supports CUDA", info.driver_version),
     ]
     if torch.cuda.is_available():
-        unused = why_unused(KIND)
-        state = f"not used: {unused}" if unused else f"{len(remembered(KIND))}, with this driver, torch and Triton"
-        found.device.append(("products timed", f"{state} ({remembered_file(KIND)})"))
+        found.device.append(("products timed", _timed_products()))
     else:
         found.problems.append(
             "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
         )
     return info.compute_capability
+
+
+def _timed_products() -> str:
+    """How many products were timed here by max-autotune, and whether that is used."""
+    unused = why_unused(PRODUCTS)
+    state = f"not used: {unused}" if unused else f"{len(remembered(PRODUCTS))}, with this driver, torch and Triton"
+    return f"{state} ({remembered_file(PRODUCTS)})"
 
 
 def _recipe_support(name: str, capability: tuple[int, int] | None) -> tuple[str, str]:
