@@ -23,7 +23,7 @@ from te_dynamo.kernels.runtime.target import Target, is_acting, target_of
 from te_dynamo.lowering.lower import lower
 from te_dynamo.remembered import remember, remembered
 
-KIND = "products"
+PRODUCTS = "products"
 """What te_dynamo/remembered.py calls such facts."""
 
 Timer = Callable[[Product, list[Choice], torch.device], dict[Choice, float]]
@@ -37,7 +37,7 @@ def use_remembered() -> None:
 
 @functools.cache
 def _use_remembered(target: Target) -> None:
-    use_tuned(choices_of(remembered(KIND), target))
+    use_tuned(choices_of(remembered(PRODUCTS), target))
 
 
 def tuned_key() -> str:
@@ -74,7 +74,7 @@ def tune(graph: Graph, timer: Timer = timed_us) -> None:
             )
     use_tuned(found)
     try:
-        remember(KIND, facts(found))
+        remember(PRODUCTS, facts(found))
     except OSError as error:
         _warn(f"what was timed is not kept for later processes: {error}")
 

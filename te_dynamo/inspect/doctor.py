@@ -20,7 +20,7 @@ from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.target import Target, described
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
-from te_dynamo.lowering.tune import KIND
+from te_dynamo.lowering.tune import PRODUCTS
 from te_dynamo.remembered import remembered, remembered_file, why_unused
 
 _RECIPES: tuple[recipes.Recipe, ...] = (
@@ -148,14 +148,19 @@ def _find_device(found: Diagnosis) -> Target | None:
         ("driver supports CUDA", info.driver_version),
     ]
     if torch.cuda.is_available():
-        unused = why_unused(KIND)
-        state = f"not used: {unused}" if unused else f"{len(remembered(KIND))}, with this driver, torch and Triton"
-        found.device.append(("products timed", f"{state} ({remembered_file(KIND)})"))
+        found.device.append(("products timed", _timed_products()))
     else:
         found.problems.append(
             "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
         )
     return described(info.name, info.compute_capability, info.multiprocessor_count, info.shared_memory_per_block_optin)
+
+
+def _timed_products() -> str:
+    """How many products were timed here by max-autotune, and whether that is used."""
+    unused = why_unused(PRODUCTS)
+    state = f"not used: {unused}" if unused else f"{len(remembered(PRODUCTS))}, with this driver, torch and Triton"
+    return f"{state} ({remembered_file(PRODUCTS)})"
 
 
 def _recipe_support(name: str, target: Target | None) -> tuple[str, str]:

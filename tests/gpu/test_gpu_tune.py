@@ -15,7 +15,7 @@ import te_dynamo
 from te_dynamo import remembered as memory
 from te_dynamo.kernels.gemm.choose import TUNED, choose
 from te_dynamo.kernels.runtime.target import target_of
-from te_dynamo.lowering.tune import KIND, _use_remembered
+from te_dynamo.lowering.tune import PRODUCTS, _use_remembered
 from te_dynamo.remembered import remembered
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_products_are_timed_and_remembered(recipe: str) -> None:
     for one, other in zip(got, want, strict=True):
         assert relative_error(one, other) < 2e-2
     timed = dict(TUNED)
-    assert timed and len(remembered(KIND)) == len(timed)
+    assert timed and len(remembered(PRODUCTS)) == len(timed)
     later_process()
     again = step(model, x, rules=rules)
     assert timed == TUNED

@@ -13,7 +13,7 @@ from te_dynamo._compat import torch_version
 from te_dynamo.inspect import doctor
 from te_dynamo.kernels.runtime.target import described
 from te_dynamo.lowering import device
-from te_dynamo.lowering.tune import KIND
+from te_dynamo.lowering.tune import PRODUCTS
 from te_dynamo.remembered import remember, remembered_file
 
 H200 = device.DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, 50 * 2**20, 141 * 2**30, "13.0", 0)
@@ -72,11 +72,11 @@ def test_products_that_were_timed(an_h200):
         return dict(doctor.diagnose().device)["products timed"]
 
     assert timed().startswith("0, with this driver, torch and Triton (")
-    remember(KIND, {"a": "usual", "b": "cublaslt"})
-    assert timed() == f"2, with this driver, torch and Triton ({remembered_file(KIND)})"
-    held = json.loads(remembered_file(KIND).read_text())
+    remember(PRODUCTS, {"a": "usual", "b": "cublaslt"})
+    assert timed() == f"2, with this driver, torch and Triton ({remembered_file(PRODUCTS)})"
+    held = json.loads(remembered_file(PRODUCTS).read_text())
     held["made_with"]["driver"] = "1.0"
-    remembered_file(KIND).write_text(json.dumps(held))
+    remembered_file(PRODUCTS).write_text(json.dumps(held))
     remembered_module._read.cache_clear()
     assert timed().startswith("not used: it was made with driver 1.0, not ")
 

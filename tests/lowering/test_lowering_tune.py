@@ -20,7 +20,7 @@ from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering import tune as tuning
 from te_dynamo.lowering.lower import lower
-from te_dynamo.lowering.tune import KIND, tune, tuned_key, use_remembered
+from te_dynamo.lowering.tune import PRODUCTS, tune, tuned_key, use_remembered
 from te_dynamo.options import Options
 from te_dynamo.remembered import remembered, remembered_file, why_unused
 from te_dynamo.testing import graph_text
@@ -74,7 +74,7 @@ def test_a_product_is_timed_once_and_later_processes_know_it() -> None:
     assert graph_text(graph) == before and timer.asked == [UP]
     tune(graph, timer)
     assert len(timer.asked) == 1
-    assert list(remembered(KIND).values()) == ["cublaslt"]
+    assert list(remembered(PRODUCTS).values()) == ["cublaslt"]
 
     later_process()
     assert choose(UP, H200).kernel == "usual" and tuned_key() == "{}"
@@ -86,16 +86,16 @@ def test_a_product_is_timed_once_and_later_processes_know_it() -> None:
 
 def test_choices_of_another_driver_are_not_used() -> None:
     tune(gemm_graph(), Timer("cublaslt"))
-    held = json.loads(remembered_file(KIND).read_text())
+    held = json.loads(remembered_file(PRODUCTS).read_text())
     held["made_with"]["driver"] = "1.0"
-    remembered_file(KIND).write_text(json.dumps(held))
+    remembered_file(PRODUCTS).write_text(json.dumps(held))
     later_process()
     use_remembered()
     assert choose(UP, H200).kernel == "usual" and not TUNED
-    assert why_unused(KIND).startswith("it was made with driver 1.0, not ")
+    assert why_unused(PRODUCTS).startswith("it was made with driver 1.0, not ")
     timer = Timer("cublaslt")
     tune(gemm_graph(), timer)
-    assert timer.asked == [UP] and why_unused(KIND) == ""
+    assert timer.asked == [UP] and why_unused(PRODUCTS) == ""
 
 
 def test_every_product_of_a_graph_is_timed() -> None:
@@ -146,7 +146,7 @@ def test_a_margin_leaves_cublaslt_out_and_is_remembered_apart() -> None:
     timer = Timer("cublaslt")
     with sm_margin(12):
         tune(gemm_graph(), timer)
-    assert set(remembered(KIND).values()) != {"cublaslt"}
+    assert set(remembered(PRODUCTS).values()) != {"cublaslt"}
     assert [target.multiprocessors for _, target in TUNED] == [120]
     tune(gemm_graph(), timer)
     assert len(timer.asked) == 2

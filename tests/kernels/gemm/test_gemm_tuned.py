@@ -185,7 +185,9 @@ def test_operands_are_those_of_the_product(name: str) -> None:
     small = dataclasses.replace(PRODUCTS[name].plain, m=256, n=256, k=256)
     if small.stacking.along:
         small = dataclasses.replace(small, stacking=Stacking(small.stacking.along, (128, 128)))
+    state = torch.get_rng_state()
     a, _, b, *_ = _operands(small, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers"
     assert a.shape == (256, 256) and b.shape[-2:] == (256, 256)
 
 
