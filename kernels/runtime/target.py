@@ -92,6 +92,11 @@ def target_of(device: torch.device) -> Target:
     return _asked(device)
 
 
+def is_acting() -> bool:
+    """Whether `target_of` tells of another device than the one that is here."""
+    return _acting is not None
+
+
 @contextlib.contextmanager
 def acting_as(target: Target) -> Iterator[None]:
     """Inside, every device is taken for `target`."""

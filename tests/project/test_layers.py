@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "lowering/inductor": {"te_dynamo", "kernels/runtime"},
     "lowering/extern": {"te_dynamo", "te_dynamo/dialect", "lowering", "lowering/inductor", "kernels/gemm", "kernels/runtime"},
     "lowering": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "lowering/inductor", "lowering/extern", *KERNEL_ROOMS},
-    "te_dynamo": {"te_dynamo/quantized", "te_dynamo/operations"},
+    "te_dynamo": {"te_dynamo/quantized", "te_dynamo/operations", "kernels/runtime"},
 }  # fmt: skip
 """Room -> the rooms it may import, itself apart. A folder's own name stands for the files that lie in no room of it.
 
