@@ -91,7 +91,9 @@ def _read(kind: str, device: str) -> tuple[Mapping[str, Any], str]:
         reason = f"it cannot be read ({type(error).__name__}: {error})"
         warnings.warn(f"te_dynamo: {path} is not used: {reason}; delete it", stacklevel=3)
         return {}, reason
-    others = [f"{what} {made_with.get(what)}, not {now}" for what, now in _made_with().items() if made_with.get(what) != now]
+    others = [
+        f"{what} {made_with.get(what)}, not {now}" for what, now in _made_with().items() if made_with.get(what) != now
+    ]
     return ({}, f"it was made with {' and '.join(others)}") if others else (facts, "")
 
 

@@ -47,7 +47,7 @@ from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
-__all__ = ["Choice", "Product", "Stacking", "choose", "choose_for", "stacking_pays"]
+__all__ = ["Choice", "Product", "Stacking", "choose", "choose_for", "product_us", "stacking_pays"]
 
 _SPECIALIZED_MINIMUM_US = 50.0  # a call keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 _SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
@@ -237,3 +237,13 @@ def stacking_pays(product: Product, target: Target) -> bool:
         own = _specialized_tile(part, target) or own
         apart += estimated_us(own, part.m, part.n, part.k, multiprocessors)
     return estimated_us(tile, product.m, product.n, product.k, multiprocessors) <= apart
+
+
+def product_us(product: Product, target: Target) -> float:
+    """The cost model's time of a product on a Hopper GPU; 0 of one whose time is that of reading its weight."""
+    tile = choose(product, target).tile
+    return (
+        0.0
+        if isinstance(tile, DecodeTile)
+        else estimated_us(tile, product.m, product.n, product.k, target.multiprocessors)
+    )

@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     "passes/dialect": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "passes/torch_ir": {
         "te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "te_dynamo/operations",
-        "te_dynamo/inspect", "passes/dialect",
+        "te_dynamo/inspect", "passes/dialect", "kernels/gemm", "kernels/runtime",
     },
     "lowering/inductor": {"te_dynamo", "kernels/runtime"},
     "lowering/extern": {"te_dynamo", "te_dynamo/dialect", "lowering", "lowering/inductor", "kernels/gemm", "kernels/runtime"},

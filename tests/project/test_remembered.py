@@ -66,7 +66,10 @@ def test_what_others_made_is_not_used() -> None:
     remember("times", {"launch": 2.5})
     made_with(driver="1.0", torch="2.0")
     assert remembered("times") == {}
-    assert why_unused("times") == f"it was made with driver 1.0, not {module._driver()} and torch 2.0, not {torch.__version__}"
+    assert (
+        why_unused("times")
+        == f"it was made with driver 1.0, not {module._driver()} and torch 2.0, not {torch.__version__}"
+    )
     remember("times", {"copy": 1})
     assert remembered("times") == {"copy": 1}
     assert why_unused("times") == ""
