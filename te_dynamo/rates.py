@@ -11,7 +11,7 @@ import torch
 from te_dynamo.kernels.runtime.target import TARGETS, Target, target_of
 from te_dynamo.remembered import remembered
 
-__all__ = ["KIND", "QUANTIZED", "Rates", "calibrated", "published", "rates_of"]
+__all__ = ["H200", "KIND", "QUANTIZED", "Rates", "calibrated", "published", "rates_of"]
 
 KIND = "rates"
 """Under this name te_dynamo/remembered.py has what `python -m te_dynamo calibrate` found."""
@@ -19,7 +19,7 @@ KIND = "rates"
 QUANTIZED = ((8192, 4096), (8192, 14336))
 """The two sizes of bf16 tensors that `calibrate` quantizes, rowwise in current scaling."""
 
-_H200: dict[str, Any] = {
+H200: dict[str, Any] = {
     "copy_tbps": 4.2,
     "bf16_tflops": 800,
     "fp8_tflops": 1171,
@@ -71,12 +71,12 @@ def published(target: Target) -> Rates:
 
 
 def calibrated(target: Target, facts: Mapping[str, Any]) -> Rates:
-    """facts: as `calibrate` remembers them, with the keys of `_H200`."""
+    """facts: as `calibrate` remembers them, with the keys of `H200`."""
 
     def share(what: str) -> float:
-        return float(facts[what]) / float(_H200[what])
+        return float(facts[what]) / float(H200[what])
 
-    slower = _slope(facts["quantize_us"]) / _slope(_H200["quantize_us"])
+    slower = _slope(facts["quantize_us"]) / _slope(H200["quantize_us"])
     return Rates(
         target=target,
         reading=share("copy_tbps"),

@@ -18,6 +18,8 @@ from te_dynamo import recipe as recipes
 from te_dynamo.errors import NoDeviceError
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
+from te_dynamo.rates import KIND
+from te_dynamo.remembered import remembered, remembered_file, why_unused
 
 _RECIPES: tuple[recipes.Recipe, ...] = (
     *map(recipes.by_name, recipes.names()),
@@ -154,11 +156,22 @@ def _find_device(found: Diagnosis) -> tuple[int, int] | None:
         ("memory", f"{info.total_memory_bytes / 2**30:.1f} GiB"),
         ("driver supports CUDA", info.driver_version),
     ]
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        found.device.append(("calibration", _calibration()))
+    else:
         found.problems.append(
             "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
         )
     return info.compute_capability
+
+
+def _calibration() -> str:
+    """What the rule of what FP8 costs goes by."""
+    if unused := why_unused(KIND):
+        return f"not used: {unused}; `python -m te_dynamo calibrate` measures anew ({remembered_file(KIND)})"
+    if facts := remembered(KIND):
+        return f"{', '.join(f'{name} {value}' for name, value in facts.items())} ({remembered_file(KIND)})"
+    return "none: published figures; `python -m te_dynamo calibrate` measures this GPU"
 
 
 def _recipe_support(name: str, capability: tuple[int, int] | None) -> tuple[str, str]:

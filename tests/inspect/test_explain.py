@@ -323,7 +323,7 @@ def test_without_a_gpu_the_headline_says_what_one_would_take(te):
 def test_for_a_device_its_rule_of_cost_is_asked(te):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 256)).bfloat16()
-        x = torch.empty(4096, 4096).bfloat16()
+        x = torch.empty(16384, 4096).bfloat16()
     found = explain(model, x, device="h200")
     assert [row.matched for row in found.linears] == [True, False]
     assert "bf16 takes" in found.linears[1].reason
