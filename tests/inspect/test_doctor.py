@@ -45,6 +45,7 @@ def test_device_table(monkeypatch):
     monkeypatch.setattr(device, "read_device", lambda index: H200)
     monkeypatch.setattr(device, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     found = doctor.diagnose()
     assert found.exit_status == 0
     assert dict(found.device)["compute capability"] == "9.0 (sm_90)"

@@ -131,8 +131,9 @@ def linear_times(
     kept: bool = False,
 ) -> tuple[float, ...]:
     """(us in bf16, us in FP8) of such a linear; () for a recipe that the GPU emulates. Arguments as for `linear_cost_reason`."""
+    fp32_is_free = isinstance(recipe, Float8CurrentScaling) and not rates.target.has_wgmma
     fast = [
-        is_fast or not rates.target.has_wgmma
+        is_fast or fp32_is_free
         for gemm, is_fast in zip(("fprop", "dgrad", "wgrad"), recipe.fast_accum(), strict=True)
         if gemm in gemms
     ]
