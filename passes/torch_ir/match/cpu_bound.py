@@ -57,8 +57,9 @@ def cpu_known(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor) -> It
 
 def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor) -> str:
     """Why the linears of a graph stay what they are, "" where FP8 shortens the graph, and where nobody knows."""
-    device = next((v.device for n in gm.graph.nodes if (v := tensor_of(n)) is not None), None)
-    if device is None or device.type != "cuda":
+    devices = (value.device for node in gm.graph.nodes if (value := tensor_of(node)) is not None)
+    device = next((device for device in devices if device.type == "cuda"), None)
+    if device is None:
         return ""
     rates = rates_of(device)
     found = _time_of(gm, recipe_for, rates)
@@ -69,8 +70,8 @@ def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor
         return ""
     out = "" if found.learns else 'mode="reduce-overhead" takes it out of the way; '
     return (
-        f"the CPU is the bound: it takes {found.cpu:.0f} us to call the graph and launch its kernels, which take {found.gpu:.0f} us; "
-        f"FP8 adds {found.cpu_in_fp8 - found.cpu:.0f} us of launches ({rates}); {out}{BY_RULE}"
+        f"the CPU is the bound: to call the graph and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
+        f"in 16 bits the kernels take {found.gpu:.0f} us ({rates}); {out}{BY_RULE}"
     )
 
 
