@@ -67,6 +67,7 @@ TABLES = {
     "few_rows": Table(
         "few_rows", ("case", "mode", "rows", "bf16_us"), "recipe", ("te_speedup", "coverage", "all_speedup")
     ),
+    "cost_borders": Table("cost_borders", ("linear", "gpu"), "how", ("rows",)),
     "step_profile": Table("step_profile"),
     "step_kernels": Table("step_kernels"),
     "compile_time": Table("compile_time"),

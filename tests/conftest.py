@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -48,7 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def few_rows_too() -> Iterator[None]:
     """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows."""
-    with mock.patch("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", lambda *_, **__: ""):
+    always, match = lambda *_, **__: "", "te_dynamo.passes.torch_ir.match"
+    with (
+        mock.patch(f"{match}.patterns.linear.linear_cost_reason", always),
+        mock.patch(f"{match}.cpu_known", lambda *_: contextlib.nullcontext()),
+    ):
         yield
 
 
@@ -57,8 +62,10 @@ def but_for_tests_of_that_rule(request: pytest.FixtureRequest, monkeypatch: pyte
     """Those marked `cost_rule`."""
     if "cost_rule" in request.keywords:
         from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
+        from te_dynamo.passes.torch_ir.match.cpu_bound import cpu_known
 
         monkeypatch.setattr("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", linear_cost_reason)
+        monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_known", cpu_known)
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ __all__ = [
     "asked_products",
     "choose",
     "choose_for",
+    "product_us",
     "stacking_pays",
     "use_tuned",
 ]
@@ -342,3 +343,9 @@ def stacking_pays(product: Product, target: Target) -> bool:
         own = _specialized_tile(part, target) or own
         apart += estimated_us(own, part.m, part.n, part.k, target)
     return estimated_us(tile, product.m, product.n, product.k, target) <= apart
+
+
+def product_us(product: Product, target: Target) -> float:
+    """The cost model's time of a product on a Hopper GPU; 0 of one whose time is that of reading its weight."""
+    tile = choose(product, target).tile
+    return 0.0 if isinstance(tile, DecodeTile) else estimated_us(tile, product.m, product.n, product.k, target)

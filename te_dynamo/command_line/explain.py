@@ -15,7 +15,9 @@ __all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    compiling.add(parser, "cpu, cuda: where the model runs; h200: what such a GPU would do, on any machine")
+    compiling.add(
+        parser, f"cpu, cuda: where the model runs; {', '.join(TARGETS)}: what such a GPU would do, on any machine"
+    )
     parser.add_argument(
         "--codegen", choices=("inductor", "eager"), help="eager skips code generation: faster, the same matches"
     )

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from te_dynamo.command_line import bench, compare, doctor, explain
+from te_dynamo.command_line import bench, calibrate, compare, doctor, explain
 from te_dynamo.command_line.failure import Failure
 
 __all__ = ["main"]
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="te-dynamo", description="FP8, MXFP8 and NVFP4 for PyTorch models, through torch.compile.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (explain, compare, bench, doctor):
+    for command in (explain, compare, bench, calibrate, doctor):
         name, summary = command.__name__.rpartition(".")[2], (command.__doc__ or "").partition("\n")[0]
         subparser = commands.add_parser(name, help=summary, description=summary)
         subparser.set_defaults(run=command.run)

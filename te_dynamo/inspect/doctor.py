@@ -21,6 +21,7 @@ from te_dynamo.kernels.runtime.target import Target, described
 from te_dynamo.lowering import device
 from te_dynamo.lowering.inductor.install import TABLE
 from te_dynamo.lowering.tune import PRODUCTS
+from te_dynamo.rates import KIND
 from te_dynamo.remembered import remembered, remembered_file, why_unused
 
 _RECIPES: tuple[recipes.Recipe, ...] = (
@@ -148,12 +149,21 @@ def _find_device(found: Diagnosis) -> Target | None:
         ("driver supports CUDA", info.driver_version),
     ]
     if torch.cuda.is_available():
-        found.device.append(("products timed", _timed_products()))
+        found.device += [("calibration", _calibration()), ("products timed", _timed_products())]
     else:
         found.problems.append(
             "there is a CUDA device that this torch cannot use; install a CUDA build of torch for this driver"
         )
     return described(info.name, info.compute_capability, info.multiprocessor_count, info.shared_memory_per_block_optin)
+
+
+def _calibration() -> str:
+    """What the rule of what FP8 costs goes by."""
+    if unused := why_unused(KIND):
+        return f"not used: {unused}; `python -m te_dynamo calibrate` measures anew ({remembered_file(KIND)})"
+    if facts := remembered(KIND):
+        return f"{', '.join(f'{name} {value}' for name, value in facts.items())} ({remembered_file(KIND)})"
+    return "none: published figures; `python -m te_dynamo calibrate` measures this GPU"
 
 
 def _timed_products() -> str:

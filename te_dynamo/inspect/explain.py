@@ -31,6 +31,11 @@ __all__ = ["Explanation", "GraphBreak", "explain"]
 _DEFAULT_GPU = "h200"
 
 
+def gpu_name(device: str) -> str:
+    """What a sentence calls one of `TARGETS`."""
+    return f"an NVIDIA {TARGETS[device].name}"
+
+
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:
     """Where Dynamo split the model: "file.py:17" ("" where unknown) and its reason: of a deliberate break its message, else the first line of Dynamo's."""
@@ -84,7 +89,7 @@ class Explanation:
         weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
         unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
         uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
-        here = f"on an {self.device.upper()}, where it was not run: " if self.device else ""
+        here = f"on {gpu_name(self.device)}, where it was not run: " if self.device else ""
         return (
             f"{here}coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
@@ -97,7 +102,7 @@ class Explanation:
             return ""
         there = self.on_gpu.linears
         return (
-            f"; an {self.on_gpu.device.upper()} would take {sum(match.matched for match in there)} of {_count(len(there), 'linear')}, "
+            f"; {gpu_name(self.on_gpu.device)} would take {sum(match.matched for match in there)} of {_count(len(there), 'linear')}, "
             f"{_percent(self.on_gpu.coverage)}"
         )
 
@@ -162,7 +167,7 @@ class Explanation:
         """Each once, though several graphs have it."""
         notes = [note for report in self.reports for note in report.notes]
         if isinstance(self.on_gpu, str):
-            notes.append(f"what an {_DEFAULT_GPU.upper()} would take is not known: {self.on_gpu}")
+            notes.append(f"what {gpu_name(_DEFAULT_GPU)} would take is not known: {self.on_gpu}")
         return list(dict.fromkeys(notes))
 
     def _fusions(self) -> Counter[tuple[str, str]]:
@@ -247,8 +252,9 @@ def explain(
                    a module's own options and mode where none are given. A function does not keep its options, nor does a
                    module that `model.compile()` compiled in place.
     options, mode: as for torch.compile.
-    device:        "h200": what a GPU of that name would do, whatever the machine. The model is rewritten for it on fake tensors, with the
-                   rule of what costs more than it saves there, and no kernel is listed. Raises InputError for another name.
+    device:        "h200", "h100", "b200", "rtx4090": what a GPU of that name would do, whatever the machine. The model is rewritten for it
+                   on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Raises InputError,
+                   which lists all names, for another one.
 
     Without a GPU the headline also has what an H200 would take.
 

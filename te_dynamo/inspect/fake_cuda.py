@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
-from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name
+from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
 __all__ = ["fake_cuda", "grad", "move", "moved"]
 
@@ -248,7 +248,8 @@ def _faked(tensor: Tensor, fakes: dict[int, Tensor]) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)
             if tensor in FROZEN:
-                FROZEN[fake] = Frozen(frozen_name(tensor))
+                dropped = fake if is_dropped(tensor) else None
+                FROZEN[fake] = Frozen(frozen_name(tensor), source=dropped, place_holder=dropped)
         fakes[id(tensor)] = fake if isinstance(fake, nn.Parameter) else fake.requires_grad_(tensor.requires_grad)
     return fakes[id(tensor)]
 

@@ -55,8 +55,8 @@ def place_of(parameter: torch.Tensor) -> torch.Tensor:
 def is_dropped(parameter: torch.Tensor) -> bool:
     """Whether the parameter holds no values of its own."""
     frozen = FROZEN.get(parameter)
-    held = None if frozen is None else frozen.place_holder
-    return held is not None and place_of(parameter).data_ptr() == held.data_ptr()
+    held, place = None if frozen is None else frozen.place_holder, place_of(parameter)
+    return held is not None and (place is held or place.data_ptr() == held.data_ptr())
 
 
 def drop(parameter: torch.Tensor) -> None:

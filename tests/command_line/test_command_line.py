@@ -114,7 +114,7 @@ def test_compare_of_a_model_without_linears(folder: Path, capsys: pytest.Capture
 
 def test_a_gpu_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "my_models:make", "--device", "h200"]) == 0
-    assert capsys.readouterr().out.startswith("on an H200, where it was not run: coverage")
+    assert capsys.readouterr().out.startswith("on an NVIDIA H200, where it was not run: coverage")
 
 
 def test_a_model_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

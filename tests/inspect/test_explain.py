@@ -15,6 +15,7 @@ import te_dynamo
 import te_dynamo.__main__ as command_line
 from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.explain import Explanation, explain
+from te_dynamo.kernels.runtime.target import TARGETS
 
 
 class Net(nn.Module):
@@ -53,8 +54,8 @@ def test_text(net):
     assert_expected_inline(
         str(explain(net, torch.ones(4, 8))),
         """\
-coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks; an H200 would
-take 1 of 2 linears, 66.7%
+coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks; an NVIDIA H200
+would take 1 of 2 linears, 66.7%
 
 linears
 
@@ -314,7 +315,7 @@ def test_without_a_gpu_the_headline_says_what_one_would_take(te):
     model, x = small(), torch.randn(8, 64).bfloat16()
     weights = [*model.parameters()]
     found = explain(model, x, options=CODEGEN)
-    assert found.coverage == 1.0 and found.headline.endswith("; an H200 would take 0 of 2 linears, 0.0%")
+    assert found.coverage == 1.0 and found.headline.endswith("; an NVIDIA H200 would take 0 of 2 linears, 0.0%")
     assert found.to_dict()["on_gpu"]["coverage"] == 0.0 and found.to_dict()["device"] == ""
     assert all(a is b and type(a) is nn.Parameter for a, b in zip(weights, model.parameters(), strict=True))
 
@@ -323,11 +324,11 @@ def test_without_a_gpu_the_headline_says_what_one_would_take(te):
 def test_for_a_device_its_rule_of_cost_is_asked(te):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 256)).bfloat16()
-        x = torch.empty(4096, 4096).bfloat16()
+        x = torch.empty(16384, 4096).bfloat16()
     found = explain(model, x, device="h200")
     assert [row.matched for row in found.linears] == [True, False]
     assert "bf16 takes" in found.linears[1].reason
-    assert found.headline.startswith("on an H200, where it was not run: coverage")
+    assert found.headline.startswith("on an NVIDIA H200, where it was not run: coverage")
     assert "lowered" not in str(found) and found.to_dict()["device"] == "h200"
     assert found.to_dict()["matrix_flops"]["has_a_row"] == 1.0
     assert model[0].weight.is_meta
@@ -337,6 +338,31 @@ def test_a_frozen_weight_is_frozen_on_that_device_too(te):
     model, x = te_dynamo.freeze(small()), torch.randn(8, 64).bfloat16()
     with torch.no_grad():
         assert explain(model, x, device="h200").coverage == 1.0
+
+
+@pytest.mark.cost_rule
+def test_a_dropped_weight_is_dropped_on_that_device_too(te):
+    """It can be multiplied in FP8 alone, whatever that costs."""
+    for drop in (False, True):
+        model = nn.Linear(256, 64, bias=False).bfloat16().requires_grad_(False)
+        found = explain(
+            te_dynamo.freeze(model, drop_weights=drop),
+            torch.randn(512, 256).bfloat16(),
+            options={"recipe": "float8_block_scaling"},
+            device="h200",
+        )
+        assert found.coverage == drop
+
+
+@pytest.mark.cost_rule
+def test_each_device_answers_for_itself(te):
+    with torch.device("meta"):
+        model, x = nn.Linear(4096, 4096, bias=False).bfloat16(), torch.empty(1300, 4096).bfloat16()
+    rows = {
+        device: explain(model, x, device=device, options={"weight_cache": "step"}).linears[0].us for device in TARGETS
+    }
+    assert rows["h200"][1] < rows["h100"][1] < rows["l40s"][1]
+    assert rows["b200"] < rows["h200"] < rows["rtx5090"]
 
 
 def test_what_is_not_known_is_a_note(te):
@@ -350,7 +376,7 @@ def test_what_is_not_known_is_a_note(te):
 
     found = explain(Asks(), torch.ones(8, 32), options=CODEGEN)
     (note,) = found.to_dict()["notes"]
-    assert found.to_dict()["on_gpu"] is None and note.startswith("what an H200 would take is not known: ")
+    assert found.to_dict()["on_gpu"] is None and note.startswith("what an NVIDIA H200 would take is not known: ")
 
 
 def test_another_device_is_refused(net):

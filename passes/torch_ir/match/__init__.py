@@ -9,6 +9,7 @@ forward, backward and what is saved.
     checkpoint.py   policies of selective checkpointing: asked for what a te operation stands for
     inline.py       a call replaced by the torch calls that a Python function makes for it
     cost.py         whether a linear's GEMMs repay the quantization of its weight
+    cpu_bound.py    whether the graph waits for the CPU, so that no linear gains
     autocast.py     whether autocast may be on where a node stands
     readers.py      what "next to a matched linear" means
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
@@ -56,6 +57,7 @@ from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.bodies import Matcher
 from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
+from te_dynamo.passes.torch_ir.match.cpu_bound import cpu_known
 from te_dynamo.passes.torch_ir.match.origins import origins_known
 from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
 from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
@@ -79,7 +81,9 @@ def match(
     """
     by_step = options.weight_cache == "step"
     with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step), origins_known():
-        records = Matcher(options, linears_only).match(gm)
+        matcher = Matcher(options, linears_only)
+        with cpu_known(gm, options, matcher.recipe_for):
+            records = matcher.match(gm)
         for record in records:
             record.shared = also_run_at(record.module)
         report.matches.extend(records)

@@ -67,7 +67,7 @@ class Matcher:
         recipe_for: (recipe, which rule chose it or why it is None) by module path, the options' own by default.
         outside: why nothing in here may be rewritten, "" normally.
         """
-        recipe_for = recipe_for or self._recipe_for_all_sharing
+        recipe_for = recipe_for or self.recipe_for
         _drop_metadata_assertions(gm.graph)
         records: list[tuple[int, MatchRecord]] = []
         whole = {node: match_attention(node, recipe_for, outside) for node in list(gm.graph.nodes)}
@@ -92,7 +92,7 @@ class Matcher:
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]
 
-    def _recipe_for_all_sharing(self, path: str) -> tuple[Recipe | None, str]:
+    def recipe_for(self, path: str) -> tuple[Recipe | None, str]:
         """The options' choice, None where another module that runs the same graph has a choice of its own."""
         chosen, prefix = self.options.recipe_for(path), path_prefix.get() or ""
         paths = [other + path.removeprefix(prefix) for other in sharing_prefixes.get()]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from te_dynamo.inspect.explain import Explanation, gpu_name
 from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
 from te_dynamo.inspect.page.modules import module_rows
-
-if TYPE_CHECKING:
-    from te_dynamo.inspect.explain import Explanation
 
 __all__ = ["page_data"]
 
@@ -97,14 +95,18 @@ def _time(explanation: Explanation) -> dict[str, str]:
     title = "Time of the linears, estimated"
     if not known:
         return _card(
-            title, "not known", "the rule of what FP8 costs knows GPUs, 16 bits and recipes that an H200 runs by itself"
+            title, "not known", "the rule of what FP8 costs knows GPUs, 16 bits and recipes that the GPU runs by itself"
         )
     bf16, ours = (sum(row.us[i] for row in known) / 1e3 for i in (0, 1))
     return _card(
         title,
         f"{ours:.2f} ms",
-        f"beside {bf16:.2f} ms in 16 bits on an H200, {bf16 / ours:.2f}x; of {len(known)} of {len(there.linears)} linears, norms and all else not counted",
+        f"beside {bf16:.2f} ms in 16 bits{_where(there)}, {bf16 / ours:.2f}x; of {len(known)} of {len(there.linears)} linears, norms and all else not counted",
     )
+
+
+def _where(explanation: Explanation) -> str:
+    return f" on {gpu_name(explanation.device)}" if explanation.device else ""
 
 
 def _reasons(facts: dict[str, Any]) -> list[dict[str, Any]]:

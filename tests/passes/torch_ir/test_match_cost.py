@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import dataclasses
 import pathlib
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +16,9 @@ from helpers.graphs.matching import Matched
 from torch import nn
 
 import te_dynamo
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
+from te_dynamo.rates import calibrated, published
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from te_dynamo.testing.fake_cuda import fake_cuda
 
@@ -20,7 +27,14 @@ pytestmark = pytest.mark.cost_rule
 BF16 = torch.bfloat16
 TRAINING = ("fprop", "dgrad", "wgrad")
 FP8 = "float8_current_scaling"
+H200 = published(TARGETS["h200"])
 FAST_SUMS = Float8CurrentScaling(fprop_fast_accum=True)
+
+
+@pytest.fixture(autouse=True)
+def endlessly_fast_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One linear alone keeps a GPU busy for less time than the CPU takes to call it: test_match_cpu_bound.py."""
+    monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_known", lambda *_: contextlib.nullcontext())
 
 
 def on_cuda(rows: int, learns: bool = True, dtype: torch.dtype = BF16, **options) -> Matched:
@@ -55,7 +69,7 @@ def test_fast_sums_in_forward_repay_it_with_fewer_rows() -> None:
 def test_the_reason_has_both_times_and_what_to_do() -> None:
     assert on_cuda(64, learns=False).reasons() == [
         "M = 64, N = 14336, K = 4096: bf16 takes 29 us, FP8 104 us, 77 of them to quantize its weight; te_dynamo.freeze keeps it "
-        "quantized (estimated for an H200); a rule that names it has it in FP8 all the same"
+        "quantized (estimated for an NVIDIA H200); a rule that names it has it in FP8 all the same"
     ]
     assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
 
@@ -69,8 +83,8 @@ def test_a_record_has_both_times() -> None:
 
 
 def test_a_weight_that_costs_nothing_need_not_be_kept() -> None:
-    assert linear_cost_reason(64, 64, 64, ("fprop",), Float8CurrentScaling()) == (
-        "M = 64, N = 64, K = 64: bf16 takes 1 us, FP8 13 us (estimated for an H200); a rule that names it has it in FP8 all the same"
+    assert linear_cost_reason(64, 64, 64, ("fprop",), Float8CurrentScaling(), H200) == (
+        "M = 64, N = 64, K = 64: bf16 takes 1 us, FP8 13 us (estimated for an NVIDIA H200); a rule that names it has it in FP8 all the same"
     )
 
 
@@ -121,18 +135,38 @@ def test_what_is_left_shares_no_x() -> None:
         x, a, b = (torch.empty(m, 4096, dtype=BF16, device="cuda") for m in (1550, 256, 4096))
         compiled(x, a, b)
     assert [record.matched for record in compiled.records] == [False, False]
-    assert linear_cost_reason(1550, 4096, 4096, ("fprop",), Float8CurrentScaling(), x_readers=2) == ""
+    assert linear_cost_reason(1550, 4096, 4096, ("fprop",), Float8CurrentScaling(), H200, x_readers=2) == ""
 
 
-def test_a_frozen_weight_costs_nothing() -> None:
-    for frozen in (False, True):
-        with fake_cuda(), torch.no_grad():
-            model = nn.Linear(64, 128, bias=False, dtype=BF16, device="cuda")
-            if frozen:
-                te_dynamo.freeze(model)
-            compiled = Matched(model)
-            compiled(torch.empty(16, 64, dtype=BF16, device="cuda"))
-        assert [record.matched for record in compiled.records] == [frozen]
+def kept(rows: int, n: int, k: int, recipe: str = FP8, drop: bool = False, frozen: bool = True) -> list[str]:
+    """The reasons of a frozen linear's record."""
+    with fake_cuda(), torch.no_grad():
+        model = nn.Linear(k, n, bias=False, dtype=BF16, device="cuda")
+        if frozen:
+            te_dynamo.freeze(model, drop_weights=drop)
+        compiled = Matched(model, recipe=recipe)
+        compiled(torch.empty(rows, k, dtype=BF16, device="cuda"))
+    return compiled.reasons()
+
+
+def test_a_kept_weight_costs_nothing() -> None:
+    for rows in (1, 64, 512):
+        assert kept(rows, 14336, 4096) == [""]
+        assert "to quantize its weight; te_dynamo.freeze keeps it" in kept(rows, 14336, 4096, frozen=False)[0]
+
+
+def test_a_kept_weight_is_left_where_few_tiles_are_slower() -> None:
+    """Block GEMMs at 512 rows: 64 tiles for 132 multiprocessors."""
+    assert kept(512, 14336, 4096, "float8_block_scaling") == [""]
+    assert kept(512, 4096, 4096, "float8_block_scaling") == [
+        "M = 512, N = 4096, K = 4096: bf16 takes 27 us, FP8 42 us, though its weight is kept quantized (estimated for an NVIDIA H200); "
+        "a rule that names it has it in FP8 all the same"
+    ]
+
+
+def test_a_dropped_weight_stays_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_dynamo.weights.frozen.is_dropped", lambda parameter: True)
+    assert kept(512, 4096, 4096, "float8_block_scaling") == [""]
 
 
 @pytest.mark.parametrize(
@@ -145,23 +179,78 @@ def test_more_rows_repay_what_fewer_do(recipe: Recipe, gemms: tuple[str, ...]) -
     """Between none and enough of them lies one border, at fewer rows where N and K are large; a narrow linear has none."""
     borders = []
     for n, k in ((28672, 8192), (14336, 4096), (4096, 4096)):
-        worth = [linear_cost_reason(m, n, k, gemms, recipe) == "" for m in range(1, 3001)]
+        worth = [linear_cost_reason(m, n, k, gemms, recipe, H200) == "" for m in range(1, 3001)]
         assert worth == sorted(worth) and not worth[400] and worth[-1]
         borders.append(worth.index(True))
     assert borders == sorted(borders)
-    assert all(linear_cost_reason(m, 256, 64, gemms, recipe) for m in (1, 1000, 1_000_000))
-    assert linear_cost_reason(1, 4096, 14336, gemms, NVFP4BlockScaling()) == ""
+    assert all(linear_cost_reason(m, 256, 64, gemms, recipe, H200) for m in (1, 1000, 1_000_000))
+    assert linear_cost_reason(1, 4096, 14336, gemms, NVFP4BlockScaling(), H200) == ""
 
 
 def test_slower_gemms_ask_for_more_rows() -> None:
     """Those of E8M0 scales are little faster than bf16's, though a weight is read once only; backward of blocks is slower too."""
     block, e8m0 = Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)
     for rows, block_is_worth in ((1300, False), (1500, True), (2500, True)):
-        assert (linear_cost_reason(rows, 4096, 4096, ("fprop",), block) == "") == block_is_worth
-        assert linear_cost_reason(rows, 4096, 4096, ("fprop",), e8m0)
+        assert (linear_cost_reason(rows, 4096, 4096, ("fprop",), block, H200) == "") == block_is_worth
+        assert linear_cost_reason(rows, 4096, 4096, ("fprop",), e8m0, H200)
     for rows, is_worth in ((1000, False), (1100, True)):
-        assert (linear_cost_reason(rows, 4096, 4096, TRAINING, Float8CurrentScaling()) == "") == is_worth
-        assert linear_cost_reason(rows, 4096, 4096, TRAINING, block)
+        assert (linear_cost_reason(rows, 4096, 4096, TRAINING, Float8CurrentScaling(), H200) == "") == is_worth
+        assert linear_cost_reason(rows, 4096, 4096, TRAINING, block, H200)
+
+
+def border(target: str, n: int, k: int, gemms: tuple[str, ...], recipe: Recipe) -> int:
+    """The fewest rows that FP8 repays."""
+    rates = published(TARGETS[target])
+    return 1 + bisect.bisect_left(
+        range(1, 100_000), True, key=lambda m: linear_cost_reason(m, n, k, gemms, recipe, rates) == ""
+    )
+
+
+def test_the_computed_table_is_that_of_the_rule(import_benchmark: Callable[[str], ModuleType]) -> None:
+    """`python benchmarks/cost_borders.py && python benchmarks/report.py` writes it anew."""
+    computed, report = import_benchmark("cost_borders"), import_benchmark("report")
+    kept = report.read(report.RESULTS / "cost_borders-cpu-x86-64.json")
+    assert kept.rows == [dataclasses.asdict(row) for row in computed.rows()]
+
+
+def test_the_borders_move_with_the_device() -> None:
+    """Memory that is slower beside the tensor cores asks for more rows, tensor cores that are slower beside it for fewer."""
+    current, block = Float8CurrentScaling(), Float8BlockScaling()
+    found = {
+        name: [
+            border(name, 4096, 4096, gemms, recipe) for gemms in (("fprop",), TRAINING) for recipe in (current, block)
+        ]
+        for name in ("h200", "h100", "l40s", "rtx5090")
+    }
+    assert found == {
+        "h200": [1665, 1389, 1002, 1259],
+        "h100": [2410, 1820, 1446, 1713],
+        "l40s": [2816, 1936, 1686, 1970],
+        "rtx5090": [597, 481, 372, 451],
+    }
+
+
+def test_blocks_of_32_are_asked_of_where_tensor_cores_apply_their_scales() -> None:
+    recipe = MXFP8BlockScaling()
+    assert linear_cost_reason(16, 4096, 4096, TRAINING, recipe, published(TARGETS["h200"])) == ""
+    assert "NVIDIA B200" in linear_cost_reason(16, 4096, 4096, TRAINING, recipe, published(TARGETS["b200"]))
+    assert border("b200", 4096, 4096, TRAINING, recipe) == 1849
+
+
+def test_a_calibrated_gpu_says_so() -> None:
+    facts = {
+        "copy_tbps": 2.1,
+        "bf16_tflops": 800,
+        "fp8_tflops": 1171,
+        "launch_us": 2,
+        "cpu_launch_us": 8,
+        "quantize_us": [98, 296],
+    }
+    rates = calibrated(TARGETS["h200"], facts)
+    assert (rates.reading, rates.bf16, rates.fp8, rates.launch, rates.cpu) == (0.5, 1, 1, 1, 2)
+    assert rates.quantizing == pytest.approx(0.5)
+    assert "(calibrated on this GPU)" in linear_cost_reason(1100, 4096, 4096, TRAINING, Float8CurrentScaling(), rates)
+    assert linear_cost_reason(1100, 4096, 4096, TRAINING, Float8CurrentScaling(), H200) == ""
 
 
 def test_the_documentation_has_the_borders() -> None:
@@ -177,7 +266,9 @@ def test_the_documentation_has_the_borders() -> None:
         n, k = map(int, sizes.split(" x "))
         for said, column in zip(borders, columns, strict=True):
             if said == "over 40000":
-                assert linear_cost_reason(40_000, n, k, *column)
+                assert linear_cost_reason(40_000, n, k, *column, H200)
             else:
-                below, above = (linear_cost_reason(int(int(said) * share), n, k, *column) for share in (0.99, 1.01))
+                below, above = (
+                    linear_cost_reason(int(int(said) * share), n, k, *column, H200) for share in (0.99, 1.01)
+                )
                 assert below and not above, (sizes, said, column)

@@ -11,12 +11,15 @@ from helpers.graphs.matching import FP8, Matched
 from torch import nn
 
 import te_dynamo
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason
+from te_dynamo.rates import published
 from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from te_dynamo.testing import fake_cuda
 
 G, N, K = 4, 64, 32
 BF16 = torch.bfloat16
+H200 = published(TARGETS["h200"])
 
 
 def ends(*sizes: int) -> torch.Tensor:
@@ -295,7 +298,7 @@ def test_experts_that_do_not_repay_their_quantization_are_left(size: str) -> Non
     if size == "Qwen3 30B-A3B":
         assert compiled.reasons()[0] == (
             "512 tokens for each of 128 experts are too few: quantizing takes 551 us, FP8 GEMMs save 252 us (estimated for an "
-            "H200); a rule that names it has it in FP8 all the same"
+            "NVIDIA H200); a rule that names it has it in FP8 all the same"
         )
 
 
@@ -311,7 +314,8 @@ def test_more_tokens_repay_what_fewer_do() -> None:
     for fast, training in ((False, False), (True, False), (False, True)):
         recipe = Float8CurrentScaling(fprop_fast_accum=fast)
         worth = [
-            experts_cost_reason(tokens_, 4096, 4096, 8, recipe, training) == "" for tokens_ in range(1024, 65536, 1024)
+            experts_cost_reason(tokens_, 4096, 4096, 8, recipe, training, H200) == ""
+            for tokens_ in range(1024, 65536, 1024)
         ]
         assert worth == sorted(worth) and not worth[0] and worth[-1]
         borders.append(sum(worth))

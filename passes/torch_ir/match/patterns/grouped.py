@@ -39,6 +39,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     left_as_plain,
     tensor_of,
 )
+from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 
 __all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reason"]
@@ -181,7 +182,8 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
     if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
         return ""
     groups = fixed(tensor_of(weight).shape[0]) or 1
-    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, is_kept(weight))
+    rates = rates_of(value.device)
+    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, rates, is_kept(weight))
 
 
 def recipe_reason(recipe: Recipe) -> str:

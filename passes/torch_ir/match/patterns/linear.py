@@ -21,7 +21,14 @@ from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_autocast
-from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, is_kept, linear_cost_reason, linear_times
+from te_dynamo.passes.torch_ir.match.cost import (
+    LEFT_FOR_COST,
+    is_dropped,
+    is_kept,
+    linear_cost_reason,
+    linear_times,
+    waiting_for_cpu,
+)
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
@@ -40,9 +47,10 @@ from te_dynamo.passes.torch_ir.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 
-__all__ = ["RecipeFor", "hint", "linear_record", "match_linear", "named_by_rule"]
+__all__ = ["RecipeFor", "becomes_fp8", "estimated_times", "hint", "linear_record", "match_linear", "named_by_rule"]
 
 RecipeFor = Callable[[str], tuple[Recipe | None, str]]
 """(recipe, which rule chose it or why it is None) by module path."""
@@ -60,7 +68,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
         named = named_by_rule(recipe_for, record.module)
-        record.us = _times(node, product, recipe)
+        record.us = estimated_times(node, product, recipe)
         record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
     if recipe is None or record.reason:
         record.matched, record.recipe, record.us = False, "", 2 * record.us[:1]
@@ -86,6 +94,13 @@ def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> st
         return reason
     _replace(node, product, recipe)
     return ""
+
+
+def becomes_fp8(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> bool:
+    """Whether `match_linear` puts te.linear in its place, as far as the node tells before anything is rewritten."""
+    if product.contraction is None and (product.reason or _reason(node, product, recipe)):
+        return False
+    return named or not _cost_reason(node, product, recipe)
 
 
 def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
@@ -214,23 +229,35 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
 
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
-    x, weight = product.x, product.weight
-    if not _has_times(node, product) or is_kept(weight):
+    if not _has_times(node, product) or is_dropped(product.weight):
         return ""
-    m, n, k = _sizes(product, recipe)
-    gemms, x_readers = _gemms(node, product, recipe), sum(_reads(user, x) for user in x.users)
-    return linear_cost_reason(m, n, k, gemms, recipe, weight_readers=len(weight.users), x_readers=x_readers)
+    return linear_cost_reason(**_costs(node, product, recipe)) or (
+        "" if is_kept(product.weight) else waiting_for_cpu.get()
+    )
 
 
-def _times(node: fx.Node, product: Product, recipe: Recipe) -> tuple[float, ...]:
+def estimated_times(node: fx.Node, product: Product, recipe: Recipe) -> tuple[float, ...]:
     """(us in 16 bits, us in the recipe), () where nobody knows."""
-    x, weight = product.x, product.weight
-    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or not _has_times(node, product):
+    if not isinstance(product.x, fx.Node) or not isinstance(product.weight, fx.Node) or not _has_times(node, product):
         return ()
-    m, n, k = _sizes(product, recipe)
-    quantized = 0 if is_kept(weight) else n * k / len(weight.users)
-    x_readers = max(1, sum(_reads(user, x) for user in x.users))
-    return linear_times(m, n, k, _gemms(node, product, recipe), recipe, quantized, x_readers)
+    return linear_times(**_costs(node, product, recipe))
+
+
+def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
+    """What the rule of what FP8 costs is asked with."""
+    x, weight = product.x, product.weight
+    m, n, k = map(hint, product.sizes)
+    return {
+        "m": m,
+        "n": n + padding(n, recipe.alignment),
+        "k": k,
+        "gemms": _gemms(node, product, recipe),
+        "recipe": recipe,
+        "rates": rates_of(tensor_of(node).device),
+        "weight_readers": len(weight.users),
+        "x_readers": max(1, sum(_reads(user, x) for user in x.users)),
+        "kept": is_kept(weight),
+    }
 
 
 def _has_times(node: fx.Node, product: Product) -> bool:
@@ -242,11 +269,6 @@ def _has_times(node: fx.Node, product: Product) -> bool:
         and bool(product.sizes)
         and hint(product.sizes[0]) > 0
     )
-
-
-def _sizes(product: Product, recipe: Recipe) -> tuple[int, int, int]:
-    m, n, k = map(hint, product.sizes)
-    return m, n + padding(n, recipe.alignment), k
 
 
 def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
