@@ -42,7 +42,7 @@ def drop_unread_usages(graph: Graph) -> int:
         position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
         names = quantizer.buffer_names()
         before = len(node.meta["val"]) - len(names)
-        narrower = _narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
+        narrower = narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
         if narrower == quantizer:
             continue
         args = (*node.args[:position], narrower, *node.args[position + 1 :])
@@ -56,7 +56,7 @@ def drop_unread_usages(graph: Graph) -> int:
     return narrowed
 
 
-def _narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
+def narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
     """The quantizer with one usage less whose buffers still hold all that is read; itself if there is none."""
     if not read:
         return quantizer
