@@ -30,8 +30,7 @@ from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users
-from te_dynamo.passes.dialect.usage import narrowest
-from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.passes.dialect.usage import narrowest, quantizer_of
 
 FEWEST_BYTES = 2**20
 """Columns of fewer bytes are saved unless all weights are remade: launches would take longer than the bytes are worth."""
@@ -114,7 +113,7 @@ def _bytes(value: torch.Tensor) -> int:
 
 def _remake(graph: Graph, node: Node, items: dict[int, list[Node]], of_backward: set[Node]) -> None:
     """Has what backward reads of the buffers made there."""
-    position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+    position, quantizer = quantizer_of(node)
     names = quantizer.buffer_names()
     narrower = narrowest(quantizer, {names[index] for index in items})
     kept = narrower.buffer_names()

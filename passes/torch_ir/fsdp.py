@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 
