@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -97,40 +98,46 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool
 
 
 def peak_of(model: str, graphs: str, blocks: int, tokens: int, provider: str) -> int:
-    """Bytes."""
+    """Bytes. FSDP's other blocks hold what they have saved, while the forward or the backward of one runs."""
+    peak, saved = counted(model, graphs, 1 if graphs == "FSDP" else blocks, tokens, provider)
+    return peak + (blocks - 1) * saved if graphs == "FSDP" else peak
+
+
+@functools.cache
+def counted(model: str, graphs: str, blocks: int, tokens: int, provider: str) -> tuple[int, int]:
+    """(bytes at the peak of one graph of so many blocks, bytes from its forward to its backward)"""
     from te_dynamo.inspect.live_memory import peak_bytes, saved_bytes
     from te_dynamo.testing import capture_on_fake_cuda
 
     warnings.simplefilter("ignore")
     torch._dynamo.reset()
-    of_fsdp = graphs == "FSDP"
 
     def make() -> nn.Module:
         with torch.device("meta"):
-            made = [llama_block(*MODELS[model]) for _ in range(1 if of_fsdp else blocks)]
+            made = [llama_block(*MODELS[model]) for _ in range(blocks)]
             return nn.Sequential(*map(Checkpointed, made) if graphs == "checkpointed" else made).bfloat16()
 
     def inputs(device: str) -> tuple[Any, ...]:
         return (torch.empty(1, tokens, MODELS[model][0], dtype=torch.bfloat16, device=device, requires_grad=True),)
 
-    options = {
-        "recipe": None,
-        "rules": [("", PROVIDERS[provider])],
-        **({"save_weights": "original"} if of_fsdp else {}),
-    }
+    options: dict[str, Any] = {"recipe": None, "rules": [("", PROVIDERS[provider])]}
+    if graphs == "FSDP":
+        options["save_weights"] = "original"  # what the backend takes under FSDP
     with kernels_everywhere(), mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
         captured = capture_on_fake_cuda(make, inputs, options=options)
     forward, backward = (captured.graph(f"lower.{phase}") for phase in ("forward", "backward"))
-    others = (blocks - 1) * saved_bytes(backward) if of_fsdp else 0
-    return max(peak_bytes(forward), peak_bytes(backward)) + others
+    return max(peak_bytes(forward), peak_bytes(backward)), saved_bytes(backward)
 
 
-def rows_of(case: tuple[str, str, int, int]) -> list[Row]:
-    """A row for each provider, bf16 first."""
-    peaks = {provider: peak_of(*case, provider) for provider in PROVIDERS}
-    return [
-        Row(*case, provider, round(peak / 2**20, 1), round(peak / peaks["bf16"], 3)) for provider, peak in peaks.items()
-    ]
+def rows_of(model: str, graphs: str, blocks: list[int], tokens: int) -> list[Row]:
+    """A row for each number of blocks and each provider, bf16 first."""
+    rows = []
+    for number in blocks:
+        peaks = {provider: peak_of(model, graphs, number, tokens, provider) for provider in PROVIDERS}
+        for provider, peak in peaks.items():
+            ratio = round(peak / peaks["bf16"], 3)
+            rows.append(Row(model, graphs, number, tokens, provider, round(peak / 2**20, 1), ratio))
+    return rows
 
 
 def main() -> None:
@@ -143,15 +150,14 @@ def main() -> None:
     args = parser.parse_args()
     report.split_choices(parser, args, models=MODELS, graphs=GRAPHS)
     cases = [
-        (model, graphs, blocks, tokens)
-        for model, graphs in itertools.product(args.models, args.graphs)
-        for blocks, tokens in itertools.product(args.fsdp_blocks if graphs == "FSDP" else args.blocks, args.tokens)
+        (model, graphs, args.fsdp_blocks if graphs == "FSDP" else args.blocks, tokens)
+        for model, graphs, tokens in itertools.product(args.models, args.graphs, args.tokens)
     ]
     rows: list[Row] = []
     with concurrent.futures.ProcessPoolExecutor(2) as pool:
-        for made in pool.map(rows_of, cases):
+        for made in pool.map(rows_of, *zip(*cases, strict=True)):
             rows += made
-            print(*(f"{row.peak_mib} ({row.peak_ratio})" for row in made), made[0], flush=True)
+            print(report.table([dataclasses.asdict(row) for row in made], report.TABLES["live_memory"]), flush=True)
     report.write(args.out, "live_memory", {**collect("cpu"), "device": "H200, simulated"}, rows)
 
 
