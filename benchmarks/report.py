@@ -62,6 +62,9 @@ TABLES = {
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
     "memory_rows": Table("memory"),
+    "live_memory": Table(
+        "live_memory", ("model", "graphs", "blocks", "tokens"), "provider", ("peak_mib", "peak_ratio")
+    ),
     "inference": Table("inference", ("case", "tokens"), "provider", ("graph_us", "graph_speedup")),
     "inference_rows": Table("inference"),
     "few_rows": Table(

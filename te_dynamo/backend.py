@@ -47,9 +47,11 @@ from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
+from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views
 from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
+from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.root import compiled_model
@@ -107,6 +109,7 @@ class _Compilation:
             save_products_only(graph)
             self._simplify(graph)
             self._fuse(graph, "joint")
+            choose_saved_weights(graph, self.options.save_weights)
         if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
             self.record("joint", graph)
 
@@ -146,13 +149,15 @@ class _Compilation:
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
-    options = compilation.options
     devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}
-    _check_margin(devices, options.sm_margin)
+    _check_margin(devices, compilation.options.sm_margin)
     if devices:
         use_remembered()
     _watch_for_freezing(example_inputs)
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
+    if compilation.options.save_weights is None and managed_by_fsdp(gm, example_inputs):
+        compilation.options = dataclasses.replace(compilation.options, save_weights="original")
+    options = compilation.options
     record_before("match", gm.graph, compilation.progress)
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.

@@ -24,6 +24,7 @@ def compile(
     fusions: bool | Sequence[str] = True,
     weight_cache: Literal["step"] | None = None,
     weight_cache_check: bool = False,
+    save_weights: Literal["original", "quantized"] | None = None,
     low_memory: bool = True,
     require_coverage: float = 0.0,
     sm_margin: int | None = None,
@@ -43,8 +44,8 @@ def compile(
 
     own = {
         "recipe": recipe, "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
-        "weight_cache_check": weight_cache_check, "low_memory": low_memory, "require_coverage": require_coverage,
-        "sm_margin": sm_margin,
+        "weight_cache_check": weight_cache_check, "save_weights": save_weights, "low_memory": low_memory,
+        "require_coverage": require_coverage, "sm_margin": sm_margin,
     }  # fmt: skip
     parsed = Options.parse({**(inductor or {}), **own}, mode)
     check_choice(parsed.fusions)

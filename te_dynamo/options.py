@@ -17,8 +17,10 @@ __all__ = ["Options"]
 
 _CODEGENS = ("inductor", "eager")
 _WEIGHT_CACHES = (None, "step")
+_SAVED_WEIGHTS = (None, "original", "quantized")
 _OWN = (
-    "recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "low_memory", "require_coverage", "sm_margin",
+    "recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "save_weights", "low_memory",
+    "require_coverage", "sm_margin",
 )  # fmt: skip
 
 
@@ -34,6 +36,8 @@ class Options:
               each those to leave out.
     weight_cache: "step" keeps each quantized weight until it is written; None quantizes it in each call.
     weight_cache_check: compares what is kept with the weights before each call, for debugging.
+    save_weights: what backward has of a weight: "quantized", the data that forward made; "original", the weight, which it quantizes
+              again; None, the first where it costs no more than 16 bits save elsewhere, and the second under FSDP.
     low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
     require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1.
     sm_margin: multiprocessors that products leave to kernels beside them; as many as torch's own leave, unless given.
@@ -46,6 +50,7 @@ class Options:
     fusions: bool | tuple[str, ...] = True
     weight_cache: str | None = None
     weight_cache_check: bool = False
+    save_weights: str | None = None
     low_memory: bool = True
     require_coverage: float = 0.0
     sm_margin: int = 0
@@ -62,6 +67,9 @@ class Options:
         weight_cache = options.get("weight_cache")
         if weight_cache not in _WEIGHT_CACHES:
             raise InvalidOptionError.unknown("weight_cache", weight_cache, _WEIGHT_CACHES)
+        save_weights = options.get("save_weights")
+        if save_weights not in _SAVED_WEIGHTS:
+            raise InvalidOptionError.unknown("save_weights", save_weights, _SAVED_WEIGHTS)
         return cls(
             recipe=recipes.as_recipe(options.get("recipe", "float8_current_scaling")),
             rules=_rules(options.get("rules", ())),
@@ -69,6 +77,7 @@ class Options:
             fusions=_fusions(options.get("fusions", True)),
             weight_cache=weight_cache,
             weight_cache_check=_flag("weight_cache_check", options),
+            save_weights=save_weights,
             low_memory=_flag("low_memory", options, default=True),
             require_coverage=_share("require_coverage", options),
             sm_margin=_margin(options.get("sm_margin")),

@@ -12,29 +12,42 @@ while two float8 copies of both gradients are written. Only the rowwise copy is 
               t: f8e5m2[2K, M] = te.transpose(d[0])
               dw = te.gemm_stacked(t, d[1], ..)
 
-The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads. Every bit is the same. It costs one more read of the codes. And of a linear's two products in backward the one goes first whose
-operands, then gone, leave more room for the other's result.
+The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads. Every bit is the same. It costs one more read of the codes.
+
+Of a linear's two products in backward the one goes first whose operands, then gone, leave more room for the other's result.
 
     before    dx = te.gemm(q[0], .., w);  dw = te.gemm(q[1], .., x)
     after     dw = te.gemm(q[1], .., x);  dx = te.gemm(q[0], .., w)
+
+And a product that has more bytes than the operands which end with it, or a quantization of one of the graph's inputs, is made right
+before it is read. So the last dgrad of a checkpointed region waits until the region's forward is computed again. A graph with
+collectives keeps its order, by which these overlap with products.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
+from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
-from te_dynamo.dialect.gemm import gemm
-from te_dynamo.dialect.quantize import transpose
+from te_dynamo.dialect.gemm import gemm, gemm_block, gemm_mxfp8, gemm_nvfp4
+from te_dynamo.dialect.memory import is_product, is_view
+from te_dynamo.dialect.quantize import quantize, transpose
+from te_dynamo.dialect.stacked import gemm_stacked, quantize_stacked
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+
+_OF_A_LINEAR = (gemm, gemm_block, gemm_mxfp8, gemm_nvfp4)
+_PRODUCTS = (*_OF_A_LINEAR, gemm_stacked)
 
 
 def make_columns_late(graph: Graph) -> int:
-    """Rewrites a graph that holds backward in place; returns how many copies are made later and how many products change places."""
-    return _transpose_late(graph) + _products_that_free_first(graph)
+    """Rewrites a graph that holds backward in place; returns how many nodes are made elsewhere."""
+    return _transpose_late(graph) + _products_that_free_first(graph) + _made_when_read(graph)
 
 
 def _transpose_late(graph: Graph) -> int:
@@ -75,7 +88,7 @@ def _quantizer_of_both(node: Node) -> Any:
 def _products_that_free_first(graph: Graph) -> int:
     places = {node: place for place, node in enumerate(graph.nodes)}
     moved = 0
-    for first in list(calls(graph, gemm)):
+    for first in list(calls(graph, *_OF_A_LINEAR)):
         for second in _products_of_the_same(first):
             if places[second] < places[first] or any(places[x] > places[first] for x in second.all_input_nodes):
                 continue
@@ -92,16 +105,74 @@ def _products_of_the_same(product: Node) -> list[Node]:
     if not (isinstance(item, Node) and item.args and isinstance(item.args[0], Node)):
         return []
     others = [user for sibling in item.args[0].users for user in sibling.users if user is not product]
-    return [other for other in dict.fromkeys(others) if other.target is gemm]
+    return [other for other in dict.fromkeys(others) if other.target in _OF_A_LINEAR]
 
 
 def _peak(first: Node, second: Node) -> Any:
     """Bytes on top of what is alive before the two, if they run in this order."""
-    freed = sum(_bytes(operand) for operand in first.all_input_nodes if list(operand.users) == [first])
-    return max(_bytes(first), _bytes(first) - freed + _bytes(second))
+    operands = [operand for operand in first.all_input_nodes if not _is_made_of_inputs(operand)]
+    freed = sum(_bytes(operand) for operand in operands if list(operand.users) == [first])
+    return max(_made_for(first) + _bytes(first), _bytes(first) - freed + _made_for(second) + _bytes(second))
+
+
+def _made_for(product: Node) -> Any:
+    """Bytes of the operands that are made right before the product."""
+    return sum(_bytes(operand) for operand in product.all_input_nodes if _is_made_of_inputs(operand))
+
+
+def _made_when_read(graph: Graph) -> int:
+    nodes = list(graph.nodes)
+    if any("c10d" in str(node.target) for node in nodes) or not any(map(_is_tangent, nodes)):
+        return 0
+    moved = 0
+    for node in reversed(nodes):
+        if node.target in _PRODUCTS or _is_made_of_inputs(node):
+            moved += _moved_to_reader(node)
+    return moved
+
+
+def _moved_to_reader(node: Node) -> bool:
+    together = [node, *_views_of(node)]
+    readers = [user for each in together for user in each.users if user not in together]
+    freed = sum(_bytes(x) for x in node.all_input_nodes if max(x.users) is node and not _is_callers(x))
+    if not readers or _bytes(node) <= freed or not _is_anything_made(node, first := min(readers), together):
+        return False
+    for each in together:
+        first.prepend(each)
+    return True
+
+
+def _is_anything_made(node: Node, end: Node, aside: list[Node]) -> bool:
+    """Whether a te operation or a product of torch's stands between the two nodes."""
+    while (node := node.next) is not end:
+        if node not in aside and (is_te(node.target) or is_product(node)):
+            return True
+    return False
+
+
+def _views_of(node: Node) -> list[Node]:
+    views = [user for user in node.users if user.target is operator.getitem or is_view(user)]
+    return [each for view in views for each in (view, *_views_of(view))]
+
+
+def _is_made_of_inputs(node: Node) -> bool:
+    """Whether it is a quantization of what the graph's caller owns, or a buffer of one."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    return made.target in (quantize, quantize_stacked) and all(map(_is_callers, made.all_input_nodes))
+
+
+def _is_callers(node: Any) -> bool:
+    while is_view(node):
+        node = node.args[0]
+    return bool(node.op == "placeholder" and (_is_tangent(node) or "primals" in node.name))
+
+
+def _is_tangent(node: Node) -> bool:
+    return node.op == "placeholder" and "tangents" in node.name
 
 
 def _bytes(node: Node) -> Any:
-    """Bytes of the node's tensor. It is 0 where the size is a symbol, so that nothing moves for such a tensor."""
-    value = node.meta["val"]
-    return value.numel() * value.element_size() if isinstance(value.numel(), int) else 0
+    """Bytes of the node's tensors. It is 0 where a size is a symbol, so that nothing moves for such a tensor."""
+    values = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    known = all(isinstance(value.numel(), int) for value in values)
+    return sum(value.numel() * value.element_size() for value in values) if known else 0

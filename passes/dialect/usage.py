@@ -5,7 +5,7 @@ Needed where part of a forward is recomputed in backward (checkpointing), or whe
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from te_dynamo.dialect.activation import activation_quantize
 from te_dynamo.dialect.gated import gated_backward_quantize_halves, gated_quantize
@@ -39,10 +39,10 @@ def drop_unread_usages(graph: Graph) -> int:
     """Narrows in place; returns how many operations make less than before."""
     narrowed = 0
     for node in calls(graph, *_ONE_RESULT_QUANTIZED):
-        position, quantizer = next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+        position, quantizer = quantizer_of(node)
         names = quantizer.buffer_names()
         before = len(node.meta["val"]) - len(names)
-        narrower = _narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
+        narrower = narrowest(quantizer, {names[i - before] for i in item_users(node) if i >= before})
         if narrower == quantizer:
             continue
         args = (*node.args[:position], narrower, *node.args[position + 1 :])
@@ -56,7 +56,12 @@ def drop_unread_usages(graph: Graph) -> int:
     return narrowed
 
 
-def _narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
+def quantizer_of(node: Node) -> tuple[int, Quantizer]:
+    """(its position among the arguments, the quantizer) of an operation that has one."""
+    return next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+
+
+def narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
     """The quantizer with one usage less whose buffers still hold all that is read; itself if there is none."""
     if not read:
         return quantizer

@@ -8,6 +8,9 @@ The columns of a tensor may also be divided by one view and put together again b
 
 So a `.view(-1, hidden)` that a model's author wrote between a norm and a linear does not stand between their fusion, nor does
 the copy that dropout of p=0 is.
+
+A copy of a product into new memory of the same layout is the product. So a parameter gets its first gradient, where a whole loop of
+microbatches is one graph; gemm_add.py has the next products add to it.
 """
 
 from __future__ import annotations
@@ -17,18 +20,25 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import RESHAPES
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls
 
 _CLONE = torch.ops.aten.clone.default
+_NEW = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty_strided.default,
+}
 _READ_THROUGH = (*RESHAPES, _CLONE)
 
 
 def read_through_views(graph: Graph) -> int:
     """Rewires in place; returns how many views are read through. Views that nobody reads any more stay for dead-code removal."""
-    read = 0
+    read = _read_through_new_copies(graph)
     for node in calls(graph, quantize, bias_grad):
         if node.target is quantize and not node.args[1].reads_as_matrix:  # type: ignore[union-attr]
             continue
@@ -40,6 +50,20 @@ def read_through_views(graph: Graph) -> int:
             assert isinstance(node.target, torch._ops.OpOverload)
             node.replace_all_uses_with(call_like(graph, node.target, (source, *node.args[1:]), node))
             graph.erase_node(node)
+    return read
+
+
+def _read_through_new_copies(graph: Graph) -> int:
+    read = 0
+    for node in calls(graph, torch.ops.aten.copy.default):
+        memory, source = node.args[:2]
+        assert isinstance(memory, Node) and isinstance(source, Node)
+        one, other = node.meta["val"], source.meta["val"]
+        alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+        if memory.target in _NEW and is_te(source.target) and len(source.users) == 1 and alike:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            read += 1
     return read
 
 

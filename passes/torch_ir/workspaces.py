@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from te_dynamo.dialect.fakes import quantized, quantized_stack
 from te_dynamo.dialect.stacked import segments_stack
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.inspect.report import Report, WorkspaceRecord
+from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_getitem, emit_method, tensor_of
 from te_dynamo.passes.torch_ir.match.where import parameter_name, source_line
 from te_dynamo.passes.torch_ir.regions import Region, regions, written_inputs
@@ -148,12 +148,7 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     parts = regions(gm)
     found = _readers(parts, example_inputs)
     written = written_inputs(parts) if found else set()
-    of_fsdp = _parameters_of_fsdp() if by_step else set()
-    managed = {
-        position
-        for position, (placeholder, value) in enumerate(zip(placeholders, example_inputs, strict=False))
-        if _managed_by_fsdp(placeholder) or id(value) in of_fsdp
-    }
+    managed = managed_by_fsdp(gm, example_inputs) if by_step else set()
     readers = [
         reader
         for reader in map(_checked, found)
@@ -239,25 +234,6 @@ def _checked(reader: _Reader) -> _Reader:
                 f'linear{where} reads them under backward="high_precision"; freeze the model with drop_weights=False'
             )
     return reader
-
-
-def _managed_by_fsdp(placeholder: fx.Node) -> bool:
-    """Whether Dynamo took it from a module of FSDP, whose parameters change under the same version counter."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    while source is not None:
-        if "FSDP" in type(source).__name__:
-            return True
-        source = getattr(source, "base", None)
-    return False
-
-
-def _parameters_of_fsdp() -> set[int]:
-    """The ids of what FSDP2 manages in this process: torch's `replicate` runs on it too, which Dynamo does not know of."""
-    states, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("_composable_state", "fsdp"))
-    if states is None or fsdp is None:
-        return set()
-    managed = [module for module in list(states._module_state_mapping) if isinstance(module, fsdp.FSDPModule)]
-    return {id(parameter) for module in managed for parameter in module.parameters()}
 
 
 # --- grouping -----------------------------------------------------------------------------------------------

@@ -43,6 +43,16 @@ def before_reshapes(value: Any) -> Any:
     return value
 
 
+def is_copy(node: Node) -> bool:
+    """Whether a node's value is its first argument's, in another memory or dtype."""
+    return node.target in _COPIES
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a matrix product of torch's."""
+    return node.target in _PRODUCTS
+
+
 def written_by_inductor(tensor: Node) -> bool:
     """Whether Inductor's own code, and not an input, a GEMM or a kernel of ours, writes `tensor`."""
     target = before_reshapes(tensor).target

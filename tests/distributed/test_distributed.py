@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 
+TOKENS = 48
+"""Of a rank's half of the batch."""
+
 FP8 = 0.125
 """What FP8 may add to bf16's or fp32's numbers."""
 
@@ -63,6 +66,7 @@ def test_fsdp(ranks: Ranks, wrap: str, compiled: str) -> None:
     for one in both:
         assert one["linears"] == (names(BLOCK) if compiled == "blocks" else names(BLOCK, "layers.0."))
         assert one["kept"] == []
+        assert one["saved_shapes"] == {(32, TOKENS), (64, TOKENS)}, "columns of activations, and of no weight"
 
 
 def test_fsdp_with_checkpoints_and_microbatches(ranks: Ranks) -> None:

@@ -90,6 +90,34 @@ def test_backward_in_one_graph(how: str, codegen: str) -> None:
     assert "te.gated_backward_quantize(" in graphs["inference"]
 
 
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_microbatches_in_one_graph_add_into_the_gradient(how: str) -> None:
+    """The products of later microbatches have the gradient so far as their addend."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(96, 64).bfloat16()
+    call = te(model)
+    for part in x.chunk(3):
+        call(part).float().square().sum().backward()
+    expected, model.weight.grad = model.weight.grad, None
+
+    def step(x: Tensor) -> Tensor:
+        total = None
+        for part in x.chunk(3):
+            loss = model(part).float().square().sum()
+            if how == "backward":
+                loss.backward()
+            else:
+                (gradient,) = torch.autograd.grad(loss, [model.weight])
+                total = gradient if total is None else total + gradient
+        return loss.detach() if total is None else total
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True), te_dynamo.capture() as graphs:
+        result = torch.compile(step, backend="te", fullgraph=True, options={"codegen": "eager"})(x)
+    assert torch.equal(result if how == "grad" else model.weight.grad, expected)  # type: ignore[arg-type]
+    assert graphs["inference"].count("te.gemm_add(") == 2 and "aten.add" not in graphs["inference"]
+
+
 def test_backward_inside_breaks_the_graph_and_says_how_not_to() -> None:
     model = SwiGLU()
     step = te(lambda x: model(x).square().sum().backward())

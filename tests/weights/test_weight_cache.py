@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import te_dynamo
 from te_dynamo.errors import InvalidOptionError, KeptWeightError
 from te_dynamo.options import Options
-from te_dynamo.passes.torch_ir.workspaces import _managed_by_fsdp
+from te_dynamo.passes.torch_ir.fsdp import is_from_fsdp
 from te_dynamo.testing import capture_on_fake_cuda
 from te_dynamo.weights import cache as weight_cache
 
@@ -289,9 +289,9 @@ def test_weights_of_fsdp_are_never_kept() -> None:
         return node
 
     module = LocalSource("self")
-    assert _managed_by_fsdp(placeholder(AttrSource(AttrSource(FSDPNNModuleSource(module), "fc"), "weight")))
-    assert not _managed_by_fsdp(placeholder(AttrSource(module, "weight")))
-    assert not _managed_by_fsdp(placeholder(None))
+    assert is_from_fsdp(placeholder(AttrSource(AttrSource(FSDPNNModuleSource(module), "fc"), "weight")))
+    assert not is_from_fsdp(placeholder(AttrSource(module, "weight")))
+    assert not is_from_fsdp(placeholder(None))
 
 
 def test_graphs_on_a_gpu_hold_references_to_the_stack() -> None:

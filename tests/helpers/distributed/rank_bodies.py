@@ -104,8 +104,19 @@ def data_parallel(
         "linears": [(r.module, r.reason) for report in graphs.reports for r in report.matches if r.kind == "linear"],
         "kept": [w.weight for report in graphs.reports for w in report.workspaces],
         "runs": {runs for report in graphs.reports for _, _, runs in report.lowered},
+        "saved_shapes": _saved_shapes(graphs),
         "graphs": len(graphs.reports),
     }
+
+
+def _saved_shapes(graphs: Any) -> set[tuple[int, ...]]:
+    """Of the 8-bit tensors of known sizes that forward saves."""
+    saved = (
+        node for i in range(len(graphs.all("forward"))) for node in graphs.graph("forward", i).output_node().args[0]
+    )
+    values = [node.meta["val"] for node in saved if isinstance(node, torch.fx.Node)]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor) and value.element_size() == 1]
+    return {shape for shape in shapes if all(isinstance(size, int) for size in shape)}
 
 
 @contextlib.contextmanager

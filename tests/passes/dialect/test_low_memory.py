@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers.graphs.live_memory import peak_bytes
 from helpers.models.gated_models import INNER, TOKENS, WIDTH, Gated, GateUpMLP, WideMLP
 from helpers.models.snapshot_models import (
     Block,
@@ -22,6 +21,7 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.inspect.live_memory import peak_bytes
 from te_dynamo.options import Options
 from te_dynamo.testing import capture_on_fake_cuda, graph_text
 
@@ -88,7 +88,9 @@ def test_peak_of_a_gated_mlp_is_below_bf16s() -> None:
     # Where Inductor computes dgate and dup: gate, up and their gradients, one of these in dact's place; the norm's output
     # and the weight gradient of down. 1.59 GiB with the module, as measured on an H200 (64 times these bytes).
     bf16 = 4 * activation + hidden + weight
-    graphs = [lowered_backward(WideMLP, TOKENS, WIDTH, low_memory=value) for value in (False, True)]
+    graphs = [
+        lowered_backward(WideMLP, TOKENS, WIDTH, low_memory=value, save_weights="quantized") for value in (False, True)
+    ]
     assert "gated_backward_rows_kernel -> dy, scale_inv" in launches(graph_text(graphs[1])).splitlines()
     with_columns_early, low = map(peak_bytes, graphs)
     # gate, up and dact; x, the weights of gate and up columnwise; rowwise and columnwise codes of dgate and dup; and dw
