@@ -5,6 +5,8 @@ Needed where part of a forward is recomputed in backward (checkpointing), or whe
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.activation import activation_quantize
@@ -58,7 +60,8 @@ def drop_unread_usages(graph: Graph) -> int:
 
 def quantizer_of(node: Node) -> tuple[int, Quantizer]:
     """(its position among the arguments, the quantizer) of an operation that has one."""
-    return next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+    position = next(i for i, argument in enumerate(node.args) if isinstance(argument, Quantizer))
+    return position, cast(Quantizer, node.args[position])
 
 
 def narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
