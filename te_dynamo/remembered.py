@@ -73,9 +73,13 @@ def _device_name() -> str:
 
 
 def _file(kind: str, device: str) -> Path:
+    return _folder() / f"{kind}-{'-'.join(re.findall('[a-z0-9]+', device.lower()))}.json"
+
+
+def _folder() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return Path(cache_dir()) / "te_dynamo" / f"{kind}-{'-'.join(re.findall('[a-z0-9]+', device.lower()))}.json"
+    return Path(cache_dir()) / "te_dynamo"
 
 
 @functools.cache

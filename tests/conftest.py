@@ -68,6 +68,35 @@ def but_for_tests_of_that_rule(request: pytest.FixtureRequest, monkeypatch: pyte
         monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_known", cpu_known)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def facts_of_this_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """What is measured of a GPU is kept in a folder of this process, but for tests that name another cache folder."""
+    own, caches = tmp_path_factory.mktemp("facts"), os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    def folder() -> pathlib.Path:
+        named = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        return own if named == caches else pathlib.Path(named) / "te_dynamo"
+
+    with mock.patch("te_dynamo.remembered._folder", folder):
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def forgotten_after_a_test(facts_of_this_worker: pathlib.Path) -> Iterator[None]:
+    """What one test has timed decides nothing in another."""
+    from te_dynamo import remembered
+    from te_dynamo.kernels.gemm.choose import TUNED, choose
+    from te_dynamo.lowering.tune import _use_remembered
+
+    yield
+    if TUNED:
+        for file in facts_of_this_worker.iterdir():
+            file.unlink()
+        TUNED.clear()
+        for read in (choose, remembered._read, _use_remembered):
+            read.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """No compiled code, guard or recompilation count crosses from one test to the next."""

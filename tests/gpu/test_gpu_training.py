@@ -49,14 +49,17 @@ def reference() -> list[float]:
     return train(torch.compile(model, backend="te"), adamw(model, fused=True), torch.bfloat16)
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
-def test_modes_train_as_the_default(mode: str) -> None:
-    """CUDA graphs replay the forward and the backward; weights are written by the optimizer between them."""
+@pytest.mark.parametrize(
+    ("mode", "tolerance"), [("reduce-overhead", 1e-3), ("max-autotune", 1e-2), ("max-autotune-no-cudagraphs", 1e-2)]
+)
+def test_modes_train_as_the_default(mode: str, tolerance: float) -> None:
+    """CUDA graphs replay the forward and the backward; weights are written by the optimizer between them. What was timed may add in
+    another order."""
     expected = reference()
     torch._dynamo.reset()
     model = model_of()
     actual = train(torch.compile(model, backend="te", mode=mode), adamw(model, fused=True), torch.bfloat16)
-    assert actual == pytest.approx(expected, rel=1e-3)
+    assert actual == pytest.approx(expected, rel=tolerance)
     assert actual[-1] < actual[0]
 
 
