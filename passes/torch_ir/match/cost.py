@@ -25,6 +25,7 @@ from typing import Any
 from torch import fx
 
 from te_dynamo.kernels.gemm.choose import Product, product_us
+from te_dynamo.kernels.gemm.mxfp8 import multiplies_codes
 from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.rates import Rates
@@ -164,7 +165,8 @@ def _times(recipe: Recipe, rates: Rates, gemms: int) -> _Times | None:
     if isinstance(recipe, MXFP8BlockScaling) and recipe.scale_block == 128:
         return _between(_E8M0, gemms)
     if isinstance(recipe, MXFP8BlockScaling):
-        return _between(_E8M0_NATIVE, gemms) if rates.target.has_block_scales else None
+        backward = gemms > 1  # its products read columns
+        return _between(_E8M0_NATIVE, gemms) if multiplies_codes(rates.target, b_columnwise=backward) else None
     return _between(_BLOCK, gemms) if isinstance(recipe, Float8BlockScaling) else None
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import te_dynamo
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
+from te_dynamo.rates import H200 as FOUND_ON_AN_H200
 from te_dynamo.rates import calibrated, published
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from te_dynamo.testing.fake_cuda import fake_cuda
@@ -239,12 +240,10 @@ def test_blocks_of_32_are_asked_of_where_tensor_cores_apply_their_scales() -> No
 
 def test_a_calibrated_gpu_says_so() -> None:
     facts = {
-        "copy_tbps": 2.1,
-        "bf16_tflops": 800,
-        "fp8_tflops": 1171,
-        "launch_us": 2,
-        "cpu_launch_us": 8,
-        "quantize_us": [98, 296],
+        **FOUND_ON_AN_H200,
+        "copy_tbps": FOUND_ON_AN_H200["copy_tbps"] / 2,
+        "cpu_launch_us": 2 * FOUND_ON_AN_H200["cpu_launch_us"],
+        "quantize_us": [2 * us for us in FOUND_ON_AN_H200["quantize_us"]],
     }
     rates = calibrated(TARGETS["h200"], facts)
     assert (rates.reading, rates.bf16, rates.fp8, rates.launch, rates.cpu) == (0.5, 1, 1, 1, 2)
