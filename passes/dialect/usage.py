@@ -58,7 +58,10 @@ def drop_unread_usages(graph: Graph) -> int:
 
 def quantizer_of(node: Node) -> tuple[int, Quantizer]:
     """(its position among the arguments, the quantizer) of an operation that has one."""
-    return next((i, a) for i, a in enumerate(node.args) if isinstance(a, Quantizer))
+    position = next(i for i, argument in enumerate(node.args) if isinstance(argument, Quantizer))
+    quantizer = node.args[position]
+    assert isinstance(quantizer, Quantizer)
+    return position, quantizer
 
 
 def narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:
