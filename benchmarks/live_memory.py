@@ -106,7 +106,7 @@ def peak_of(model: str, graphs: str, blocks: int, tokens: int, provider: str) ->
 @functools.cache
 def counted(model: str, graphs: str, blocks: int, tokens: int, provider: str) -> tuple[int, int]:
     """(bytes at the peak of one graph of so many blocks, bytes from its forward to its backward)"""
-    from te_dynamo.inspect.live_memory import peak_bytes, saved_bytes
+    from te_dynamo.passes.dialect.live_memory import peak_bytes, saved_bytes
     from te_dynamo.testing import capture_on_fake_cuda
 
     warnings.simplefilter("ignore")

@@ -19,8 +19,8 @@ Of a linear's two products in backward the one goes first whose operands, then g
     before    dx = te.gemm(q[0], .., w);  dw = te.gemm(q[1], .., x)
     after     dw = te.gemm(q[1], .., x);  dx = te.gemm(q[0], .., w)
 
-And a product that has more bytes than the operands which end with it, or a quantization of one of the graph's inputs, is made right
-before it is read. So the last dgrad of a checkpointed region waits until the region's forward is computed again. A graph with
+And a product that has more bytes than the operands which live longer for it, or a quantization of one of the graph's inputs, is made
+right before it is read. So the last dgrad of a checkpointed region waits until the region's forward is computed again. A graph with
 collectives keeps its order, by which these overlap with products.
 """
 
@@ -134,8 +134,11 @@ def _made_when_read(graph: Graph) -> int:
 def _moved_to_reader(node: Node) -> bool:
     together = [node, *_views_of(node)]
     readers = [user for each in together for user in each.users if user not in together]
-    freed = sum(_bytes(x) for x in node.all_input_nodes if max(x.users) is node and not _is_callers(x))
-    if not readers or _bytes(node) <= freed or not _is_anything_made(node, first := min(readers), together):
+    if not readers:
+        return False
+    first = min(readers)
+    held = sum(_bytes(x) for x in node.all_input_nodes if max(x.users) < first and not _is_callers(x))
+    if _bytes(node) <= held or not _is_anything_made(node, first, together):
         return False
     for each in together:
         first.prepend(each)

@@ -25,10 +25,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_dynamo.dialect.memory import is_copy, is_view
+from te_dynamo.dialect.memory import byte_hint, is_copy, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users
 from te_dynamo.passes.dialect.usage import narrowest, quantizer_of
 
@@ -50,7 +49,7 @@ def choose_saved_weights(graph: Graph, choice: str | None) -> int:
         if node in of_backward or not items:
             continue
         alone = {index: readers for index, readers in items.items() if _all_users(readers) <= of_backward}
-        saved = sum(_bytes(node.meta["val"][index]) for index in alone)
+        saved = sum(byte_hint(node.meta["val"][index]) for index in alone)
         if not _is_weight(node, of_backward):
             won += _saved_in_16_bits(node, of_backward) - saved
         elif choice == "original" or (saved > won and saved >= FEWEST_BYTES):
@@ -99,16 +98,12 @@ def _saved_in_16_bits(node: Node, of_backward: set[Node]) -> int:
         source = source.args[0]
     if source.op == "placeholder" or any(user in of_backward for user in _through_views(source)):
         return 0
-    return _bytes(source.meta["val"])
+    return byte_hint(source.meta["val"])
 
 
 def _through_views(node: Node) -> Iterator[Node]:
     for user in node.users:
         yield from _through_views(user) if is_view(user) else (user,)
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return size_hint(value.numel()) * value.element_size()
 
 
 def _remake(graph: Graph, node: Node, items: dict[int, list[Node]], of_backward: set[Node]) -> None:

@@ -5,8 +5,6 @@ Needed where part of a forward is recomputed in backward (checkpointing), or whe
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.activation import activation_quantize
@@ -61,7 +59,9 @@ def drop_unread_usages(graph: Graph) -> int:
 def quantizer_of(node: Node) -> tuple[int, Quantizer]:
     """(its position among the arguments, the quantizer) of an operation that has one."""
     position = next(i for i, argument in enumerate(node.args) if isinstance(argument, Quantizer))
-    return position, cast(Quantizer, node.args[position])
+    quantizer = node.args[position]
+    assert isinstance(quantizer, Quantizer)
+    return position, quantizer
 
 
 def narrowest(quantizer: Quantizer, read: set[str]) -> Quantizer:

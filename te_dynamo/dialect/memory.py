@@ -14,6 +14,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from torch.fx import Node
 
 from te_dynamo.dialect.define import REFERENCE_ONLY, is_te
+from te_dynamo.kernels.runtime.launch import size_hint
 
 _aten = torch.ops.aten
 
@@ -46,6 +47,11 @@ def before_reshapes(value: Any) -> Any:
 def is_copy(node: Node) -> bool:
     """Whether a node's value is its first argument's, in another memory or dtype."""
     return node.target in _COPIES
+
+
+def byte_hint(value: torch.Tensor) -> int:
+    """Bytes of a tensor; of a symbolic size what is known while compiling, without a guard."""
+    return size_hint(value.numel()) * value.element_size()
 
 
 def is_product(node: Node) -> bool:

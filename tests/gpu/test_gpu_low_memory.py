@@ -11,7 +11,7 @@ from helpers.models.gated_models import Gated, GateUpMLP, WideMLP
 from torch import Tensor, nn
 
 import te_dynamo
-from te_dynamo.inspect.live_memory import peak_bytes
+from te_dynamo.passes.dialect.live_memory import peak_bytes
 
 pytestmark = pytest.mark.gpu
 

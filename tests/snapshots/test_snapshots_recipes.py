@@ -55,12 +55,12 @@ return gemm_block_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gem
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column])
 gemm_block_1: bf16[32, 128] = te.gemm_block(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_two_d=False, b_two_d=True)
-gemm_block_2: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
 quantize_5: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu_backward, e4m3 1x128[row+column])
-gemm_block_3: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=True)
-gemm_block_4: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
-return gemm_block_4, gemm_block_2""",
+gemm_block_2: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=True)
+gemm_block_3: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
+gemm_block_4: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
+return gemm_block_3, gemm_block_4""",
     )
 
 
@@ -84,12 +84,12 @@ return gemm_mxfp8_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gem
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column])
 gemm_mxfp8_1: bf16[32, 128] = te.gemm_mxfp8(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_columnwise=False, b_columnwise=True)
-gemm_mxfp8_2: bf16[64, 128] = te.gemm_mxfp8(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_columnwise=True, b_columnwise=True)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
 quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu_backward, mxfp8[row+column])
-gemm_mxfp8_3: bf16[32, 64] = te.gemm_mxfp8(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_columnwise=False, b_columnwise=True)
-gemm_mxfp8_4: bf16[128, 64] = te.gemm_mxfp8(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)
-return gemm_mxfp8_4, gemm_mxfp8_2""",
+gemm_mxfp8_2: bf16[32, 64] = te.gemm_mxfp8(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_columnwise=False, b_columnwise=True)
+gemm_mxfp8_3: bf16[128, 64] = te.gemm_mxfp8(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)
+gemm_mxfp8_4: bf16[64, 128] = te.gemm_mxfp8(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_columnwise=True, b_columnwise=True)
+return gemm_mxfp8_3, gemm_mxfp8_4""",
     )
 
 
@@ -113,12 +113,12 @@ return gemm_block_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gem
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(tangents_1, mxfp8 1x128[row+column])
 gemm_block_1: bf16[32, 128] = te.gemm_block(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_two_d=False, b_two_d=False)
-gemm_block_2: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
 quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu_backward, mxfp8 1x128[row+column])
-gemm_block_3: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=False)
-gemm_block_4: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
-return gemm_block_4, gemm_block_2""",
+gemm_block_2: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=False)
+gemm_block_3: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
+gemm_block_4: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
+return gemm_block_3, gemm_block_4""",
     )
 
 
@@ -142,12 +142,12 @@ return gemm_nvfp4_1, quantize[3], quantize[4], quantize[5], quantize_1[3], quant
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic], randint)
 gemm_nvfp4_1: bf16[32, 128] = te.gemm_nvfp4(quantize_4[0], quantize_4[1], quantize_4[2], quantize_3[3], quantize_3[4], quantize_3[5], None, bf16)
-gemm_nvfp4_2: bf16[64, 128] = te.gemm_nvfp4(quantize_4[3], quantize_4[4], quantize_4[5], quantize_2[3], quantize_2[4], quantize_2[5], None, bf16)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
 quantize_5: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu_backward, nvfp4[row+column, hadamard, stochastic], randint_1)
-gemm_nvfp4_3: bf16[32, 64] = te.gemm_nvfp4(quantize_5[0], quantize_5[1], quantize_5[2], quantize_1[3], quantize_1[4], quantize_1[5], None, bf16)
-gemm_nvfp4_4: bf16[128, 64] = te.gemm_nvfp4(quantize_5[3], quantize_5[4], quantize_5[5], quantize[3], quantize[4], quantize[5], None, bf16)
-return gemm_nvfp4_4, gemm_nvfp4_2""",
+gemm_nvfp4_2: bf16[32, 64] = te.gemm_nvfp4(quantize_5[0], quantize_5[1], quantize_5[2], quantize_1[3], quantize_1[4], quantize_1[5], None, bf16)
+gemm_nvfp4_3: bf16[128, 64] = te.gemm_nvfp4(quantize_5[3], quantize_5[4], quantize_5[5], quantize[3], quantize[4], quantize[5], None, bf16)
+gemm_nvfp4_4: bf16[64, 128] = te.gemm_nvfp4(quantize_4[3], quantize_4[4], quantize_4[5], quantize_2[3], quantize_2[4], quantize_2[5], None, bf16)
+return gemm_nvfp4_3, gemm_nvfp4_4""",
     )
 
 
@@ -192,8 +192,8 @@ gemm_block_kernel -> c""",
         """\
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_block_kernel -> c
-gemm_block_kernel -> c
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+gemm_block_kernel -> c
 gemm_block_kernel -> c
 gemm_block_kernel -> c""",
     )

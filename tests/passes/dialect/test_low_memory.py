@@ -21,8 +21,8 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.inspect.live_memory import peak_bytes
 from te_dynamo.options import Options
+from te_dynamo.passes.dialect.live_memory import peak_bytes
 from te_dynamo.testing import capture_on_fake_cuda, graph_text
 
 
