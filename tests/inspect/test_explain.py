@@ -354,7 +354,7 @@ def test_what_is_not_known_is_a_note(te):
 
 
 def test_another_device_is_refused(net):
-    with pytest.raises(InputError, match="device 'b300' is none whose times are known: h100, h200, b200, .*rtx4090"):
+    with pytest.raises(InputError, match=r"device 'b300' is none whose times are known: h100, h200, b200, .*rtx4090"):
         explain(net, torch.ones(4, 8), device="b300")
 
 
