@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 from te_dynamo.kernels.tiles.stacking import Stacking
@@ -83,7 +83,7 @@ class Tile:
         whole = target.shared_bytes + _RESERVED_BYTES
         return self.ctas_per_sm * (self.shared_bytes(out_bytes, target) + _RESERVED_BYTES) <= whole
 
-    def fitted(self, out_bytes: int, target: Target = H200) -> Self | None:
+    def fitted(self: AnyTile, out_bytes: int, target: Target = H200) -> AnyTile | None:
         """The tile as a GPU can run it, None where it cannot.
 
         Of a GPU with less shared memory than the tables are made for: alone on a multiprocessor, with the warps of all that were
