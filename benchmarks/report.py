@@ -33,7 +33,16 @@ Written by `python benchmarks/report.py` from the JSON files of this folder; do 
 device. A number has three digits here and all of its digits in the JSON. A row that is slower than bf16 stays.
 """
 
-UNITS = {"gpu": "GPU", "gb": "GB", "gib": "GiB", "mb": "MB", "mib": "MiB", "tbps": "TB/s", "tflops": "TFLOP/s"}
+UNITS = {
+    "gpu": "GPU",
+    "gb": "GB",
+    "gib": "GiB",
+    "kib": "KiB",
+    "mb": "MB",
+    "mib": "MiB",
+    "tbps": "TB/s",
+    "tflops": "TFLOP/s",
+}
 
 MARKED = re.compile(
     r"^(<!-- table: ([^;\n]+?)((?:; \w+=[^;\n]+?)*) -->\n)(.*?)^(?=<!-- end -->$)", re.MULTILINE | re.DOTALL

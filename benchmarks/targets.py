@@ -42,6 +42,7 @@ from te_dynamo.kernels.quantize import bias_grad, float8_block, mxfp8, nvfp4, tr
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import grouped as quantize_grouped
 from te_dynamo.kernels.quantize import stacked as quantize_stacked
+from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
 from te_dynamo.kernels.tiles.stacking import Stacking
@@ -312,13 +313,13 @@ def compiled(name: str, wanted: str = "") -> list[Row]:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("targets", nargs="*", default=list(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("targets", nargs="*", help=f"of {', '.join(KINDS)}; all that have kernels without it")
     args = parser.parse_args()
     facts = {**environment.collect("cpu"), "device": "no GPU"}
     path = args.out / "targets-no-gpu.json"
     kept = [Row(**row) for row in report.read(path).rows] if path.exists() else []
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for name in args.targets:
+        for name in args.targets or [name for name, target in KINDS.items() if not why_no_kernels(target)]:
             kept = [row for row in kept if row.target != KINDS[name].arch] + pool.submit(compiled, name).result()
             report.write(args.out, "targets", facts, kept)
 

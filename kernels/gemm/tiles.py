@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 from te_dynamo.kernels.tiles.stacking import Stacking
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # of typing from Python 3.11 on
 
 H200 = TARGETS["h200"]
 """The GPU that `tflops` was measured on."""
 _TILE_ENDS_US = 1.0  # filling the pipeline and storing the result, as far as nothing hides it
 _REDUCE_US = 3.0  # launch of the kernel that adds up the parts of a split K
-_SPILL_FROM_TENSOR_MEMORY = {
-    f"fast 64x64x256 w4 s3 2/sm k/{parts}" for parts in (2, 4)
-}  # benchmarks/targets.py shows it
+_OF_64_COLUMNS = {f"fast 64x64x256 w4 s3 2/sm k/{parts}" for parts in (2, 4)}
+_SPILLING = {8: {f"block 64x128x128 w4 s5 k/{parts}" for parts in (2, 4)}, 10: _OF_64_COLUMNS, 11: _OF_64_COLUMNS}
+"""First number of a compute capability -> tiles that find too few registers there, as benchmarks/targets.py shows."""
 REDUCE_BYTES_PER_US = 2.5e6
 REDUCE_BLOCK = 1024  # elements of C that one program of that kernel adds up
 _BARRIER_BYTES = 1024
@@ -86,7 +83,7 @@ class Tile:
         whole = target.shared_bytes + _RESERVED_BYTES
         return self.ctas_per_sm * (self.shared_bytes(out_bytes, target) + _RESERVED_BYTES) <= whole
 
-    def fitted(self, out_bytes: int, target: Target = H200) -> Self | None:
+    def fitted(self: AnyTile, out_bytes: int, target: Target = H200) -> AnyTile | None:
         """The tile as a GPU can run it, None where it cannot.
 
         Of a GPU with less shared memory than the tables are made for: alone on a multiprocessor, with the warps of all that were
@@ -94,7 +91,7 @@ class Tile:
         """
         if (self.halves and not target.has_wgmma) or target.buffers(self.num_stages) < _FEWEST_BUFFERS:
             return None
-        if target.has_tensor_memory and self.name in _SPILL_FROM_TENSOR_MEMORY:
+        if self.name in _SPILLING.get(target.capability[0], ()):
             return None
         tile = self
         if target.shared_bytes < H200.shared_bytes:
