@@ -38,7 +38,6 @@ from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.blocks import larger
 from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, rows_and_columns
 
 __all__ = [
@@ -143,7 +142,7 @@ def add_norm_rows_kernel(
                 ZERO_CENTERED,
                 DTYPE,
             )
-            bits = larger(bits, row_magnitudes(result, columns, K, LAYER))
+            bits = tl.maximum(bits, row_magnitudes(result, columns, K, LAYER))
     store_row_amax(partials, bits, PARTIALS, DTYPE)
 
 

@@ -27,7 +27,6 @@ from te_dynamo.kernels.quantize.current import Tile, cast_tile, quantize_referen
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.blocks import larger
 from te_dynamo.kernels.tiles.fp8 import (
     Fp8Buffers,
     load_scale,
@@ -126,7 +125,7 @@ def modulated_norm_rows_kernel(
             )
             result = normalize(values, row_mean, row_rstd, w, b, True, True, True, False, ZERO_CENTERED, DTYPE)
             if QUANTIZE:
-                bits = larger(bits, row_magnitudes(result, columns, K, True))
+                bits = tl.maximum(bits, row_magnitudes(result, columns, K, True))
             else:
                 tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:

@@ -32,7 +32,6 @@ from te_dynamo.kernels.quantize.current import Tile, cast_tile, quantize_referen
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.blocks import larger
 from te_dynamo.kernels.tiles.fp8 import (
     Fp8Buffers,
     load_scale,
@@ -199,7 +198,7 @@ def norm_rows_kernel(
                 DTYPE,
             )
             if QUANTIZE:
-                bits = larger(bits, row_magnitudes(result, columns, K, LAYER))
+                bits = tl.maximum(bits, row_magnitudes(result, columns, K, LAYER))
             else:
                 tl.store(y + tl.cast(row, tl.int64) * K + columns, result, mask=columns < K)
     if QUANTIZE:
