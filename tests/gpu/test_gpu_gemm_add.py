@@ -9,6 +9,8 @@ import torch
 from helpers.kernels.kernel_cases import gpu, needs_cuda
 from torch import Tensor, nn
 
+import te_dynamo
+
 pytestmark = [gpu, needs_cuda]
 
 
@@ -29,7 +31,7 @@ def step(rows: int, width: int, mode: str | None = None, **options: Any) -> dict
     torch.manual_seed(0)
     module = Residual(width).to("cuda", torch.bfloat16)
     x = torch.randn(2, rows // 2, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    y = torch.compile(module, backend="te", mode=mode, options=options or None)(x)
+    y = te_dynamo.compile(module, mode=mode, **options)(x)
     y.backward(torch.randn_like(y))
     found: dict[str, Any] = {name: parameter.grad for name, parameter in module.named_parameters()}
     return found | {"y": y.detach(), "x": x.grad, "input": x.detach()}
