@@ -100,12 +100,11 @@ tangents_1: bf16[19, 64] = input
 quantize_bias_grad: (f32[64], f8e5m2[19, 64], f8e5m2[64, 32], f32[1]) = te.quantize_bias_grad(tangents_1, e5m2[row+column])
 to: bf16[64] = quantize_bias_grad[0].to(bf16)
 gemm_1: bf16[19, 128] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
-gemm_2: bf16[128, 64] = te.gemm(activation_quantize[1], activation_quantize[2], quantize_bias_grad[2], quantize_bias_grad[3], None, bf16, fast_accum=False)
 activation_backward_quantize: (f32[128], f8e5m2[19, 128], f8e5m2[128, 32], f32[1]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu_tanh', e5m2[row+column], keep_output=False, bias_grad=True)
 to_1: bf16[128] = activation_backward_quantize[0].to(bf16)
-gemm_3: bf16[19, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=False)
-gemm_4: bf16[64, 128] = te.gemm(layer_norm_quantize[3], layer_norm_quantize[4], activation_backward_quantize[2], activation_backward_quantize[3], None, bf16, fast_accum=False)
-to_2: f32[19, 64] = gemm_3.to(f32)
+gemm_2: bf16[19, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=False)
+gemm_3: bf16[64, 128] = te.gemm(layer_norm_quantize[3], layer_norm_quantize[4], activation_backward_quantize[2], activation_backward_quantize[3], None, bf16, fast_accum=False)
+to_2: f32[19, 64] = gemm_2.to(f32)
 to_3: f32[19, 64] = x.to(f32)
 sub: f32[19, 64] = aten.sub(to_3, view_1)
 mul: f32[19, 64] = aten.mul(sub, view)
@@ -124,7 +123,8 @@ sum: f32[64] = aten.sum(mul_5, [0])
 to_6: bf16[64] = sum.to(bf16)
 sum_1: f32[64] = aten.sum(to_2, [0])
 to_7: bf16[64] = sum_1.to(bf16)
-return to_1, to_6, to_7, to_5, gemm_4, to, gemm_2""",
+gemm_4: bf16[128, 64] = te.gemm(activation_quantize[1], activation_quantize[2], quantize_bias_grad[2], quantize_bias_grad[3], None, bf16, fast_accum=False)
+return to_1, to_6, to_7, to_5, gemm_3, to, gemm_4""",
     )
 
 

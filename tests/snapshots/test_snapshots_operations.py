@@ -322,12 +322,11 @@ return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quanti
 backward of RMSNorm, BasicLinear, GELU, BasicLinear:
 quantize_4: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_1: bf16[32, 96] = te.gemm(quantize_4[0], quantize_4[2], quantize_3[1], quantize_3[2], None, bf16, fast_accum=False)
-gemm_2: bf16[64, 96] = te.gemm(quantize_4[1], quantize_4[2], quantize_2[1], quantize_2[2], None, bf16, fast_accum=False)
 activation_backward: bf16[32, 96] = te.activation_backward(gemm_1, gemm, 'gelu')
 quantize_5: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
-gemm_3: bf16[32, 64] = te.gemm(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_4: bf16[96, 64] = te.gemm(quantize_5[1], quantize_5[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-to: f32[32, 64] = gemm_3.to(f32)
+gemm_2: bf16[32, 64] = te.gemm(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+gemm_3: bf16[96, 64] = te.gemm(quantize_5[1], quantize_5[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+to: f32[32, 64] = gemm_2.to(f32)
 to_1: f32[32, 64] = input.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, view)
 to_2: f32[64] = 0.weight.to(f32)
@@ -341,17 +340,17 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-return to_4, to_3, gemm_4, gemm_2
+gemm_4: bf16[64, 96] = te.gemm(quantize_4[1], quantize_4[2], quantize_2[1], quantize_2[2], None, bf16, fast_accum=False)
+return to_4, to_3, gemm_3, gemm_4
 
 backward of LayerNormMLP:
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_1: bf16[32, 96] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_2: bf16[64, 96] = te.gemm(quantize_2[1], quantize_2[2], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
 view: bf16[32, 96] = aten.view(gemm_1, [-1, 96])
 activation_backward_quantize: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.activation_backward_quantize(view, gemm, 'gelu', e5m2[row+column], keep_output=False, bias_grad=False)
-gemm_3: bf16[32, 64] = te.gemm(activation_backward_quantize[0], activation_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-gemm_4: bf16[96, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
-view_2: bf16[32, 64] = aten.view(gemm_3, [32, 64])
+gemm_2: bf16[32, 64] = te.gemm(activation_backward_quantize[0], activation_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm_3: bf16[96, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
+view_2: bf16[32, 64] = aten.view(gemm_2, [32, 64])
 to: f32[32, 64] = view_2.to(f32)
 to_1: f32[32, 64] = input.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, view_1)
@@ -366,7 +365,8 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view_1, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-return to_4, to_3, gemm_4, gemm_2""",
+gemm_4: bf16[64, 96] = te.gemm(quantize_2[1], quantize_2[2], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
+return to_4, to_3, gemm_3, gemm_4""",
     )
 
 

@@ -149,12 +149,12 @@ quantize_1[2]: f32[1] = input
 tangents_1: bf16[32, 64] = input
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm: bf16[32, 128] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[64, 128] = te.gemm(quantize_2[1], quantize_2[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
 gated_backward_quantize: (f8e5m2[32, 256], f32[2]) = te.gated_backward_quantize(gemm, slice_1, slice, 'gelu_tanh', e5m2[row], keep_output=False, stacked=True)
 gemm_stacked: bf16[32, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
 transpose: f8e5m2[256, 32] = te.transpose(gated_backward_quantize[0])
 gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quantize[1], quantize[1], quantize[2], None, bf16, fast_accum=False, along='M', segments=[128, 128])
 slice_2: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
 slice_3: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
+gemm_1: bf16[64, 128] = te.gemm(quantize_2[1], quantize_2[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
 return gemm_stacked, slice_3, slice_2, gemm_1""",
     )
