@@ -61,7 +61,15 @@ ARCHITECTURES = [
     Architecture("Gemma"),
     Architecture("Gemma2"),
     Architecture("Gemma3Text", "", fields={"model_class": "Gemma3ForCausalLM"}),
-    Architecture("Gemma3nText", "", fields={"model_class": "Gemma3nForCausalLM"}),
+    Architecture(
+        "Gemma3nText",
+        "",
+        fields={
+            "model_class": "Gemma3nForCausalLM",
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.95, 0.95],
+        },
+    ),
     Architecture("Phi"),
     Architecture("Phi3"),
     Architecture("GPTNeoX"),
@@ -82,7 +90,7 @@ ARCHITECTURES = [
     Architecture("Granite"),
     Architecture("SmolLM3"),
     Architecture("Exaone4"),
-    Architecture("Nemotron"),
+    Architecture("Nemotron", fields={"num_key_value_heads": 8}),
     Architecture("Starcoder2"),
     Architecture("Persimmon"),
     Architecture("NanoChat"),
@@ -106,13 +114,12 @@ ARCHITECTURES = [
     Architecture("DeepseekV3"),
     Architecture("GptOss"),
     Architecture("Llama4Text", "", fields={"model_class": "Llama4ForCausalLM"}),
-    Architecture("Dbrx"),
     Architecture("Lfm2"),
     Architecture("Mamba", fields={"hidden_size": 2560}),
     Architecture("Mamba2"),
     Architecture("Jamba"),
     Architecture("RecurrentGemma", inputs="short loops"),
-    Architecture("Zamba2"),
+    Architecture("Zamba2", fields={"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}),
     Architecture("FalconH1"),
     Architecture("Bamba"),
     Architecture("Rwkv", inputs="short loops"),
@@ -144,8 +151,8 @@ ARCHITECTURES = [
     Architecture("Dinov2", "Model", "image", {"hidden_size": 1536, "num_attention_heads": 24}),
     Architecture("Swin", "Model", "image", {"embed_dim": 192, "num_heads": [6, 12, 24, 48], "depths": [2, 2, 2, 2]}),
     Architecture("Segformer", "Model", "image"),
-    Architecture("ConvNext", "Model", "image"),
-    Architecture("Wav2Vec2", "Model", "wave", LARGE),
+    Architecture("ConvNext", "Model", "image", {"num_hidden_layers": 4}),  # its stages
+    Architecture("Wav2Vec2", "Model", "wave", {**LARGE, "apply_spec_augment": False, "layerdrop": 0.0}),
 ]
 
 
@@ -196,7 +203,7 @@ def build(architecture: Architecture, layers: int = 2) -> tuple[Any, dict[str, A
     config = getattr(transformers, f"{architecture.name}Config")(**fields)
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         for name in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"):
-            if part is not None and getattr(part, name, None):
+            if part is not None and getattr(part, name, None) and name not in architecture.fields:
                 with contextlib.suppress(AttributeError, NotImplementedError):
                     setattr(part, name, layers)
     config.use_cache = False
@@ -206,7 +213,7 @@ def build(architecture: Architecture, layers: int = 2) -> tuple[Any, dict[str, A
 
 
 def _text(config: Any, longest: int = 2048, prefix: str = "") -> dict[str, torch.Tensor]:
-    length = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    length = min(longest, max(getattr(config, "max_position_embeddings", None) or 0, 0) or longest)  # XLNet has -1
     return {f"{prefix}input_ids": torch.zeros(TOKENS // length, length, dtype=torch.int64)}
 
 

@@ -151,7 +151,7 @@ def _call(node: Node, grads: dict[int, Tensor], needed: set[Node]) -> list[tuple
     if grads:
         arguments = [grads.get(slot) for slot in range(len(node._input_metadata))]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            if type(node).__name__ == "CompiledFunctionBackward":  # AOTAutograd's, which counts on the engine's zeros
+            if _counts_on_zeros(node):
                 arguments = [
                     torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
                     for grad, meta in zip(arguments, node._input_metadata, strict=True)
@@ -163,6 +163,14 @@ def _call(node: Node, grads: dict[int, Tensor], needed: set[Node]) -> list[tuple
             result = _as_list(node(*arguments))  # type: ignore[operator]
             values = [value for value, edge in zip(result, node.next_functions, strict=True) if edge[0] is not None]
     return [(edge, value) for edge, value in zip(edges, values, strict=True) if edge[0] in needed]
+
+
+def _counts_on_zeros(node: Node) -> bool:
+    """Whether it takes no None: AOTAutograd's and torch's control flow (associative_scan) have the engine make zeros."""
+    forward = getattr(type(node), "_forward_cls", None)
+    return type(node).__name__ == "CompiledFunctionBackward" or getattr(forward, "__module__", "").startswith(
+        "torch._higher_order_ops"
+    )
 
 
 def _as_list(result: Any) -> list[Any]:
