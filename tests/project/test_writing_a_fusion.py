@@ -92,10 +92,10 @@ gemm_kernel -> c""",
 amax_column_sums_kernel -> partials, sums
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
-gemm_kernel -> c
 bias_squared_relu_backward_kernel -> dz
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> transpose, scale_inv
+gemm_kernel -> c
 gemm_kernel -> c""",
     )
 

@@ -36,17 +36,18 @@ def test_mxfp8() -> None:
         "\n".join(operations),
         """\
 quantize: (f8e4m3[8192, 4096], u8[2048, 128, 4], f8e4m3[8192, 4096], u8[1024, 256, 4]) = te.quantize(args_0, mxfp8[row+column, swizzled])
-quantize_1: (f8e4m3[4096, 4096], u8[1024, 128, 4], f8e4m3[4096, 4096], u8[1024, 128, 4]) = te.quantize(weight, mxfp8[row+column, swizzled])
+quantize_1: (f8e4m3[4096, 4096], u8[1024, 128, 4]) = te.quantize(weight, mxfp8[row, swizzled])
 gemm_mxfp8: bf16[8192, 4096] = te.gemm_mxfp8(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, a_columnwise=False, b_columnwise=False)
-quantize_2: (f8e4m3[8192, 4096], u8[2048, 128, 4], f8e4m3[8192, 4096], u8[1024, 256, 4]) = te.quantize(tangents_1, mxfp8[row+column, swizzled])
-gemm_mxfp8: bf16[8192, 4096] = te.gemm_mxfp8(quantize_2[0], quantize_2[1], quantize_1[2], quantize_1[3], None, bf16, a_columnwise=False, b_columnwise=True)
-gemm_mxfp8_1: bf16[4096, 4096] = te.gemm_mxfp8(quantize_2[2], quantize_2[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)""",
+quantize_1: (f8e4m3[8192, 4096], u8[2048, 128, 4], f8e4m3[8192, 4096], u8[1024, 256, 4]) = te.quantize(tangents_1, mxfp8[row+column, swizzled])
+gemm_mxfp8: bf16[4096, 4096] = te.gemm_mxfp8(quantize_1[2], quantize_1[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)
+quantize_2: (f8e4m3[4096, 4096], u8[1024, 128, 4]) = te.quantize(weight, mxfp8[column, swizzled])
+gemm_mxfp8_1: bf16[8192, 4096] = te.gemm_mxfp8(quantize_1[0], quantize_1[1], quantize_2[0], quantize_2[1], None, bf16, a_columnwise=False, b_columnwise=True)""",
     )
     assert_expected_inline(
         launches(lowered["forward"]),
         """\
 quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
-quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_kernel -> data, scale_inv
 gemm_block_scales_kernel -> c""",
     )
     assert_expected_inline(
@@ -54,6 +55,7 @@ gemm_block_scales_kernel -> c""",
         """\
 quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
 gemm_block_scales_kernel -> c
+quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv
 gemm_block_scales_kernel -> c""",
     )
 
@@ -64,11 +66,12 @@ def test_nvfp4() -> None:
         "\n".join(operations),
         """\
 quantize: (u8[8192, 2048], u8[2048, 256, 4], f32[1], u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(args_0, nvfp4[row+column, hadamard, swizzled])
-quantize_1: (u8[4096, 2048], u8[1024, 256, 4], f32[1], u8[4096, 2048], u8[1024, 256, 4], f32[1]) = te.quantize(weight, nvfp4[row+column, 16x16, swizzled])
+quantize_1: (u8[4096, 2048], u8[1024, 256, 4], f32[1]) = te.quantize(weight, nvfp4[row, 16x16, swizzled])
 gemm_nvfp4: bf16[8192, 4096] = te.gemm_nvfp4(quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2], None, bf16)
-quantize_2: (u8[8192, 2048], u8[2048, 256, 4], f32[1], u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic, swizzled], randint)
-gemm_nvfp4: bf16[8192, 4096] = te.gemm_nvfp4(quantize_2[0], quantize_2[1], quantize_2[2], quantize_1[3], quantize_1[4], quantize_1[5], None, bf16)
-gemm_nvfp4_1: bf16[4096, 4096] = te.gemm_nvfp4(quantize_2[3], quantize_2[4], quantize_2[5], quantize[3], quantize[4], quantize[5], None, bf16)""",
+quantize_1: (u8[8192, 2048], u8[2048, 256, 4], f32[1], u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic, swizzled], randint)
+gemm_nvfp4: bf16[4096, 4096] = te.gemm_nvfp4(quantize_1[3], quantize_1[4], quantize_1[5], quantize[3], quantize[4], quantize[5], None, bf16)
+quantize_2: (u8[4096, 2048], u8[1024, 256, 4], f32[1]) = te.quantize(weight, nvfp4[column, 16x16, swizzled])
+gemm_nvfp4_1: bf16[8192, 4096] = te.gemm_nvfp4(quantize_1[0], quantize_1[1], quantize_1[2], quantize_2[0], quantize_2[1], quantize_2[2], None, bf16)""",
     )
     assert_expected_inline(
         launches(lowered["forward"]),
@@ -76,7 +79,7 @@ gemm_nvfp4_1: bf16[4096, 4096] = te.gemm_nvfp4(quantize_2[3], quantize_2[4], qua
 hadamard_amax_kernel -> partials, columnwise_partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
 quantize_amax_kernel -> partials
-quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+quantize_nvfp4_kernel -> data, scale_inv, amax
 gemm_block_scales_kernel -> c""",
     )
     assert_expected_inline(
@@ -85,6 +88,8 @@ gemm_block_scales_kernel -> c""",
 hadamard_amax_kernel -> partials, columnwise_partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
 gemm_block_scales_kernel -> c
+quantize_amax_kernel -> partials
+quantize_nvfp4_kernel -> columnwise_data, columnwise_scale_inv, columnwise_amax
 gemm_block_scales_kernel -> c""",
     )
 

@@ -84,10 +84,14 @@ lower.backward:
   quantize_amax_kernel
   quantize_cast_kernel
   gemm in Gluon
-  gemm in Gluon
+  quantize_amax_kernel
+  quantize_stacked_kernel
+  quantize_amax_kernel
+  quantize_stacked_kernel
   gemm_stacked in Gluon
   transpose_kernel
-  gemm_stacked in Gluon""",
+  gemm_stacked in Gluon
+  gemm in Gluon""",
     )
 
 
@@ -98,9 +102,9 @@ def test_b200() -> None:
   gemm_stacked_kernel: 4096x16384x4096 by 148 programs, fast 256x128x128
   gemm_kernel: 4096x4096x8192 by 148 programs, fast 128x128x128
   gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128
-  gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128
   gemm_stacked_kernel: 4096x4096x16384 by 148 programs, fast 128x128x128
-  gemm_stacked_kernel: 16384x4096x4096 by 148 programs, fast 256x128x128""",
+  gemm_stacked_kernel: 16384x4096x4096 by 148 programs, fast 256x128x128
+  gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128""",
     )
 
 
@@ -112,11 +116,11 @@ def test_rtx5090() -> None:
   gemm_kernel: 4096x8192x4096 by 170 programs, slow 128x128x128
   gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
   gemm_kernel: 4096x8192x4096 by 170 programs, slow 128x128x128
-  gemm_kernel: 4096x8192x4096 by 170 programs, slow 128x128x128
+  gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
   gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
   gemm_kernel: 8192x4096x4096 by 170 programs, slow 128x128x128
-  gemm_kernel: 4096x4096x8192 by 170 programs, slow 128x128x128
-  gemm_kernel: 8192x4096x4096 by 170 programs, slow 128x128x128""",
+  gemm_kernel: 8192x4096x4096 by 170 programs, slow 128x128x128
+  gemm_kernel: 4096x8192x4096 by 170 programs, slow 128x128x128""",
     )
 
 
@@ -141,10 +145,14 @@ lower.backward:
   quantize_amax_kernel
   quantize_cast_kernel
   gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128
-  gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128
+  quantize_amax_kernel
+  quantize_stacked_kernel
+  quantize_amax_kernel
+  quantize_stacked_kernel
   gemm_stacked_kernel: 4096x4096x16384 by 142 programs, slow 128x128x128
   transpose_kernel
-  gemm_stacked_kernel: 16384x4096x4096 by 142 programs, slow 128x128x128""",
+  gemm_stacked_kernel: 16384x4096x4096 by 142 programs, slow 128x128x128
+  gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128""",
     )
 
 
