@@ -28,10 +28,10 @@ import torch
 import triton
 
 from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel, gemm_block_with_tile
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_with_tile, kernel_options
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import (
     BLOCK_TILES,
     SPECIALIZED,

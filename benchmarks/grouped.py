@@ -29,7 +29,7 @@ from models import Experts
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
-from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import COLUMNS_TILES, GROUPED_TILES, Tile
 from te_dynamo.kernels.runtime.target import target_of
 
@@ -106,7 +106,7 @@ class Problem:
         return lambda: gemm_grouped_columns_with_tile(tile, *operands, self.ends, torch.bfloat16)
 
     def specialized(self, fast: bool) -> Provider:
-        """The columns by the kernel of gemm_grouped_specialized.py."""
+        """The columns by the kernel of kernels/gemm/specialized/grouped.py."""
         _, groups, n, k = self.sizes
         out = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
         operands = (self.dy8_t, self.one, self.x8_t, self.one, self.ends)

@@ -30,12 +30,12 @@ from triton import knobs
 from te_dynamo.inspect.fake_cuda import fake_cuda
 from te_dynamo.kernels.activation import activation, gated
 from te_dynamo.kernels.gemm import block, current, grouped, stacked
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.decode import launch_decode
-from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
-from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
+from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, COLUMNS_TILES, GROUPED_TILES, TILES, DecodeTile, Tile
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import bias_grad, float8_block, mxfp8, nvfp4, transpose

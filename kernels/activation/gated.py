@@ -54,7 +54,7 @@ __all__ = [
 
 KINDS = (*(kind for kind in activation.KINDS if kind != "relu2"), "sigmoid")
 """What may gate: every activation, and the sigmoid, which alone is no te.activation: it is not zero at zero.
-The square of a relu may not: it grows past the bound by which kernels/gemm/gated.py finds the largest product."""
+The square of a relu may not: it grows past the bound by which kernels/gemm/specialized/gated.py finds the largest product."""
 
 FORWARD_TILE: Tile = (128, 64, 4)
 BACKWARD_TILE: Tile = (128, 64, 8)

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.cublaslt import gemm_block_cublaslt
 from te_dynamo.kernels.gemm.current import add_parts, check_operands, store_result, tile_origin
+from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.float8_block import BLOCK
 from te_dynamo.kernels.runtime._triton import tl, triton

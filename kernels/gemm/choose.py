@@ -6,7 +6,7 @@ Eager calls, lowering, fusions and stacking ask it. Of one format there are up t
 
     usual         every product, on every device               current.py, stacked.py, block.py, grouped.py
     decode        at most 64 rows, a number that is known      decode.py
-    specialized   large products; in Gluon                     specialized.py, gated.py, block_specialized.py, grouped_specialized.py
+    specialized   large products; in Gluon                     the folder specialized
     cublaslt      what was timed, and is fastest by it         cublaslt.py
 
 decode and specialized are Hopper's. By the cost model of tiles.py the specialized kernel has to beat the usual one, and to take longer

@@ -21,7 +21,7 @@ import torch
 
 from te_dynamo.kernels.gemm.choose import Choice, choose_for
 from te_dynamo.kernels.gemm.current import check_operands, gemm, gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime.launch import is_recording
 

@@ -12,7 +12,7 @@ Along the contracted dimension, the contiguous one, copies start at multiples of
 groups would enter the sum. So a group's blocks begin at the last multiple of 16 before it, and its first and last block,
 where they are not the group's alone, are multiplied apart from the others, with both operands' foreign elements replaced
 by zero (in both, since 0 * NaN is NaN). Groups that begin at a multiple of 16 have no such first block. Large products over
-columns are kernels/gemm/grouped_specialized.py's on Hopper.
+columns are kernels/gemm/specialized/grouped.py's on Hopper.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from te_dynamo.kernels.gemm.current import (
     split_columns,
     store_result,
 )
-from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch

@@ -30,7 +30,7 @@ from te_dynamo.kernels.gemm.current import (
     tile_origin,
 )
 from te_dynamo.kernels.gemm.decode import launch_decode
-from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
+from te_dynamo.kernels.gemm.specialized.current import stacked_specialized_out
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch

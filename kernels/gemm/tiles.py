@@ -195,7 +195,7 @@ TILES: tuple[Tile, ...] = (
 
 
 SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
-"""What kernels/gemm/specialized.py runs. Its warps are the multiplying ones and those that copy."""
+"""What kernels/gemm/specialized/current.py runs. Its warps are the multiplying ones and those that copy."""
 
 SPECIALIZED_FAST = Tile(128, 256, 128, 12, 4, fast=True, tflops=1385, group_m=16)
 """The same with fast accumulation; 2% above the fastest of TILES at five shapes of a training step."""
@@ -223,7 +223,7 @@ class _SpecializedBlockTile(Tile):
 
 
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
-"""What kernels/gemm/block_specialized.py runs."""
+"""What kernels/gemm/specialized/block.py runs."""
 
 
 GROUPED_TILES: tuple[Tile, ...] = (
@@ -252,7 +252,7 @@ _HIDDEN_US = 0.5
 
 
 def specialized_tile(fast_accum: bool) -> Tile:
-    """The one tile of kernels/gemm/specialized.py for an accumulation."""
+    """The one tile of kernels/gemm/specialized/current.py for an accumulation."""
     return SPECIALIZED_FAST if fast_accum else SPECIALIZED
 
 
@@ -390,7 +390,7 @@ def columns_us(tile: Tile, n: int, k: int, m: int, groups: int, target: Target) 
 
 
 def columns_specialized_us(n: int, k: int, m: int, groups: int, fast_accum: bool, target: Target) -> float:
-    """The estimated time of that product by kernels/gemm/grouped_specialized.py."""
+    """The estimated time of that product by kernels/gemm/specialized/grouped.py."""
     tile = specialized_tile(fast_accum)
     return estimated_us(tile, groups * _round_up(n, tile.block_m), k, -(-m // groups), target)
 

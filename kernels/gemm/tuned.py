@@ -18,13 +18,13 @@ from collections.abc import Mapping
 import torch
 
 from te_dynamo.kernels.gemm.block import gemm_block_with_tile, scale_shape
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import CALL_US, Choice, Product, Stacking, can_decode, can_specialize, usual_tiles
 from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_with_tile
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
-from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.stacked import gemm_stacked_with_tile
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
 from te_dynamo.kernels.runtime._triton import triton

@@ -19,12 +19,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_gated, gemm_grouped_columns
 from te_dynamo.dialect.stacked import gemm_stacked
-from te_dynamo.kernels.gemm.block_specialized import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
 from te_dynamo.kernels.gemm.epilogue import gemm_add_specialized_out, is_aligned
-from te_dynamo.kernels.gemm.gated import gemm_gated_specialized
-from te_dynamo.kernels.gemm.grouped_specialized import columns_specialized_out
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out, stacked_specialized_out
+from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
+from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out, stacked_specialized_out
+from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
+from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.runtime.availability import kernels_available
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend

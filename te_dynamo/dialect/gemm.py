@@ -13,11 +13,11 @@ from te_dynamo.dialect.fakes import column_sums, plain
 from te_dynamo.kernels.gemm import block as block_kernels
 from te_dynamo.kernels.gemm import current as kernels
 from te_dynamo.kernels.gemm import epilogue as epilogue_kernels
-from te_dynamo.kernels.gemm import gated as gated_kernels
 from te_dynamo.kernels.gemm import grouped as grouped_kernels
 from te_dynamo.kernels.gemm import mxfp8 as mxfp8_kernels
 from te_dynamo.kernels.gemm import nvfp4 as nvfp4_kernels
 from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.specialized import gated as gated_kernels
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.target import target_of
 

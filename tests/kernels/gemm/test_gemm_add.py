@@ -25,7 +25,11 @@ from te_dynamo.kernels.gemm.epilogue import (
     gemm_add_reference,
     gemm_add_specialized_out,
 )
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
+from te_dynamo.kernels.gemm.specialized.current import (
+    gemm_specialized_kernel,
+    gemm_specialized_out,
+    specialized_options,
+)
 from te_dynamo.kernels.gemm.tiles import TILES, DecodeTile, Tile, choose_decode_tile, choose_tile
 from te_dynamo.kernels.runtime.target import TARGETS
 

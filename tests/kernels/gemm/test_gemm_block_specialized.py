@@ -12,13 +12,13 @@ from helpers.models.training import train
 from torch import fx, nn
 
 from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_with_tile
-from te_dynamo.kernels.gemm.block_specialized import (
+from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
+from te_dynamo.kernels.gemm.specialized.block import (
     decode_kernel,
     gemm_block_specialized_kernel,
     gemm_block_specialized_out,
     specialized_block_options,
 )
-from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS

@@ -17,7 +17,7 @@ from te_dynamo.kernels.activation.gated import KINDS, gated_partial_amaxes, gate
 from te_dynamo.kernels.gemm import decode as kernels
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
 from te_dynamo.kernels.gemm.decode import gated_decode_options
-from te_dynamo.kernels.gemm.gated import gemm_gated, gemm_gated_reference
+from te_dynamo.kernels.gemm.specialized.gated import gemm_gated, gemm_gated_reference
 from te_dynamo.kernels.gemm.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton

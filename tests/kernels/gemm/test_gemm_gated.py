@@ -21,7 +21,8 @@ from te_dynamo.kernels.activation.gated import (
     gated_quantize_reference,
     gated_reference,
 )
-from te_dynamo.kernels.gemm.gated import (
+from te_dynamo.kernels.gemm.specialized.current import stacked_specialized_out
+from te_dynamo.kernels.gemm.specialized.gated import (
     BOUND,
     BOUND_OF_SIGMOID,
     gemm_gated,
@@ -30,7 +31,6 @@ from te_dynamo.kernels.gemm.gated import (
     gemm_gated_reference,
     gemm_gated_specialized,
 )
-from te_dynamo.kernels.gemm.specialized import stacked_specialized_out
 from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference
 from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.kernels.runtime.compiled_code import compile_for

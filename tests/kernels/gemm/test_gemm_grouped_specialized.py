@@ -13,12 +13,12 @@ from torch import fx
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns, gemm_grouped_columns_reference
-from te_dynamo.kernels.gemm.grouped_specialized import (
+from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.grouped import (
     columns_specialized_options,
     columns_specialized_out,
     gemm_grouped_columns_specialized_kernel,
 )
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_out
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower

@@ -12,7 +12,11 @@ from torch import fx, nn
 
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm, gemm_with_tile
-from te_dynamo.kernels.gemm.specialized import gemm_specialized_kernel, gemm_specialized_out, specialized_options
+from te_dynamo.kernels.gemm.specialized.current import (
+    gemm_specialized_kernel,
+    gemm_specialized_out,
+    specialized_options,
+)
 from te_dynamo.kernels.gemm.tiles import TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS

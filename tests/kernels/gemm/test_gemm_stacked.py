@@ -13,7 +13,7 @@ from helpers.kernels.kernel_cases import assert_same_bits, gpu, make_input, need
 from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.gemm.choose import Product, choose, stacking_pays
 from te_dynamo.kernels.gemm.current import gemm_reference, gemm_with_tile
-from te_dynamo.kernels.gemm.specialized import (
+from te_dynamo.kernels.gemm.specialized.current import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,

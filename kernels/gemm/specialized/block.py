@@ -1,6 +1,6 @@
 """The block-scaled FP8 GEMM of kernels/gemm/block.py for large products on Hopper, by warps that each do one thing.
 
-As kernels/gemm/specialized.py (in Gluon; what both are made of is in ring.py), with scales: the copying warp brings those of
+As kernels/gemm/specialized/current.py (in Gluon; what both are made of is in ring.py), with scales: the copying warp brings those of
 a tile's 256 rows, and of its 128 columns where B has one a row, with each block of 128 k. B's one scale for 128x128 is loaded a
 block ahead. Equals the other kernel bit for bit: the scales' product is rounded, and scales and adds in one rounding.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.gemm.ring import (
+from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
     GROUP_WARPS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.ring import (
+from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
     GROUP_WARPS,

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.ring import (
+from te_dynamo.kernels.gemm.specialized.current import accumulate, scaled
+from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_WARPS,
     GROUPS,
@@ -25,7 +26,6 @@ from te_dynamo.kernels.gemm.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.specialized import accumulate, scaled
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch

@@ -1,4 +1,4 @@
-"""What the warp-specialized GEMMs share (kernels/gemm/specialized.py, block_specialized.py).
+"""What the warp-specialized GEMMs share (kernels/gemm/specialized/current.py, block_specialized.py).
 
 One warp copies tiles of A and B, and vectors of scales where there are any, into a ring of slots in shared memory; GROUPS
 groups of four warps multiply, each its own rows of the tile in an upper and a lower half. The groups wait for the copies only,

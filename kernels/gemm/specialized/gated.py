@@ -3,7 +3,7 @@
     C = gemm_stacked along N of two segments of one width: gate | up, or up | gate
     amax = max |f(gate) * up| of C's values, the product rounded to C's dtype as kernels/activation/gated.py rounds it
 
-The ring, the groups of warps and the sums are kernels/gemm/specialized.py's, so C has its bits. A tile of B is two pieces,
+The ring, the groups of warps and the sums are kernels/gemm/specialized/current.py's, so C has its bits. A tile of B is two pieces,
 the same columns of the one segment and of the other: the thread that holds an element of gate holds that of up as well.
 
 Computed for every element, f would take as long as the pass over C that it saves: its approximations are the
@@ -21,7 +21,8 @@ from te_dynamo.kernels.activation.activation import activate
 from te_dynamo.kernels.activation.gated import check_kind, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.decode import launch_gated_decode
-from te_dynamo.kernels.gemm.ring import (
+from te_dynamo.kernels.gemm.specialized.current import accumulate, scale_and_shift
+from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
     GROUP_WARPS,
@@ -33,7 +34,6 @@ from te_dynamo.kernels.gemm.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.specialized import accumulate, scale_and_shift
 from te_dynamo.kernels.gemm.stacked import check_stack, gemm_stacked, gemm_stacked_reference
 from te_dynamo.kernels.gemm.tiles import DecodeTile, specialized_tile, stages_that_fit
 from te_dynamo.kernels.quantize.current import PARTIALS
