@@ -260,7 +260,8 @@ def reasons(linears: list[Any]) -> str:
             faster = " us, FP8 " in row.reason
             reason = "bf16 is faster at its size" if faster else row.reason.partition(";")[0].partition(" (")[0]
             by_reason[reason] += row.flops
-    return "; ".join(f"{100 * flops / total:.2g}%: {reason}" for reason, flops in by_reason.most_common())
+    shares = ((100 * flops / total, reason) for reason, flops in by_reason.most_common())
+    return "; ".join(f"{share:.2g}%: {reason}" if share < 99.5 else f"100%: {reason}" for share, reason in shares)
 
 
 if __name__ == "__main__":
