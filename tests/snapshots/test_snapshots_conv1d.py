@@ -178,9 +178,9 @@ gemm_kernel -> c""",
 amax_column_sums_kernel -> partials, sums
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
-gemm_kernel -> c
 activation_backward_sums_kernel -> partials, sums
 activation_write_kernel -> dbias, data, transpose, scale_inv
+gemm_kernel -> c
 gemm_kernel -> c
 gemm_kernel -> c""",
     )
