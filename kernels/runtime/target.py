@@ -75,7 +75,7 @@ class Target:
     def has_block_scales(self) -> bool:
         """Whether its tensor cores apply the scales of blocks, of MXFP8 and of NVFP4 (`tcgen05.mma` or `mma.sync`, `block_scale`).
 
-        sm_121 has them too. Triton 3.7 multiplies there in bf16, and fails to compile NVFP4."""
+        sm_121 has them too, and Triton 3.7 does not use them there: it multiplies MXFP8 in bf16 and fails on NVFP4."""
         return self.has_tensor_memory or self.capability == (12, 0)
 
     @property

@@ -94,6 +94,7 @@ gemm_block_scales_kernel -> c""",
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=Recipe.describe)
 def test_nothing_turns_scales_into_another_order(recipe: Recipe) -> None:
     _, lowered = captured(recipe)
@@ -105,6 +106,7 @@ def test_nothing_turns_scales_into_another_order(recipe: Recipe) -> None:
         assert "gemm_block_scales_kernel" in text and "dequantize" not in text
 
 
+@pytest.mark.slow
 def test_consumer_gpus_multiply_what_lies_by_rows() -> None:
     """The products of backward read the weight, and x, by columns: emulated in MXFP8. NVFP4 holds columns as rows."""
     _, lowered = captured(MXFP8BlockScaling(), "rtx5090")

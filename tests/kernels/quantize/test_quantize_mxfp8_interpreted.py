@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import assert_same_bits, make_input
@@ -15,6 +16,7 @@ from helpers.kernels.kernel_cases import assert_same_bits, make_input
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8, quantize_mxfp8_reference
 
 
+@pytest.mark.slow
 def test_kernels_equal_the_reference_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

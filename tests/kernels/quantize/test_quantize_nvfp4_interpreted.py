@@ -47,6 +47,8 @@ def main(part: str) -> None:
     for (name, x), options in itertools.product(inputs.items(), OPTIONS):
         for usages in (ROW, COLUMN, BOTH) if name == "normal" else (BOTH,):
             assert_same_bits(kernel(x, usages, options), reference(x, usages, options), (name, usages, options))
+    if part != "every":
+        return
     # By the instruction of Blackwell, scales swizzled.
     with acting_as(TARGETS["b200"]):
         for (name, x), options in itertools.product(inputs.items(), OPTIONS):
