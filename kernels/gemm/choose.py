@@ -49,6 +49,7 @@ from te_dynamo.kernels.gemm.tiles import (
     columns_us,
     estimated_us,
     specialized_tile,
+    stacked_tiles,
     stores_by_descriptor,
 )
 from te_dynamo.kernels.quantize.current import PARTIALS
@@ -218,15 +219,14 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
 
 def usual_tiles(p: Product, target: Target) -> list[Tile]:
     """All of the tables that the usual kernel can run a product with. Raises ValueError where none fits in shared memory."""
+    fast = p.fast_accum or target.has_fp32_sums
     if p.scaling != "tensor":
         tiles: list[Tile] = list(BLOCK_TILES)
+    elif p.stacking.along:
+        tiles = stacked_tiles(fast, p.stacking)
     else:
-        fast = p.fast_accum or target.has_fp32_sums
         table = GROUPED_TILES if p.m_groups else COLUMNS_TILES if p.k_groups else TILES
         tiles = [tile for tile in table if tile.fast == fast]
-    if p.stacking.along:
-        tiles = [t for t in tiles if t.split_k == 1 and not (t.halves and p.stacking.along == "K")]
-        tiles = [t for t in tiles if p.stacking.divisible(t.block_m, t.block_n, t.block_k)]
     return candidates(tiles, p.n, target, p.out_bytes)
 
 

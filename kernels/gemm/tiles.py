@@ -340,13 +340,14 @@ def choose_stacked_tile(
     target: Target = H200,
     out_bytes: int = 4,
 ) -> Tile:
-    """The candidate of least estimated time that divides the segments and does not cut K.
+    """The candidate of least estimated time that divides the segments and does not cut K."""
+    return choose_among(stacked_tiles(fast_accum, stacking), m, n, k, target, out_bytes)
 
-    Along K a tile in halves has no registers for the borders' bookkeeping.
-    """
+
+def stacked_tiles(fast_accum: bool, stacking: Stacking) -> list[Tile]:
+    """Those that divide the segments and do not cut K. Along K a tile in halves has no registers for the borders' bookkeeping."""
     tiles = [t for t in TILES if t.fast == fast_accum and t.split_k == 1 and not (t.halves and stacking.along == "K")]
-    tiles = [t for t in tiles if stacking.divisible(t.block_m, t.block_n, t.block_k)]
-    return choose_among(tiles, m, n, k, target, out_bytes)
+    return [t for t in tiles if stacking.divisible(t.block_m, t.block_n, t.block_k)]
 
 
 def choose_block_tile(m: int, n: int, k: int, target: Target = H200, out_bytes: int = 4) -> BlockGemmTile:
