@@ -1,0 +1,326 @@
+"""A step of several Llama layers on several GPUs: FSDP2, tensor with sequence parallelism, and both, in bf16 and in FP8.
+
+    torchrun --nproc-per-node 2 benchmarks/train_parallel.py
+    torchrun --nproc-per-node 4 benchmarks/train_parallel.py --layouts fsdp,fsdp_tp --tokens 8192
+    torchrun --nproc-per-node 2 benchmarks/train_parallel.py --quick --device cpu          # does it run?
+
+A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
+steps. `tokens` are a data-parallel rank's. All providers of a row are made first and then timed in turn, round after round. `step ms` is
+the median of the rounds, of the slowest rank; the peak is rank 0's without the other providers' bytes, and `wire MiB` is what comes to rank 0 from the
+others in a step, as `te_dynamo.testing.count_wire` counts it.
+
+    te            FP8 products; weights and activations travel in bf16
+    te on wire    and they travel in FP8
+    torchao       tensorwise scales with its FP8 all-gather, and its styles of tensor parallelism
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import environment
+import report
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from te_dynamo.testing import count_wire
+
+
+class Attention(nn.Module):
+    """Causal, with `kv_heads` shared among `heads`; rotary embeddings are left out."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, kv_heads * self.head_width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, inner: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(width, eps=1e-5), Attention(width, heads, kv_heads)
+        self.norm2, self.mlp = nn.RMSNorm(width, eps=1e-5), MLP(width, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+MODELS = {
+    "llama8b": ("Llama-8B", (4096, 14336, 32, 8)),
+    "llama70b": ("Llama-70B", (8192, 28672, 64, 8)),
+    "tiny": ("tiny", (256, 512, 4, 2)),
+}
+LAYOUTS = {"fsdp": "FSDP2", "tp": "TP + SP", "fsdp_tp": "FSDP2 x TP + SP"}
+TENSOR_RANKS = 2  # of FSDP2 x TP
+
+
+@dataclasses.dataclass
+class Row:
+    """speedup and peak_ratio: bf16's time by its, its peak by bf16's. None where it failed, and `error` says how."""
+
+    model: str
+    layout: str
+    gpus: int
+    tokens: int
+    provider: str
+    step_ms: float | None = None
+    speedup: float | None = None
+    peak_mib: float | None = None
+    peak_ratio: float | None = None
+    wire_mib: float | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass
+class Provider:
+    """column, row, enter: the styles of tensor parallelism. before: what is done to the model before it is shared out. compile: of a
+    layer. between: what is done to the wrapped model between two steps."""
+
+    compile: Callable[[nn.Module], Any]
+    before: Callable[[nn.Module], Any] = lambda model: None
+    between: Callable[[nn.Module], Any] = lambda model: None
+    column: Callable[..., Any] = ColwiseParallel
+    row: Callable[..., Any] = RowwiseParallel
+    enter: Callable[..., Any] = PrepareModuleInput
+
+
+def te(on_wire: bool) -> Provider:
+    from te_dynamo.distributed import fp8_all_gather
+
+    options = {} if on_wire else {"gather_fp8": False}
+    return Provider(
+        lambda layer: layer.compile(backend="te", options=options),
+        before=fp8_all_gather if on_wire else lambda model: None,
+    )
+
+
+def torchao() -> Provider:
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    return Provider(
+        lambda layer: layer.compile(),
+        lambda model: convert_to_float8_training(model, config=config),
+        precompute_float8_dynamic_scale_for_fsdp,
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+
+PROVIDERS: dict[str, Callable[[], Provider]] = {
+    "bf16": lambda: Provider(lambda layer: layer.compile()),
+    "te": lambda: te(on_wire=False),
+    "te on wire": lambda: te(on_wire=True),
+    "torchao": torchao,
+}
+
+
+def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> None:
+    """Shares the model out among the ranks, and compiles its layers."""
+    provider.before(model)
+    size = dist.get_world_size()
+    tensor = {"fsdp": 1, "tp": size, "fsdp_tp": TENSOR_RANKS}[layout]
+    mesh = init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    for layer in model.layers:
+        if tensor > 1:
+            parallelize_module(layer, mesh["tensor"], plan(provider))
+        provider.compile(layer)
+        if layout != "tp":
+            fully_shard(layer, mesh=mesh["data"])
+    if layout != "tp":
+        fully_shard(model, mesh=mesh["data"])
+
+
+def plan(provider: Provider) -> dict[str, Any]:
+    """torchtitan's, of a layer whose tokens are shared out between its linears."""
+    enter = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    row = {"output_layouts": Shard(1)}
+    return {
+        **{f"norm{i}": SequenceParallel() for i in (1, 2)},
+        **{part: provider.enter(**enter) for part in ("attention", "mlp")},
+        **{f"attention.{name}": provider.column() for name in "qkv"},
+        **{f"mlp.{name}": provider.column() for name in ("gate", "up")},
+        "attention.o": provider.row(**row),
+        "mlp.down": provider.row(**row),
+    }
+
+
+class Candidate:
+    """A provider whose step ran, ready to be timed."""
+
+    def __init__(self, row: Row, base: Layers, layout: str, x: Tensor, grad: Tensor) -> None:
+        self.row, self.x, self.grad, self.times = row, x, grad, list[float]()
+        others = _allocated(x.device)
+        self.provider = PROVIDERS[row.provider]()
+        self.model = copy.deepcopy(base)
+        shared_out(self.model, layout, x.device.type, self.provider)
+        for _ in range(3):
+            self.step()
+        if x.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(x.device)
+        with count_wire() as wire:
+            self.step()
+        row.wire_mib = wire.total() / 2**20
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+            row.peak_mib = (torch.cuda.max_memory_allocated(x.device) - others) / 2**20
+
+    def step(self) -> None:
+        self.x.grad = None
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.provider.between(self.model)
+        self.model(self.x).backward(self.grad)
+
+    def time(self, steps: int) -> None:
+        """Adds the slowest rank's ms of a step, of some in a row."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        if self.x.device.type == "cuda":
+            torch.cuda.synchronize(self.x.device)
+        took = torch.tensor([1000 * (time.perf_counter() - start) / steps], device=self.x.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        self.times.append(took.item())
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, device: torch.device) -> list[Row]:
+    """A row for each provider."""
+    title, sizes = MODELS[model]
+    torch.manual_seed(0)
+    base = Layers(args.layers, *sizes).to(device, torch.bfloat16)
+    share = 1 if layout == "fsdp" else dist.get_world_size() if layout == "tp" else TENSOR_RANKS
+    x = torch.randn(max(1, tokens // 4096), min(tokens, 4096) // share, sizes[0], device=device, dtype=torch.bfloat16)
+    x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
+    for name in args.providers:
+        rows.append(Row(title, LAYOUTS[layout], dist.get_world_size(), tokens, name))
+        try:
+            candidates.append(Candidate(rows[-1], base, layout, x, grad))
+        except Exception as error:  # one provider's failure is a row, not the end of the run
+            rows[-1].error = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+        _say(f"  {name}: {rows[-1].error or 'ready'}")
+    for candidate in candidates * args.rounds:
+        candidate.time(args.steps)
+    for candidate in candidates:
+        row, first = candidate.row, candidates[0]
+        row.step_ms = statistics.median(candidate.times)
+        row.speedup = statistics.median(first.times) / row.step_ms
+        row.peak_ratio = row.peak_mib / first.row.peak_mib if row.peak_mib and first.row.peak_mib else None
+        peak = f"{row.peak_mib:.0f} MiB ({row.peak_ratio:.2f})" if row.peak_ratio else ""
+        _say(f"  {row.provider:11} {row.step_ms:8.2f} ms  {row.speedup:.2f}x  {peak}  wire {row.wire_mib:.1f} MiB")
+    return rows
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--models", default="llama8b", help=f"of: {','.join(MODELS)}")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of: %(default)s")
+    parser.add_argument("--tokens", default="8192,2048", help="of a data-parallel rank")
+    parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; the first is compared to")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=8, help="in a row, of a round")
+    parser.add_argument("--quick", action="store_true", help="the tiny model, two layers, two rounds of a step")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    report.split_choices(parser, args, models=MODELS, layouts=LAYOUTS, providers=PROVIDERS)
+    if args.quick:
+        args.models, args.tokens, args.layers, args.rounds, args.steps = ["tiny"], "256", 2, 2, 1
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    torch._dynamo.config.recompile_limit = 64  # all providers compile the same forward method
+    device = torch.device(args.device, int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rows: list[Row] = []
+    for model in args.models:
+        for layout in args.layouts:
+            if layout == "fsdp_tp" and dist.get_world_size() < 2 * TENSOR_RANKS:
+                continue
+            for tokens in map(int, args.tokens.split(",")):
+                _say(f"{MODELS[model][0]}, {LAYOUTS[layout]}, {dist.get_world_size()} ranks, {tokens} tokens")
+                rows += measure(args, model, layout, tokens, device)
+                torch._dynamo.reset()
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        name = f"train_parallel-{dist.get_world_size()}"
+        report.write(args.out, "train_parallel", environment.collect(str(device)), rows, name, rounds=args.rounds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
