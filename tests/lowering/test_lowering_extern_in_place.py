@@ -113,6 +113,7 @@ def in_place(code: str) -> list[bool]:
     return [line[:-1].split("out=")[1] in line.split("out=")[0] for line in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "count"),
     [(dead, 1), (three, 2), (through_views, 1), (read_before, 1)],

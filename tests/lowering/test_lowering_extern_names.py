@@ -45,6 +45,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(extern_kernels, call.__name__, named_in_profiles(call))
 
 
+@pytest.mark.slow
 def test_a_profile_reads_like_the_model(kernels_on_the_cpu: None) -> None:
     model = nn.Sequential(Block(), Block()).bfloat16()
     compiled = torch.compile(model, backend="te")

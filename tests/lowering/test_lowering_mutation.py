@@ -41,6 +41,7 @@ def _analyses(sizes: list[int]) -> int:
     return compile_kernel.call_count
 
 
+@pytest.mark.slow
 def test_more_layers_need_no_more_analyses() -> None:
     _analyses([512, 768, 512])
     assert _analyses([512, 768, 512, 768, 512, 768]) == 0

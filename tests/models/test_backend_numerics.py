@@ -170,6 +170,7 @@ def loss_and_gradients(call: Callable[..., Any], model: nn.Module) -> dict[str, 
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_hugging_face_llama_and_gemma(family: str) -> None:
     model = language_model(
@@ -183,6 +184,7 @@ def test_hugging_face_llama_and_gemma(family: str) -> None:
     assert relative_error(actual["loss"], plain["loss"]) < 0.01
 
 
+@pytest.mark.slow
 def test_hugging_face_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Conv1D is torch.addmm by a weight [K, N]."""
     model = language_model(

@@ -73,7 +73,7 @@ def test_a_storage_of_another_format() -> None:
     assert type(storage(Float8CurrentScalingQuantizer())) is type(held)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("quantizer", CONFIGURATIONS, ids=name)
 def test_rebuilt_inside_a_graph(quantizer: Quantizer, backend: str) -> None:
     """By the class's name, and with nothing but tensors going in and out."""

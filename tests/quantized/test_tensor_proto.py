@@ -72,7 +72,10 @@ def test_the_layout_on_the_gpu(shape: tuple[int, ...], quantizer: Quantizer, dty
     check_all_ways(quantizer, shape, dtype, "cuda")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=name)
 def test_the_layout_in_a_graph(configuration: Quantizer, backend: str) -> None:
     """What a compiled function returns, of both: Inductor's own check of sizes and strides runs too."""

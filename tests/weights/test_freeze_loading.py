@@ -126,6 +126,7 @@ def test_a_load_that_fails_half_way_has_loaded_what_came_before() -> None:
         assert all(map(is_dropped, model.parameters()))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("given", [[], ["parts.0.q"], ["parts.0.v", "parts.1.up"], ["parts.0.o"]], ids="+".join)

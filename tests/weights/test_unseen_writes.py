@@ -115,6 +115,7 @@ FUSED = [
 TOLD = {f"aten::_fused_{name}{'.' * bool(overload)}{overload}" for name, overload in FUSED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["weight", "detach", "data"])
 @pytest.mark.parametrize(("name", "overload"), FUSED, ids=lambda part: part)
 def test_a_fused_optimizer_called_by_hand_is_seen(name: str, overload: str, through: str) -> None:

@@ -26,6 +26,7 @@ def test_a_dy_that_cannot_hold_the_codes_is_an_error(dy: torch.Tensor) -> None:
         kernels.gated_backward_quantize_in_place(dy, dy, dy, "silu", E5M2, False, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", gated.KINDS)
 @pytest.mark.parametrize(
     "columns, most_registers, gate_half",

@@ -134,6 +134,7 @@ GEMM_CASES = list(gemm_cases())
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*QUANTIZE_CASES, *GEMM_CASES], ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)

@@ -99,6 +99,7 @@ ALIGNED = ("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "addend", "K")
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_machine_code_for_large_products(dtype: torch.dtype, fast: bool) -> None:

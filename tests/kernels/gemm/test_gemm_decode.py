@@ -59,6 +59,7 @@ def test_rings() -> None:
         assert [(tile.block_k, tile.num_stages) for tile in tiles] == rings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partials", [0, 512])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)

@@ -55,6 +55,7 @@ def test_the_choice(fast: bool) -> None:
     assert not choice(1, 1024, 14336, fast).fused, "the whole product takes K in parts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "width", "k"), SHAPES)
 def test_machine_code(m: int, width: int, k: int, fast: bool) -> None:

@@ -146,6 +146,7 @@ def test_it_is_bit_equal_in_a_model() -> None:
 # ---- the compiler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fast", [True, False])
 def test_machine_code(fast: bool, kind: str) -> None:

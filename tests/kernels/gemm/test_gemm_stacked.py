@@ -243,6 +243,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     report = compile_case(case)

@@ -168,6 +168,7 @@ def test_cublaslts_scales_of_blocks_are_torchs() -> None:
         assert b_scale.stride() == ((1, 8) if two_d[1] else (n, 1))
 
 
+@pytest.mark.slow
 def test_inductors_code_calls_it_and_times_nothing() -> None:
     def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return gemm_cublaslt(

@@ -95,6 +95,7 @@ def plain_model_after(backend: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_plain_models_code_is_what_it_is_without_us(tmp_path: Path) -> None:
     """Byte for byte; and nothing of ours runs while it compiles, but for the step into torch's own functions."""
     alone, beside_us = plain_model_after("inductor", tmp_path), plain_model_after("te", tmp_path)

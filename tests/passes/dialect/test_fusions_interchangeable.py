@@ -80,6 +80,7 @@ def test_every_shipped_fusion_of_one_half_is_in_a_model() -> None:
         assert set().union(*(halves[place] for halves in FUSED.values())) == set(NAMES[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", FUSED)
 def test_all_four_combinations_give_the_same_bits(model: type[nn.Module]) -> None:
     torch.manual_seed(3)
