@@ -15,11 +15,13 @@
 Every bit is the same: the largest of the ranks' amaxes is the amax of what is gathered. It is compared as the integer that its bits are, so
 that a NaN is the largest. What moves the gathered values (split, cat, views; there may be none) moves their codes.
 
+A bias gradient (te.bias_grad) of what is gathered becomes the sum of the ranks' own ones, in fp32 and another order.
+
 An all-gather stays in its own precision, and `explain` says why, where
 
-- something else reads what is gathered, such as a linear of another recipe or the sum for a bias;
-- its blocks have scales of their own. Their columns, which backward multiplies, are no transposition of their rows, and rows and columns are
-  two bytes a value together.
+- something else reads what is gathered, such as a linear of another recipe;
+- blocks have scales of their own. There columns, which backward multiplies, are no transposition of the rows. To gather both is to gather
+  two bytes a value, as many as in 16 bits.
 
 What is reduced and scattered stays in its own precision, as it is a sum.
 """
@@ -27,12 +29,13 @@ What is reduced and scattered stays in its own precision, as it is a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
+from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import RESHAPES
 from te_dynamo.dialect.quantize import amax, quantize, quantize_with_amax, transpose
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users, sizes
@@ -63,7 +66,7 @@ def fuse_gather_quantize(graph: Graph) -> int:
     fired = 0
     for gathered in list(gathered_quantizations(graph)):
         if not reason_to_leave(gathered):
-            _fuse(graph, gathered)
+            gather_own(graph, gathered, *quantize_own(graph, gathered))
             fired += 1
     return fired
 
@@ -90,15 +93,23 @@ def gathered_quantizations(graph: Graph) -> Iterator[Gathered]:
 def reason_to_leave(gathered: Gathered) -> str:
     """Why an all-gather stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
-    chain = {gathered.gather, *gathered.moves}
-    readers = [user for node in chain for user in node.users if user not in chain]
-    others = [reader for reader in readers if reader is not gathered.quantize]
+    chain = [gathered.gather, *gathered.moves]
+    aside = {*chain, gathered.quantize, *_bias_grads(gathered)}
+    others = [user for node in chain for user in node.users if user not in aside]
     if others:
         how = f" to {others[0].args[1].describe()}" if others[0].target is quantize else ""  # type: ignore[union-attr]
         return f"{others[0].target}{how} reads it too, beside te.quantize to {quantizer.describe()}"
     if not quantizer.fused_producers:
         return f"{quantizer.describe()} has a scale a block, so that its rows and its columns would have to travel"
     return ""
+
+
+def _bias_grads(gathered: Gathered) -> list[Node]:
+    """Every te.bias_grad that reads what the te.quantize reads, where its columns are those of a rank's part."""
+    part: Any = gathered.gather.args[0]
+    tensor: Any = gathered.quantize.args[0]
+    alike = tensor.meta["val"].shape[-1] == part.meta["val"].shape[-1]
+    return [user for user in tensor.users if alike and user.target is bias_grad]
 
 
 def _before_moves(value: Any) -> tuple[Node, list[Node]] | None:
@@ -130,44 +141,60 @@ def _split_before(node: Node) -> Node | None:
     return split if set(parts) == set(split.users) and len(parts) == len(split.meta["val"]) else None
 
 
-def _fuse(graph: Graph, gathered: Gathered) -> None:
-    reader, before = gathered.quantize, gathered.gather
-    codes, scale_inv = quantize_shard(graph, gathered)
-    rows = gather_codes(graph, gathered, codes, before, reader)
-    names = reader.args[1].buffer_names()  # type: ignore[union-attr]
-    for index, items in item_users(reader).items():
+def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> None:
+    """All readers of a te.quantize read `own`, the codes of quantize_own, gathered; what stood there goes."""
+    part, _, group = gathered.gather.args
+    for total in _bias_grads(gathered):
+        of_part = call_like(graph, bias_grad, (part,), total)
+        reduced = call_like(graph, _c10d.all_reduce.default, (of_part, "sum", group), total)
+        total.replace_all_uses_with(call_like(graph, _c10d.wait_tensor.default, (reduced,), total))
+        graph.erase_node(total)
+    rows = gather_codes(graph, gathered, own, gathered.gather, gathered.quantize)
+    read_instead(gathered.quantize, rows, scale_inv, gathered.quantize)
+    for items in item_users(gathered.quantize).values():
         for item in items:
-            buffer = {"data": rows, "scale_inv": scale_inv}.get(names[index])
-            item.replace_all_uses_with(buffer or call_like(graph, transpose, (rows,), reader))
             graph.erase_node(item)
-    for node in (reader, *reversed(gathered.moves), before):
+    for node in (gathered.quantize, *reversed(gathered.moves), gathered.gather):
         graph.erase_node(node)
 
 
-def quantize_shard(graph: Graph, gathered: Gathered) -> tuple[Node, Node]:
-    """(float8 [M, K] of the rank's part, fp32 [1] scale_inv of all parts), made before the all-gather."""
+def quantize_own(graph: Graph, gathered: Gathered) -> tuple[Node, Node]:
+    """(codes as bytes in the shape of the rank's part, fp32 [1] scale_inv of all parts), made before the all-gather."""
     gather = gathered.gather
-    shard, _, group = gather.args
+    part: Any = gather.args[0]
     quantizer: Any = gathered.quantize.args[1]
-    own = call_like(graph, amax, (shard,), gather)
-    bits = call_like(graph, _aten.view.dtype, (own, torch.int32), gather)
-    reduced = call_like(graph, _c10d.all_reduce.default, (bits, "max", group), gather)
+    bits = call_like(graph, _aten.view.dtype, (call_like(graph, amax, (part,), gather), torch.int32), gather)
+    reduced = call_like(graph, _c10d.all_reduce.default, (bits, "max", gather.args[2]), gather)
     largest = call_like(graph, _c10d.wait_tensor.default, (reduced,), gather)
     of_all = call_like(graph, _aten.view.dtype, (largest, torch.float32), gather)
-    cast = call_like(graph, quantize_with_amax, (shard, quantizer.with_usage(columnwise=False), of_all), gather)
+    cast = call_like(graph, quantize_with_amax, (part, quantizer.with_usage(True, False), of_all), gather)
     scale_inv, codes = getitem_after(cast, 1), getitem_after(cast, 0)
-    return codes, scale_inv
+    as_bytes = call_like(graph, _aten.view.dtype, (codes, torch.uint8), gather)
+    return call_like(graph, _aten.view.default, (as_bytes, sizes(graph, part, gather)), gather), scale_inv
 
 
-def gather_codes(graph: Graph, gathered: Gathered, codes: Node, before: Node, reader: Node) -> Node:
-    """float8 [M, K] of all ranks: `codes` are gathered before the node `before`, and moved as the values were before `reader`."""
-    shard: Any = gathered.gather.args[0]
-    own = call_like(graph, _aten.view.dtype, (codes, torch.uint8), before)
-    own = call_like(graph, _aten.view.default, (own, sizes(graph, shard, before)), before)
-    again = {gathered.gather: call_like(graph, _ALL_GATHER, (own, *gathered.gather.args[1:]), before)}
+def gather_codes(graph: Graph, gathered: Gathered, own: Node, start: Node, reader: Node) -> Node:
+    """float8 [M, K] of all ranks: the bytes `own` are gathered before the node `start`, and moved before `reader` as the values were."""
+    again = {gathered.gather: call_like(graph, _ALL_GATHER, (own, *gathered.gather.args[1:]), start)}
     for node in gathered.moves:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: again.get(n, n))
         again[node] = call_like(graph, node.target, args, reader, kwargs)  # type: ignore[arg-type]
-    moved: Any = again[gathered.moves[-1]]
+    moved = again[gathered.moves[-1]]
     rows = call_like(graph, _aten.view.default, (moved, [-1, moved.meta["val"].shape[-1]]), reader)
-    return call_like(graph, _aten.view.dtype, (rows, codes.meta["val"].dtype), reader)
+    return call_like(graph, _aten.view.dtype, (rows, gathered.quantize.args[1].dtype), reader)  # type: ignore[union-attr]
+
+
+def read_instead(
+    quantized: Node, rows: Node, scale_inv: Node, before: Node, readers: Container[Node] | None = None
+) -> None:
+    """Readers of a te.quantize's buffers, all or these, read `rows`, their transposition made before `before`, and `scale_inv`."""
+    names = quantized.args[1].buffer_names()  # type: ignore[union-attr]
+    for index, items in item_users(quantized).items():
+        for item in items:
+            if not any(readers is None or user in readers for user in item.users):
+                continue
+            buffer = {"data": rows, "scale_inv": scale_inv}.get(names[index])
+            item.replace_all_uses_with(
+                buffer or call_like(quantized.graph, transpose, (rows,), before),
+                delete_user_cb=lambda user: readers is None or user in readers,
+            )
