@@ -39,7 +39,7 @@ INDUCTORS = """\
 
 - A norm's gradient and the residual gradient that it is added to: the norms' backward is written in aten operations, which
   Inductor puts into one kernel with the addition.
-- The amax of a gradient that Inductor's own kernel writes: `lowering/amax.py` leaves it to that kernel.
+- The amax of a gradient that Inductor's own kernel writes: `lowering/trace.py` leaves it to that kernel.
 - What stands between two operations of ours and is elementwise: dropout, rotary embeddings, casts.
 """
 

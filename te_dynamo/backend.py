@@ -46,8 +46,10 @@ from te_dynamo.options import Options
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
+from te_dynamo.passes.dialect.fusions.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
+from te_dynamo.passes.dialect.regather import gather_again_in_backward
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views
@@ -112,8 +114,11 @@ class _Compilation:
             self._simplify(graph)
             self._fuse(graph, "joint")
             choose_saved_weights(graph, self.options.save_weights)
-        if any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
-            self.record("joint", graph)
+        if not any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
+            return
+        if self.options.regather:
+            self.report.gathered_again = gather_again_in_backward(graph)
+        self.record("joint", graph)
 
     def divided(self, graph: Graph, phase: str) -> None:
         record_before(phase, graph, self.progress)
@@ -121,6 +126,7 @@ class _Compilation:
             if phase == "inference":  # has no joint graph before it
                 self._simplify(graph)
             self._fuse(graph, phase)
+            self.report.notes += gathers_left(graph)
             drop_unread_usages(graph)
             if self.options.low_memory:
                 make_columns_late(graph)

@@ -34,10 +34,13 @@ def item_users(node: Node) -> dict[int, list[Node]]:
     return users
 
 
-def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...], like: Node) -> Node:
+def call_like(
+    graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...], like: Node, kwargs: dict[str, Any] | None = None
+) -> Node:
     """A new call before `like`, with its fake result computed and `like`'s stack trace and module path kept."""
+    kwargs = kwargs or {}
     with graph.inserting_before(like):
-        node = graph.call_function(target, args)
+        node = graph.call_function(target, args, kwargs)
     inherited = (
         "stack_trace",
         "nn_module_stack",
@@ -49,9 +52,9 @@ def call_like(graph: Graph, target: torch._ops.OpOverload, args: tuple[Any, ...]
         "source_fn_stack",
     )
     node.meta.update({key: like.meta[key] for key in inherited if key in like.meta})
-    fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])
+    fakes, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     with fake_mode_of(fakes), disable_proxy_modes_tracing():
-        node.meta["val"] = target(*fakes)
+        node.meta["val"] = target(*fakes, **named)
     return node
 
 
@@ -82,6 +85,14 @@ def reshaped_like(graph: Graph, node: Node, view: Node) -> Node:
     """`node` in the shape of `view`, one of RESHAPES; it stands before `view`."""
     assert isinstance(view.target, torch._ops.OpOverload)
     return call_like(graph, view.target, (node, *view.args[1:]), view)
+
+
+def sizes(graph: Graph, node: Node, before: Node) -> list[int | Node]:
+    """The shape of `node` as an argument of a node that stands before `before`: a symbol is asked of the tensor."""
+    return [
+        size if isinstance(size, int) else call_like(graph, torch.ops.aten.sym_size.int, (node, dim), before)
+        for dim, size in enumerate(node.meta["val"].shape)
+    ]
 
 
 def retrace_views(node: Node, value: Any) -> dict[Node, Any] | None:

@@ -1,6 +1,6 @@
 """What is alive at each kernel of a lowered graph, counted from the graph: a step's peak without a GPU.
 
-Kernels are launches, te operations, torch's products and attention. What Inductor writes itself is one kernel where it shares
+Kernels are launches, te operations, torch's products, attention and collectives. What Inductor writes itself is one kernel where it shares
 what it reads. It writes a result into the memory of an argument that is read for the last time there, if the graph made that
 argument and both have as many bytes. Other results count where a kernel reads them or the graph returns them.
 """
@@ -153,7 +153,13 @@ def _is_empty(node: Node) -> bool:
 
 
 def _is_kernel(node: Any) -> bool:
-    return _is_launch(node) or is_te(node.target) or is_product(node) or "scaled_dot_product" in str(node.target)
+    by_name = "scaled_dot_product" in str(node.target) or "c10d_functional" in str(node.target) and not _is_wait(node)
+    return _is_launch(node) or is_te(node.target) or is_product(node) or by_name
+
+
+def _is_wait(node: Any) -> bool:
+    """Of a collective, whose result it gives."""
+    return str(node.target) == "_c10d_functional.wait_tensor.default"
 
 
 def _is_launch(node: Any) -> bool:
@@ -161,6 +167,8 @@ def _is_launch(node: Any) -> bool:
 
 
 def _is_view(node: Node) -> bool:
+    if _is_wait(node):
+        return True
     if node.target is operator.getitem:
         return not _is_kernel(node.args[0])  # of a split, say
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)

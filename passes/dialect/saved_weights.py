@@ -42,7 +42,7 @@ def choose_saved_weights(graph: Graph, choice: str | None) -> int:
     """
     if choice == "quantized":
         return 0
-    of_backward = _depending_on_tangents(graph)
+    of_backward = depending_on_tangents(graph)
     won = remade = 0
     for node in list(calls(graph, quantize, quantize_stacked)):
         items = {index: readers for index, readers in item_users(node).items() if _all_users(readers) & of_backward}
@@ -60,7 +60,7 @@ def choose_saved_weights(graph: Graph, choice: str | None) -> int:
     return remade
 
 
-def _depending_on_tangents(graph: Graph) -> set[Node]:
+def depending_on_tangents(graph: Graph) -> set[Node]:
     found = {node for node in graph.nodes if node.op == "placeholder" and "tangents" in node.name}
     for node in graph.nodes:
         if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):

@@ -1,4 +1,5 @@
-"""`te.quantize`: a tensor into the buffers of its quantizer; `te.quantize_bias_grad` with column sums beside them; `te.transpose` of its codes.
+"""`te.quantize`: a tensor into the buffers of its quantizer; `te.quantize_bias_grad` with column sums beside them; `te.transpose` of its codes;
+`te.amax`, what decides its one scale.
 
 `FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
 """
@@ -18,6 +19,7 @@ from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4
 from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
+from te_dynamo.kernels.quantize.amax import amax_by_rows
 from te_dynamo.kernels.tiles.fp8 import round_up, rows_and_columns
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
@@ -133,6 +135,12 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tenso
 def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
     """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
     return quantized(x, quantizer)
+
+
+@te_op(reference=amax_by_rows)
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """max|x| of a tensor of any rank >= 1, fp32 [1]: what te.quantize_with_amax takes. NaN propagates, no values give 0."""
+    return plain((1,), torch.float32, x)
 
 
 @te_op(

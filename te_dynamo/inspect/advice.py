@@ -6,6 +6,7 @@ Each is a warning, once a model, and a note of `explain`'s:
     a rule without effect   no module path matches it
     quantized already       linears of torchao, transformers, Transformer Engine and their like, which stay what they are
     a cache without effect  weight_cache="step" keeps nothing of a graph's weights
+    nothing to gather       regather=True, and backward needs nothing that forward gathers in FP8
 
 Once a process it is told that the reference runs in place of the kernels, and that linears are left for their cost.
 
@@ -138,6 +139,11 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
         yield (
             f'weight_cache="step" keeps nothing of the {len(matched)} linears of this graph: only weights that are plain nn.Parameters are '
             "kept, none of FSDP's, no DTensors, and none that the graph itself writes; they are quantized in each call"
+        )
+    if options.regather and matched and report.gathered_again == 0:
+        yield (
+            f"regather=True gathers nothing again for the {len(matched)} linears of this graph: only the inputs of sequence-parallel linears "
+            "with one scale a tensor are gathered in FP8, and what is checkpointed is gathered again in any case"
         )
 
 

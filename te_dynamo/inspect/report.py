@@ -69,6 +69,8 @@ class Report:
     lowered: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """(phase, te op, what runs it: a kernel's name or "reference")"""
     workspaces: list[WorkspaceRecord] = dataclasses.field(default_factory=list)
+    gathered_again: int | None = None
+    """all-gathers of forward that backward repeats, of the option "regather"; None where no pass has looked for them"""
     notes: list[str] = dataclasses.field(default_factory=list)
 
 

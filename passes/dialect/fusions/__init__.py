@@ -6,6 +6,7 @@ from te_dynamo.passes.dialect.fusions.activation_backward_quantize import (
 )
 from te_dynamo.passes.dialect.fusions.activation_quantize import fuse_activation_quantize
 from te_dynamo.passes.dialect.fusions.gated_backward_quantize_halves import fuse_gated_backward_quantize_halves
+from te_dynamo.passes.dialect.fusions.gather_quantize import fuse_gather_quantize
 from te_dynamo.passes.dialect.fusions.gemm_add import fuse_gemm_add
 from te_dynamo.passes.dialect.fusions.gemm_amax import fuse_gemm_amax
 from te_dynamo.passes.dialect.fusions.gemm_bias import fuse_gemm_bias
@@ -21,6 +22,7 @@ SHIPPED = {
     "joint": (fuse_shared_input,),
     "forward": (
         fuse_shared_input,
+        fuse_gather_quantize,
         fuse_gemm_bias,
         fuse_norm_quantize,
         fuse_norm_add_quantize,

@@ -1,8 +1,8 @@
-"""Where the amax of a quantized tensor is best computed.
+"""The amax of a tensor in aten operations: amax = max|x|.
 
-A tensor that Inductor itself writes (the residual gradient after a norm's backward, say) gets its amax as aten operations:
-Inductor fuses the row maxima into the kernel that writes the tensor, and one pass over memory is saved. Any other tensor
-(a weight, a GEMM's output) is read by our own amax kernel.
+A tensor that Inductor itself writes (the residual gradient after a norm's backward, say) gets its amax so: Inductor fuses the row
+maxima into the kernel that writes the tensor, and one pass over memory is saved. Any other tensor that is quantized here (a weight, a
+GEMM's output) is read by the amax kernel of current.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""A sequence-parallel linear's input, or its dy, quantized by each rank before it is gathered: one byte a value travels.
+
+    before    g: bf16[P*B, S, K] = _c10d_functional.all_gather_into_tensor(x, P, group)        x: bf16[B, S, K], a rank's tokens
+              w: bf16[P*B, S, K] = _c10d_functional.wait_tensor(g)
+              y: bf16[B, P*S, K] = aten.cat(aten.split(w, B), 1)
+              q: (f8e4m3[B*P*S, K], f8e4m3[K, B*P*S], f32[1]) = te.quantize(y, e4m3[row+column])
+    after     a: f32[1] = te.amax(x), its largest of all ranks by _c10d_functional.all_reduce(a, 'max', group)
+              c: (f8e4m3[B*S, K], f32[1]) = te.quantize_with_amax(x, e4m3[row], a)
+              g: u8[P*B, S, K] = _c10d_functional.all_gather_into_tensor(c[0], P, group)
+              w: u8[P*B, S, K] = _c10d_functional.wait_tensor(g)
+              y: u8[B, P*S, K] = aten.cat(aten.split(w, B), 1)
+              t: f8e4m3[K, B*P*S] = te.transpose(y)
+              q[0] -> y, q[1] -> t, q[2] -> c[1]
+
+Every bit is the same: the largest of the ranks' amaxes is the amax of what is gathered. It is compared as the integer that its bits are, so
+that a NaN is the largest. What moves the gathered values (split, cat, views; there may be none) moves their codes.
+
+A bias gradient (te.bias_grad) of what is gathered becomes the sum of the ranks' own ones, in fp32 and another order.
+
+An all-gather stays in its own precision, and `explain` says why, where
+
+- something else reads what is gathered, such as a linear of another recipe;
+- blocks have scales of their own. There columns, which backward multiplies, are no transposition of the rows. To gather both is to gather
+  two bytes a value, as many as in 16 bits.
+
+What is reduced and scattered stays in its own precision, as it is a sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.gemm import bias_grad
+from te_dynamo.dialect.memory import RESHAPES
+from te_dynamo.dialect.quantize import amax, quantize, quantize_with_amax, transpose
+from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users, sizes
+from te_dynamo.user_code import source_line
+
+__all__ = ["fuse_gather_quantize", "gathers_left"]
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+_ALL_GATHER = _c10d.all_gather_into_tensor.default
+
+_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
+
+
+class Gathered(NamedTuple):
+    """A te.quantize of what an all-gather gives.
+
+    moves: the nodes between the two, in the order of the graph. They change the order of values, and no value.
+    """
+
+    quantize: Node
+    gather: Node
+    moves: list[Node]
+
+
+def fuse_gather_quantize(graph: Graph) -> int:
+    """An all-gather + te.quantize -> te.amax, te.quantize_with_amax of a rank's part, an all-gather of bytes, te.transpose."""
+    fired = 0
+    for gathered in list(gathered_quantizations(graph)):
+        if not reason_to_leave(gathered):
+            gather_own(graph, gathered, *quantize_own(graph, gathered))
+            fired += 1
+    return fired
+
+
+def gathers_left(graph: Graph) -> list[str]:
+    """A sentence for each all-gather of a quantized tensor that the fusion leaves in its own precision."""
+    left = ((gathered, reason_to_leave(gathered)) for gathered in gathered_quantizations(graph))
+    return [
+        f"the all-gather for {source_line(gathered.quantize) or gathered.quantize.name} is in "
+        f"{str(gathered.gather.meta['val'].dtype).removeprefix('torch.')}: {reason}"
+        for gathered, reason in left
+        if reason
+    ]
+
+
+def gathered_quantizations(graph: Graph) -> Iterator[Gathered]:
+    """Every te.quantize of a graph that reads what an all-gather gives, its values moved or not."""
+    for node in calls(graph, quantize):
+        found = _before_moves(node.args[0])
+        if found is not None:
+            yield Gathered(node, *found)
+
+
+def reason_to_leave(gathered: Gathered) -> str:
+    """Why an all-gather stays in its own precision; "" if codes may travel."""
+    quantizer: Any = gathered.quantize.args[1]
+    chain = [gathered.gather, *gathered.moves]
+    aside = {*chain, gathered.quantize, *_bias_grads(gathered)}
+    others = [user for node in chain for user in node.users if user not in aside]
+    if others:
+        how = f" to {others[0].args[1].describe()}" if others[0].target is quantize else ""  # type: ignore[union-attr]
+        return f"{others[0].target}{how} reads it too, beside te.quantize to {quantizer.describe()}"
+    if not quantizer.fused_producers:
+        return f"{quantizer.describe()} has a scale a block, so that its rows and its columns would have to travel"
+    return ""
+
+
+def _bias_grads(gathered: Gathered) -> list[Node]:
+    """Every te.bias_grad that reads what the te.quantize reads, where its columns are those of a rank's part."""
+    part: Any = gathered.gather.args[0]
+    tensor: Any = gathered.quantize.args[0]
+    alike = tensor.meta["val"].shape[-1] == part.meta["val"].shape[-1]
+    return [user for user in tensor.users if alike and user.target is bias_grad]
+
+
+def _before_moves(value: Any) -> tuple[Node, list[Node]] | None:
+    """(the all-gather whose values `value` has, the nodes between them in order), None for anything else."""
+    moves: list[Node] = []
+    while isinstance(value, Node):
+        moves.insert(0, value)
+        if value.target is _c10d.wait_tensor.default:
+            gather: Any = value.args[0]
+            return (gather, moves) if gather.target is _ALL_GATHER else None
+        if value.target in RESHAPES:
+            value = value.args[0]
+        elif (split := _split_before(value)) is not None:
+            moves[:0] = [split, *split.users]
+            value = split.args[0]
+        else:
+            return None
+    return None
+
+
+def _split_before(node: Node) -> Node | None:
+    """The aten.split all of whose parts, and nothing else, an aten.cat joins."""
+    if node.target is not _aten.cat.default:
+        return None
+    parts: Any = node.args[0]
+    split = parts[0].args[0] if parts[0].target is operator.getitem else None
+    if split is None or split.target not in _SPLITS:
+        return None
+    return split if set(parts) == set(split.users) and len(parts) == len(split.meta["val"]) else None
+
+
+def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> None:
+    """All readers of a te.quantize read `own`, the codes of quantize_own, gathered; what stood there goes."""
+    part, _, group = gathered.gather.args
+    for total in _bias_grads(gathered):
+        of_part = call_like(graph, bias_grad, (part,), total)
+        reduced = call_like(graph, _c10d.all_reduce.default, (of_part, "sum", group), total)
+        total.replace_all_uses_with(call_like(graph, _c10d.wait_tensor.default, (reduced,), total))
+        graph.erase_node(total)
+    rows = gather_codes(graph, gathered, own, gathered.gather, gathered.quantize)
+    read_instead(gathered.quantize, rows, scale_inv, gathered.quantize)
+    for items in item_users(gathered.quantize).values():
+        for item in items:
+            graph.erase_node(item)
+    for node in (gathered.quantize, *reversed(gathered.moves), gathered.gather):
+        graph.erase_node(node)
+
+
+def quantize_own(graph: Graph, gathered: Gathered) -> tuple[Node, Node]:
+    """(codes as bytes in the shape of the rank's part, fp32 [1] scale_inv of all parts), made before the all-gather."""
+    gather = gathered.gather
+    part: Any = gather.args[0]
+    quantizer: Any = gathered.quantize.args[1]
+    bits = call_like(graph, _aten.view.dtype, (call_like(graph, amax, (part,), gather), torch.int32), gather)
+    reduced = call_like(graph, _c10d.all_reduce.default, (bits, "max", gather.args[2]), gather)
+    largest = call_like(graph, _c10d.wait_tensor.default, (reduced,), gather)
+    of_all = call_like(graph, _aten.view.dtype, (largest, torch.float32), gather)
+    cast = call_like(graph, quantize_with_amax, (part, quantizer.with_usage(True, False), of_all), gather)
+    scale_inv, codes = getitem_after(cast, 1), getitem_after(cast, 0)
+    as_bytes = call_like(graph, _aten.view.dtype, (codes, torch.uint8), gather)
+    return call_like(graph, _aten.view.default, (as_bytes, sizes(graph, part, gather)), gather), scale_inv
+
+
+def gather_codes(graph: Graph, gathered: Gathered, own: Node, start: Node, reader: Node) -> Node:
+    """float8 [M, K] of all ranks: the bytes `own` are gathered before the node `start`, and moved before `reader` as the values were."""
+    again = {gathered.gather: call_like(graph, _ALL_GATHER, (own, *gathered.gather.args[1:]), start)}
+    for node in gathered.moves:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: again.get(n, n))
+        again[node] = call_like(graph, node.target, args, reader, kwargs)  # type: ignore[arg-type]
+    moved = again[gathered.moves[-1]]
+    rows = call_like(graph, _aten.view.default, (moved, [-1, moved.meta["val"].shape[-1]]), reader)
+    return call_like(graph, _aten.view.dtype, (rows, gathered.quantize.args[1].dtype), reader)  # type: ignore[union-attr]
+
+
+def read_instead(
+    quantized: Node, rows: Node, scale_inv: Node, before: Node, readers: Container[Node] | None = None
+) -> None:
+    """Readers of a te.quantize's buffers, all or these, read `rows`, their transposition made before `before`, and `scale_inv`."""
+    names = quantized.args[1].buffer_names()  # type: ignore[union-attr]
+    for index, items in item_users(quantized).items():
+        for item in items:
+            if not any(readers is None or user in readers for user in item.users):
+                continue
+            buffer = {"data": rows, "scale_inv": scale_inv}.get(names[index])
+            item.replace_all_uses_with(
+                buffer or call_like(quantized.graph, transpose, (rows,), before),
+                delete_user_cb=lambda user: readers is None or user in readers,
+            )
