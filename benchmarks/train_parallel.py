@@ -133,13 +133,12 @@ class Provider:
 
 
 def te(on_wire: bool) -> Provider:
+    if not on_wire:
+        options = {"fusions": ("-fuse_gather_quantize",)}
+        return Provider(lambda layer: layer.compile(backend="te", options=options))
     from te_dynamo.distributed import fp8_all_gather
 
-    options = {} if on_wire else {"gather_fp8": False}
-    return Provider(
-        lambda layer: layer.compile(backend="te", options=options),
-        before=fp8_all_gather if on_wire else lambda model: None,
-    )
+    return Provider(lambda layer: layer.compile(backend="te"), before=fp8_all_gather)
 
 
 def torchao() -> Provider:
