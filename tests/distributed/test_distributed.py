@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,18 +32,6 @@ TOKENS = 48
 
 FP8 = 0.125
 """What FP8 may add to bf16's or fp32's numbers."""
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(tmp_path_factory.mktemp("ranks")) as processes:
-        yield processes
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(tmp_path_factory.mktemp("four_ranks"), size=2 * SIZE) as processes:
-        yield processes
 
 
 # ---- data parallelism
