@@ -51,7 +51,7 @@ def _turned(scale_inv: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     if scale_inv.dim() == 1:
         return scale_inv
     rows, columns = scale_inv.shape[0], -(-data.shape[1] // BLOCK)
-    return torch.nn.functional.pad(scale_inv[:, :columns].t(), (0, -rows % 4)).contiguous()
+    return torch.nn.functional.pad(scale_inv[:, :columns], (0, 0, 0, -rows % 4)).t().contiguous()
 
 
 def multiply(
