@@ -10,7 +10,7 @@ if (
 if not (Path(__file__).parent / "kernels").is_dir():  # in a checkout, whose other code folders lie beside this one
     __path__.append(str(Path(__file__).parents[1]))
 
-from te_dynamo import nn, ops, recipe, testing
+from te_dynamo import distributed, nn, ops, recipe, testing
 from te_dynamo.accuracy.compare import compare, compare_recipes
 from te_dynamo.entry import compile
 from te_dynamo.fusion_registry import (
@@ -72,6 +72,7 @@ __all__ = [
     "compare",
     "compare_recipes",
     "compile",
+    "distributed",
     "explain",
     "freeze",
     "invalidate",

@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule
 from te_dynamo._compat import asks_for_inference
 from te_dynamo.cache_key import cache_key
 from te_dynamo.dialect.define import is_te
+from te_dynamo.distributed.check_ranks import tell_compiled
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated, warn_if_left_for_cost
@@ -89,6 +90,7 @@ def te(
         abandon(compilation.progress)
         raise
     publish(compilation.report, compilation.progress)
+    tell_compiled(parsed, compilation.report)
     return compiled
 
 

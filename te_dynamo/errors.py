@@ -21,6 +21,7 @@ __all__ = [
     "NoDeviceError",
     "OperationError",
     "QuantizationError",
+    "RanksDifferError",
     "TeError",
     "UnsupportedError",
 ]
@@ -90,6 +91,17 @@ class FusionError(TeError):
 class UnsupportedError(TeError):
     """What te_dynamo does not support: a double backward, an export, a write to a quantized tensor, a release of torch without a part
     that is needed."""
+
+
+class RanksDifferError(TeError):
+    """Ranks of one group that would train with different numbers."""
+
+    @classmethod
+    def of(cls, differences: Iterable[str]) -> RanksDifferError:
+        return cls(
+            "te_dynamo: ranks that train together differ. Start all of them with the same packages, script and options, or give check_ranks "
+            "the group of those that are alike:\n" + "\n".join(f"    {line}" for line in differences)
+        )
 
 
 class LoweringError(TeError, RuntimeError):

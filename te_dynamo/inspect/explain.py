@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from te_dynamo.distributed.check_ranks import not_compared
 from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
@@ -313,7 +314,7 @@ def _compile_and_run(
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
     compiled = torch.compile(target, backend=backend, options=options, mode=mode)
-    with warnings.catch_warnings(), capture() as graphs, not_in_place(target):
+    with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         _run(compiled, target, args, kwargs)
         breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
