@@ -54,7 +54,7 @@ from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views
 from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
-from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
+from te_dynamo.passes.torch_ir.fsdp import check_gathered, managed_by_fsdp
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.root import compiled_model
@@ -171,6 +171,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     # that saves: recomputation, which does not compile, would save less.
     with timed("te_dynamo.match"), _disable_saved_tensors_hooks_during_tracing():
         match(gm, options, compilation.report, example_inputs)
+        check_gathered(gm, example_inputs, compilation.report)
         if options.fusions:
             fuse_operations(gm, options, compilation.report)
         supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)

@@ -143,12 +143,12 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
 
     @register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
-        a = arguments[0]
+        a, tensors = arguments[0], arguments[: extern.tensors]
+        given = [x and ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in tensors]
         if not kernels_available(a.get_device()).ok:
-            return opaque(*arguments)
+            return opaque(*given, *arguments[extern.tensors :])
         _compile_kernel_of(V.graph.current_node, extern)
-        operands = [x for x in arguments[: extern.tensors] if x is not None]
-        inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+        operands, inputs = ([x for x in each if x is not None] for each in (tensors, given))
         keywords, function = extern.keywords(*extern.flags(arguments)), f"extern_kernels.{extern.name}"
         keywords["name"] = _name_in_profiles(V.graph.current_node, extern)
         if current_sm_margin():

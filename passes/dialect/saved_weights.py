@@ -8,6 +8,8 @@
               v: (f8e4m3[K, N], f32[1]) = te.quantize(weight, e4m3[column])                        in backward's graph
               dx = te.gemm(dy[0], dy[2], v[0], v[1], ..)
 
+Of a weight that is quantized already (a QuantizedTensor with rows alone) backward makes the columns by te.transpose, whatever the bytes.
+
 Forward then saves the weight, which is an input and costs nothing. Under FSDP it is the parameter, whose unsharded memory FSDP frees
 between forward and backward. Every bit is the same, for a price of one more pass over the weight.
 
@@ -26,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.memory import byte_hint, is_copy, is_view
-from te_dynamo.dialect.quantize import quantize
+from te_dynamo.dialect.quantize import quantize, transpose
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users
 from te_dynamo.passes.dialect.usage import narrowest, quantizer_of
@@ -40,9 +42,12 @@ def choose_saved_weights(graph: Graph, choice: str | None) -> int:
 
     choice: "original" for all of them, "quantized" for none, None by the bytes.
     """
+    of_backward = depending_on_tangents(graph)
+    for node in calls(graph, transpose):
+        if node not in of_backward and set(node.users) <= of_backward:
+            node.meta["partitioner_tag"] = "must_be_in_backward"
     if choice == "quantized":
         return 0
-    of_backward = depending_on_tangents(graph)
     won = remade = 0
     for node in list(calls(graph, quantize, quantize_stacked)):
         items = {index: readers for index, readers in item_users(node).items() if _all_users(readers) & of_backward}

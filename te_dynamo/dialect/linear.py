@@ -10,8 +10,8 @@ saves x and weight as they are, and its two products are torch's own.
 A weight that the user stores as [K, N] (GPT-2's Conv1D) is read as it lies: its rowwise and its columnwise data change places,
 in every format, because both are blocked along what their GEMM contracts. Its gradient is computed as [K, N] too.
 
-`te.linear_with_workspace` is the same linear with the weight's buffers given: a cache's (te_dynamo/weights), which quantized it
-before.
+`te.linear_with_workspace` is the same linear with the weight's buffers given: a cache's (te_dynamo/weights), or those of a weight that
+the user's model holds as a QuantizedTensor. Of rows alone the columns are made where they are read, of the same codes.
 
 `LinearFwdArgs` and `LinearBwdArgs` are the one argument of every helper: what backward reads is what they name.
 A saved tensor that is an input of the operation is no result of it: forward names the slot in `saved_aliases`, and the
@@ -226,7 +226,14 @@ def saved_aliases(args: LinearFwdArgs) -> list[torch.Tensor]:
         return aliases
     if not (args.weight_workspace and config.input_requires_grad):
         return []
+    if _makes_columns(config):
+        return list(args.weight_workspace)
     return list(config.weight_quantizer.operand(list(args.weight_workspace), columnwise=not config.weight_transposed))
+
+
+def _makes_columns(config: LinearConfig) -> bool:
+    """Whether dgrad reads columns that backward makes: of a workspace that has rows alone."""
+    return not (config.weight_transposed or config.weight_quantizer.columnwise)
 
 
 def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -285,9 +292,10 @@ def backward_products(
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = None
     if args.requires_dgrad:
+        operand = Operand.of if _makes_columns(config) else Operand
         dx = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=False),
-            Operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed),
+            operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed),
             args.x_dtype,
             config.dgrad_fast_accum,
             addend=addend if addend is None or addend.dim() == 2 else addend.reshape(-1, addend.shape[-1]),

@@ -7,7 +7,9 @@ from typing import Optional
 import torch
 
 from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_mxfp8, gemm_nvfp4
+from te_dynamo.dialect.quantize import transpose
 from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels.quantize.float8_block import BLOCK
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -36,8 +38,20 @@ class Operand:
 
     @classmethod
     def of(cls, quantizer: Quantizer, buffers: Sequence[torch.Tensor], columnwise: bool) -> "Operand":
-        """That usage of a tensor's buffers, which are in the order of `te.quantize`."""
+        """That usage of a tensor's buffers, which are in the order of `te.quantize`: columns are made where there are only rows of the
+        same codes."""
+        if columnwise and not quantizer.columnwise and quantizer.columns_are_rows():
+            data, scale_inv = quantizer.operand(list(buffers), columnwise=False)
+            return cls(quantizer.with_usage(False, True), (transpose(data), _turned(scale_inv, data)), True)
         return cls(quantizer, tuple(quantizer.operand(list(buffers), columnwise)), columnwise)
+
+
+def _turned(scale_inv: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """The scales of the transpose of data [M, K]: one for all of it as it is, [ceil(M/128), ceil(K/128)^4] as [ceil(K/128), ceil(M/128)^4]."""
+    if scale_inv.dim() == 1:
+        return scale_inv
+    rows, columns = scale_inv.shape[0], -(-data.shape[1] // BLOCK)
+    return torch.nn.functional.pad(scale_inv[:, :columns], (0, 0, 0, -rows % 4)).t().contiguous()
 
 
 def multiply(

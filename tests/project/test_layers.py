@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "te_dynamo/weights": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/operations": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/nn": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
-    "te_dynamo/distributed": {"te_dynamo"},
+    "te_dynamo/distributed": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
     "te_dynamo/inspect": {"te_dynamo", "te_dynamo/distributed", "te_dynamo/weights", "lowering", "lowering/inductor", "kernels/runtime"},
     "te_dynamo/accuracy": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/inspect"},
     "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect", "kernels/runtime"},
@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "passes/dialect": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "passes/torch_ir": {
         "te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "te_dynamo/operations",
-        "te_dynamo/inspect", "passes/dialect", "kernels/gemm", "kernels/runtime",
+        "te_dynamo/inspect", "te_dynamo/distributed", "passes/dialect", "kernels/gemm", "kernels/runtime",
     },
     "lowering/inductor": {"te_dynamo", "kernels/runtime"},
     "lowering/extern": {"te_dynamo", "te_dynamo/dialect", "lowering", "lowering/inductor", "kernels/gemm", "kernels/runtime"},

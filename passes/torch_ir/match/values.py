@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from te_dynamo.quantized.tensor import QuantizedTensor
+
 __all__ = [
     "FLOATS",
     "arguments",
@@ -27,6 +29,7 @@ __all__ = [
     "is_number",
     "left_as_plain",
     "number",
+    "quantized_of",
     "sole_user",
     "tensor_of",
 ]
@@ -47,6 +50,12 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def quantized_of(node: Any) -> QuantizedTensor | None:
+    """The same of a node that gives a QuantizedTensor of fake buffers; None for any other."""
+    value = tensor_of(node)
+    return value if isinstance(value, QuantizedTensor) else None
 
 
 def calls(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:

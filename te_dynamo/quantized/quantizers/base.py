@@ -118,6 +118,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """Whether columnwise data is the rows of x^T, not in the order of x."""
         return True
 
+    def columns_are_rows(self) -> bool:
+        """Whether columnwise data is the codes of the rows transposed, with the same scales: `Operand.of` makes it of them."""
+        return False
+
     def for_groups(self, rowwise: bool, columnwise: bool) -> Quantizer:
         """How the weights [G, N, K] of grouped GEMMs are held, each as this quantizer holds one. QuantizationError without such GEMMs."""
         raise QuantizationError(f"{self.describe()}: there is no grouped GEMM for it")

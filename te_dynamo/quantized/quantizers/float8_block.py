@@ -73,6 +73,9 @@ class Float8BlockQuantizer(Float8Quantizer):
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8BlockTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
+    def columns_are_rows(self) -> bool:
+        return self.block_dims == 2
+
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return ("transpose", "columnwise_scale_inv") if columnwise else ("data", "scale_inv")
 

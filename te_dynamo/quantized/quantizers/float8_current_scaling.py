@@ -38,6 +38,9 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
             rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
         )
 
+    def columns_are_rows(self) -> bool:
+        return True
+
     def for_groups(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
         return Float8GroupedQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
 

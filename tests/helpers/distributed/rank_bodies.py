@@ -70,7 +70,7 @@ def data_parallel(
     optimize_ddp: Any = True,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """wrap: "fsdp2", "fsdp1", "replicate" or "ddp". compiled: "blocks", each by itself before it is wrapped, or "whole", afterwards."""
+    """wrap: "fsdp2", "fsdp2_fp8" (weights travel in FP8), "fsdp1", "replicate" or "ddp". compiled: "blocks", each by itself before it is wrapped, or "whole", afterwards."""
     options = {"codegen": "eager", **(options or {})}
     plain = model(dtype).to(device())
     if checkpoint:
@@ -122,9 +122,9 @@ def _saved_shapes(graphs: Any) -> set[tuple[int, ...]]:
 @contextlib.contextmanager
 def _synchronized(wrapped: Any, wrap: str, last: bool) -> Iterator[None]:
     """Gradients meet in the last microbatch only, as each wrapper spells it."""
-    if wrap == "fsdp2":
+    if wrap.startswith("fsdp2"):
         wrapped.set_requires_gradient_sync(last)
-    with contextlib.nullcontext() if last or wrap == "fsdp2" else wrapped.no_sync():
+    with contextlib.nullcontext() if last or wrap.startswith("fsdp2") else wrapped.no_sync():
         yield
 
 
@@ -135,6 +135,10 @@ def _fsdp2(plain: Llama) -> nn.Module:
     for layer in plain.layers:
         fully_shard(layer, mesh=ranks)
     return fully_shard(plain, mesh=ranks)
+
+
+def _fsdp2_fp8(plain: Llama) -> nn.Module:
+    return _fsdp2(te_dynamo.distributed.fp8_all_gather(plain, options={"rules": [("head", None)]}))
 
 
 def _replicate(plain: Llama) -> nn.Module:
@@ -163,6 +167,7 @@ def _ddp(plain: Llama) -> nn.Module:
 
 WRAPPERS: dict[str, Callable[[Llama], nn.Module]] = {
     "fsdp2": _fsdp2,
+    "fsdp2_fp8": _fsdp2_fp8,
     "fsdp1": _fsdp1,
     "replicate": _replicate,
     "ddp": _ddp,

@@ -3,12 +3,17 @@
     y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
     y = torch.addmm(bias, x, weight)            ->    the same with LinearConfig(weight_transposed=True)
 
+A weight that is a QuantizedTensor in the recipe's format is multiplied as it is, whatever FP8 costs:
+
+    y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear_with_workspace(x, weight, bias, config, [weight._data, ...])[0]
+
 Under autocast the result has another dtype than the operands; the casts that autocast would make become
 nodes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,9 +49,11 @@ from te_dynamo.passes.torch_ir.match.values import (
     erase_unused,
     fixed,
     left_as_plain,
+    quantized_of,
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 
@@ -145,13 +152,7 @@ def _rewrite_contraction(node: fx.Node, product: Product, recipe: Recipe, named:
 def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     out, x, weight = tensor_of(node), product.x, product.weight
     batch_first = _before_swap(x) if recipe.input_quantizer().one_scale else None
-    config = LinearConfig.from_recipe(
-        recipe,
-        input_requires_grad=out.requires_grad and tensor_of(x).requires_grad,
-        weight_requires_grad=out.requires_grad and tensor_of(weight).requires_grad,
-        weight_transposed=product.transposed,
-        device=tensor_of(x).device,
-    )
+    config, held = _config(node, product, recipe), quantized_of(weight)
     graph, written = node.graph, node.all_input_nodes
     n = out.shape[-1]
     missing = padding(n, recipe.alignment)
@@ -160,7 +161,14 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
         if missing:
             weight = padded(weight, missing, 1 if product.transposed else 0, node)
             bias = bias and padded(bias, missing, 0, node)
-        saved = emit(graph, torch.ops.te.linear.default, (x, weight, bias, config), node)
+        if held is None:
+            saved = emit(graph, torch.ops.te.linear.default, (x, weight, bias, config), node)
+        else:
+            config = dataclasses.replace(config, weight_quantizer=held.quantizer)
+            buffers = [emit(graph, getattr, (product.weight, f"_{name}"), node) for name in held.named_buffers()]
+            saved = emit(
+                graph, torch.ops.te.linear_with_workspace.default, (x, weight, bias, config, buffers), node
+            )
         new = emit_getitem(graph, saved, 0)
         if missing:
             new = columns_of(new, n, node)
@@ -169,6 +177,17 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     node.replace_all_uses_with(new)
     swaps = [product.x] if batch_first is not None else []
     erase_unused(graph, [node, *swaps, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
+
+
+def _config(node: fx.Node, product: Product, recipe: Recipe) -> LinearConfig:
+    out, x, weight = tensor_of(node), tensor_of(product.x), tensor_of(product.weight)
+    return LinearConfig.from_recipe(
+        recipe,
+        input_requires_grad=out.requires_grad and x.requires_grad,
+        weight_requires_grad=out.requires_grad and weight.requires_grad,
+        weight_transposed=product.transposed,
+        device=x.device,
+    )
 
 
 def _before_swap(x: fx.Node) -> fx.Node | None:
@@ -190,11 +209,26 @@ def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
 def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why this linear stays what it is, "" when it becomes te.linear."""
     x, weight, bias = product.x, product.weight, product.bias
+    held = quantized_of(weight)
     return (
-        left_as_plain(node, x, weight, bias)
+        left_as_plain(node, x, bias, weight if held is None else None)
         or _dtype_reason(node, x, weight, bias)
         or _shape_reason(x, weight, bias, recipe, product.transposed)
+        or ("" if held is None else _format_reason(held, node, product, recipe))
     )
+
+
+def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recipe: Recipe) -> str:
+    """Why the GEMMs of the recipe do not multiply by a weight that is quantized already."""
+    read, there = _config(node, product, recipe).weight_quantizer, held.quantizer
+    if read.with_usage(True, True) != there.with_usage(True, True):
+        return f"its weight is {there.describe()}; {recipe.describe()} multiplies by {read.describe()}"
+    made = there.rowwise and there.columns_are_rows()
+    if (read.rowwise and not there.rowwise) or (read.columnwise and not (there.columnwise or made)):
+        return f"its weight is {there.describe()}, and the linear reads {read.describe()}"
+    if padding(tensor_of(node).shape[-1], recipe.alignment):
+        return f"its weight is quantized and N = {tensor_of(node).shape[-1]} is no multiple of {recipe.alignment}"
+    return ""
 
 
 def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
@@ -229,7 +263,7 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
 
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
-    if not _has_times(node, product) or is_dropped(product.weight):
+    if not _has_times(node, product) or is_dropped(product.weight) or quantized_of(product.weight) is not None:
         return ""
     return linear_cost_reason(**_costs(node, product, recipe)) or (
         "" if is_kept(product.weight) else waiting_for_cpu.get()

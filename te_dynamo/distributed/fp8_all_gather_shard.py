@@ -1,0 +1,148 @@
+"""`ShardedWeight`: a rank's part of a weight, which FSDP2 gathers as FP8 codes.
+
+    fsdp_pre_all_gather     shard -> cast to param_dtype -> codes (uint8) by the whole weight's scale       travels
+    fsdp_post_all_gather    all shards' codes -> QuantizedTensor [N, K], rows alone                         what te.linear multiplies
+
+The optimizer, checkpoints and clipping compute with the shard's own values, in its own dtype. With one scale a tensor the amax is
+that of all shards (fp8_all_gather_weight.py). A block of 128x128 lies in one shard; its scale travels too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from te_dynamo.quantized.tensor import from_buffers
+
+if TYPE_CHECKING:
+    from te_dynamo.distributed.fp8_all_gather_weight import GatheredWeight
+
+aten = torch.ops.aten
+
+_STAY_SHARDS = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,  # Module.to_empty
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+}
+"""What FSDP2, DTensor and Module.to make a shard of another by. All other results are plain tensors."""
+
+
+class ShardedWeight(torch.Tensor):
+    """The plain tensor `values`, of the same shape, dtype and memory, with what `weight` says of how it is gathered.
+
+    base: whose version counter a write through any view of the shard raises.
+    """
+
+    @staticmethod
+    def __new__(
+        cls, values: torch.Tensor, weight: GatheredWeight, base: torch.Tensor | None = None, requires_grad: bool = False
+    ) -> ShardedWeight:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+            requires_grad=requires_grad,
+        )
+        self.values, self.weight, self.base = values, weight, values if base is None else base  # type: ignore[method-assign, assignment]
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __tensor_flatten__(self) -> tuple[list[str], GatheredWeight]:
+        return ["values"], self.weight
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], weight: GatheredWeight, *_: Any) -> ShardedWeight:
+        return ShardedWeight(inner["values"], weight)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.values, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if func in _STAY_SHARDS:
+            weight, base = args[0].weight, args[0].base if func.is_view else None
+            result = tree_map_only(torch.Tensor, lambda values: ShardedWeight(values, weight, base), result)
+            return return_and_correct_aliasing(func, args, kwargs, result)
+        written = list(_written(func, args, kwargs))
+        for shard in written:  # below autograd an operator raises no counter
+            torch.autograd.graph.increment_version(shard.base)
+        return args[0] if written and result is plain_args[0] else result
+
+    def state(self) -> tuple[int, int, int]:
+        """What a write to the values changes, by the shard, a view of it or the plain tensor."""
+        return self.base._version, self.values._version, self.values.data_ptr()
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """((what travels of this rank, ...), what it takes to read it), as FSDP2 asks for it."""
+        dtype = mp_policy.param_dtype or self.dtype
+        values = _padded(self.values.to(dtype), outer_size, mesh.size())
+        if self.weight.travels(outer_size, mesh.size(), dtype):
+            codes, scale_inv = self.weight.quantize(values, mesh)
+            codes = codes.view(torch.uint8)
+            return ((codes,), (outer_size, scale_inv)) if scale_inv.dim() == 1 else (
+                (codes, scale_inv),
+                (outer_size, None),
+            )
+        return (values,), (outer_size, None)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """(the whole weight, tensors of its own that FSDP2 frees: none). With `out`, which lies in `outputs`, its scale is renewed."""
+        outer_size, scale_inv = metadata
+        if out is not None:
+            if scale_inv is not None:
+                out._scale_inv = scale_inv
+            return None
+        whole = outputs[0].view(-1)[: outer_size.numel()].view(outer_size)
+        if self.weight.reason:
+            return whole, ()
+        quantizer = self.weight.quantizer
+        codes = whole.view(quantizer.dtype)
+        buffers = [codes, outputs[1] if scale_inv is None else scale_inv]
+        return from_buffers(buffers, tuple(outer_size), param_dtype, quantizer, False), ()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.values!r})"
+
+
+def _padded(values: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
+    """The shard with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have fewer."""
+    rows = -(-outer_size[0] // ranks)
+    if values.shape[1:] != outer_size[1:] or values.shape[0] == rows:
+        return values
+    padded = values.new_zeros((rows, *outer_size[1:]))
+    padded[: values.shape[0]].copy_(values)
+    return padded
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ShardedWeight]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, ShardedWeight):
+                    yield each

@@ -1,0 +1,101 @@
+"""What is known of the weights that `fp8_all_gather` was asked for: how each travels, why, and the amaxes of those that travel in FP8.
+
+All amaxes of a model come from one all-reduce (MAX) at the first gather after a write to a weight: once an optimizer step. Each
+gather compares the shard's version counter and address with those whose amax is known, so that no scale is older than its values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_with_amax
+from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
+from te_dynamo.errors import UnsupportedError
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
+
+BLOCK = 128
+
+
+class GatheredWeight:
+    """The weight of one nn.Linear.
+
+    module:    the linear. name: the weight's path. quantizer: how it travels, rows alone.
+    reason:    why it travels in the model's precision; "" while it travels in FP8.
+    amaxes:    the weights that share an all-reduce, in the order of the model; of one scale a tensor.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, quantizer: Quantizer, amaxes: list[GatheredWeight], reason: str = ""
+    ) -> None:
+        self.name, self.quantizer, self.reason = name, quantizer, reason
+        self._module, self._amaxes = weakref.ref(module), amaxes
+        self._sharded: Any = None
+        self._amax: torch.Tensor | None = None  # fp32 [1], of the values in the state `_known`
+        self._known: tuple[int, int, int] | None = None
+        WEIGHTS[module] = self
+
+    def __deepcopy__(self, memo: Any) -> GatheredWeight:
+        raise UnsupportedError(f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather")
+
+    def travels(self, outer_size: torch.Size, ranks: int, dtype: torch.dtype) -> bool:
+        """Whether a weight of that size and dtype, shared out among so many ranks, travels in FP8; else `reason` says why not."""
+        if not self.reason and dtype not in INPUT_DTYPES:
+            self.reason = f"it is {dtype}; te.quantize takes bf16, fp16 and fp32"
+        if not self.reason and isinstance(self.quantizer, Float8BlockQuantizer) and outer_size[0] % (ranks * BLOCK):
+            self.reason = (
+                f"{ranks} shards of its {outer_size[0]} rows end inside of blocks of {BLOCK}: N has to be a multiple of "
+                f"{ranks * BLOCK}"
+            )
+        return not self.reason
+
+    def quantize(self, values: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
+        """[codes, scale_inv] of a shard in the dtype in which the whole weight is quantized. Collective, where an amax is not known."""
+        if not self.quantizer.one_scale:
+            return quantize(values, self.quantizer)  # type: ignore[no-any-return]
+        if self._known != self._shard().state():
+            self._reduce(mesh, values.device)
+        assert self._amax is not None
+        # Rounding keeps the order of values, so that this is the amax of what was rounded.
+        amax = self._amax.to(values.dtype).float()
+        return quantize_with_amax(values, self.quantizer, amax)  # type: ignore[no-any-return]
+
+    def _reduce(self, mesh: Any, device: torch.device) -> None:
+        """Makes the amaxes of all weights on this one's mesh known."""
+        these = [w for w in self._amaxes if not w.reason and w._parameter().device_mesh == self._parameter().device_mesh]
+        shards = [weight._shard() for weight in these]
+        own = [torch.linalg.vector_norm(s.values, torch.inf) if s.numel() else s.values.new_zeros(()) for s in shards]
+        amaxes = torch.stack([each.float() for each in own]).to(device)
+        amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
+        for weight, shard, amax in zip(these, shards, amaxes.split(1), strict=True):
+            weight._amax, weight._known = amax, shard.state()
+
+    def _shard(self) -> ShardedWeight:
+        shard = self._parameter()._local_tensor  # to_local() may be a view of it, at another address
+        assert isinstance(shard, ShardedWeight)
+        return shard
+
+    def _parameter(self) -> Any:
+        """The parameter that the optimizer has; a module that is gathered holds another."""
+        from torch.distributed.tensor import DTensor
+
+        module = self._module()
+        parameter = None if module is None else module._parameters["weight"]
+        if isinstance(parameter, DTensor):
+            self._sharded = parameter
+        return self._sharded
+
+
+WEIGHTS: weakref.WeakKeyDictionary[nn.Module, GatheredWeight] = weakref.WeakKeyDictionary()
+"""nn.Linear -> its GatheredWeight, of every model that `fp8_all_gather` was called with."""
+
+
+def weight_of(parameter: Any) -> GatheredWeight | None:
+    """What is known of a parameter that a module holds now: of a compiled graph's input while the module is gathered."""
+    return next((w for module, w in list(WEIGHTS.items()) if module._parameters.get("weight") is parameter), None)
+

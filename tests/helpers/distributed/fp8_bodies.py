@@ -1,0 +1,271 @@
+"""What the processes of test_fp8_all_gather.py do: models whose weights FSDP2 gathers in FP8. Nothing here compares anything but bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.distributed.rank_bodies import batch, loss_of, model
+from helpers.distributed.ranks import device, mesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import te_dynamo
+from te_dynamo.distributed import fp8_all_gather
+from te_dynamo.errors import TeError
+from te_dynamo.passes.dialect.live_memory import peak_bytes
+from te_dynamo.testing import count_wire
+
+__all__ = ["bits", "load", "refused", "save", "stale", "steps", "wire"]
+
+RULES = [("head", None)]
+"""The head is not compiled: FSDP's hooks break the graph before each block."""
+
+
+def sharded(fp8: bool = True, dtype: torch.dtype = torch.bfloat16, mp_policy: Any = None, **options: Any) -> nn.Module:
+    """Blocks that are compiled by themselves, each a group of FSDP2; options: of the backend."""
+    shared, ranks = model(dtype).to(device()), mesh()
+    of_fsdp: dict[str, Any] = {"mesh": ranks} | ({"mp_policy": mp_policy} if mp_policy else {})
+    for layer in shared.layers:
+        layer.compile(backend="te", fullgraph=True, options={"codegen": "eager", **options})
+    if fp8:
+        fp8_all_gather(shared, options={**options, "rules": RULES})
+    for layer in shared.layers:
+        fully_shard(layer, **of_fsdp)
+    return fully_shard(shared, **of_fsdp)
+
+
+def _part(rank: int) -> tuple[Tensor, Tensor]:
+    ids, wanted = (t.chunk(dist.get_world_size())[rank].to(device()) for t in batch())
+    return ids, wanted
+
+
+def wire(rank: int, recipe: str, codegen: str = "eager", count: int = 3) -> dict[str, Any]:
+    """Of steps with FP8 on the wire and without: bytes of the blocks' all-gathers, collectives, what graphs keep alive, compilations."""
+    told: dict[str, Any] = {}
+    for name, fp8 in (("fp8", True), ("bf16", False)):
+        torch._dynamo.reset()
+        shared = sharded(fp8, recipe=recipe, codegen=codegen)
+        for layer in shared.layers:
+            layer.norms.requires_grad_(False)
+        ids, wanted = _part(rank)
+        compiled = []
+        with te_dynamo.capture() as graphs, count_wire() as counted:
+            for _ in range(count):
+                loss_of(shared, ids, wanted).backward()
+                torch.optim.SGD(shared.parameters(), lr=0.1).step()
+                shared.zero_grad()
+                compiled.append(len(graphs.reports))
+        told[name] = {
+            "gathered": counted.total("all_gather"),
+            "codes": counted.total("all_gather", torch.uint8),
+            "reductions": counted.calls.get(("all_reduce", torch.float32), 0),
+            "peaks": [peak_bytes(graphs.graph(f"lower.{phase}")) for phase in ("forward", "backward")],
+            "compiled": compiled,
+            "linears": [r.reason for report in graphs.reports for r in report.matches if r.kind == "linear"],
+            "notes": [note for report in graphs.reports for note in report.notes],
+            "graph": graphs["match"],
+            "backward": graphs["backward"],
+        }
+    # What is beside the blocks travels alike in both.
+    whole = sum(p.numel() for p in shared.parameters()) - sum(p.numel() for p in shared.layers.parameters())
+    told["beside"] = 2 * count * whole * (dist.get_world_size() - 1) // dist.get_world_size()
+    return told
+
+
+class Wide(nn.Module):
+    """Linears of sizes whose shards have few rows, none, or an end inside of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Linear(k, n, bias=False) for n, k in ((16, 32), (48, 128), (80, 144), (512, 160), (1024, 128))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(part(x[:, : part.in_features]).sum(1) for part in self.parts)
+
+
+def bits(rank: int, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None) -> dict[str, str]:
+    """Each gathered weight is what its quantizer makes of the whole weight, cast to param_dtype first; a reason where it is plain."""
+    torch.manual_seed(0)
+    wide = Wide().to(dtype)
+    with torch.no_grad():
+        wide.parts[1].weight.zero_()
+        wide.parts[2].weight[-1, 0] = 3e4  # the amax is in the last shard, and not a value of bf16
+        wide.parts[3].weight[3, 5] = torch.nan
+    whole = {name: p.detach().clone().to(device()) for name, p in wide.named_parameters()}
+    fp8_all_gather(wide.to(device()), options={"recipe": recipe})
+    fully_shard(wide, mesh=mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    quantizer = te_dynamo.recipe.by_name(recipe).weight_quantizer().with_usage(True, False)
+    found = {}
+    for _ in range(2):  # the second gather writes to the tensors of the first
+        wide.unshard()
+        for name, values in whole.items():
+            gathered, values = wide.get_parameter(name), values.to(param_dtype or dtype)
+            assert gathered.dtype == values.dtype and gathered.shape == values.shape
+            if isinstance(gathered, te_dynamo.QuantizedTensor):
+                expected = quantizer.quantize(values)
+                for one, other in zip(gathered.buffers(), expected.buffers(), strict=True):
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+                found[name] = ""
+            else:
+                assert torch.equal(gathered.view(torch.uint8), values.view(torch.uint8)), name
+                found[name] = "as it is"
+        wide.reshard()
+    return found
+
+
+def steps(rank: int, reshard: bool, policy: bool) -> dict[str, Any]:
+    """AdamW with clipping; two microbatches a step, of which the last one's gradients meet."""
+    mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if policy else None
+    told: dict[str, Any] = {}
+    for name, fp8 in (("fp8", True), ("bf16", False)):
+        torch._dynamo.reset()
+        shared = sharded(fp8, torch.float32, mp_policy, fusions=False)
+        shared.set_reshard_after_forward(reshard)
+        optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-2)
+        ids, wanted = _part(rank)
+        losses, norms = [], []
+        for _ in range(4):
+            for last in (False, True):
+                shared.set_requires_gradient_sync(last)
+                loss = loss_of(shared, ids, wanted) / 2
+                loss.backward()
+            losses.append(loss.item())
+            norms.append(nn.utils.clip_grad_norm_(shared.parameters(), 1.0).full_tensor().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        told[name] = losses, norms, {n: p.full_tensor() for n, p in shared.state_dict().items()}
+        kinds = {type(v.to_local()) for s in optimizer.state.values() for v in s.values() if hasattr(v, "to_local")}
+        assert kinds == {Tensor}
+    return told
+
+
+# ---- checkpoints
+
+
+def _objects(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    shared = sharded(True, torch.float32, recipe=recipe)
+    return shared, torch.optim.AdamW(shared.parameters(), lr=1e-2)
+
+
+def _step(rank: int, shared: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    ids, wanted = batch()
+    loss = loss_of(shared, ids.to(device()), wanted.to(device()))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def save(rank: int, folder: str, recipe: str) -> dict[str, Any]:
+    """A step, a checkpoint, and the loss of the next."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    shared, optimizer = _objects(recipe)
+    _step(rank, shared, optimizer)
+    state, of_optimizer = get_state_dict(shared, optimizer)
+    assert {type(v.to_local()) for v in state.values()} == {Tensor}
+    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+    return {"weights": {n: p.full_tensor() for n, p in state.items()}, "loss": _step(rank, shared, optimizer)}
+
+
+def load(rank: int, folder: str, recipe: str) -> dict[str, Any]:
+    """The same after a load into a model that has trained already, and once more after load_state_dict(assign=True)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    shared, optimizer = _objects(recipe)
+    _step(rank, shared, optimizer)
+    state, of_optimizer = get_state_dict(shared, optimizer)
+    loaded = {"model": state, "optimizer": of_optimizer}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(shared, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+    told = {"weights": {n: p.full_tensor() for n, p in shared.state_dict().items()}}
+    kept = {name: p.clone() for name, p in shared.state_dict().items()}
+    told["loss"] = _step(rank, shared, optimizer)
+    shared.load_state_dict(kept, assign=True)
+    told["assigned"] = _step(rank, shared, optimizer)
+    return told
+
+
+# ---- what must not go wrong in silence
+
+
+def stale(rank: int) -> list[float]:
+    """The scale of a weight after each way to write to it: its amax is 2, then 4, ..."""
+    linear = nn.Linear(32, 32, bias=False).to(device())
+    fp8_all_gather(linear)
+    fully_shard(linear, mesh=mesh())
+    parameter = linear.weight
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0, fused=True)
+
+    def by_optimizer(amax: float) -> None:
+        parameter.grad = (parameter.detach() - amax).clone()
+        optimizer.step()
+
+    def by_state_dict(amax: float) -> None:
+        linear.state_dict()["weight"].to_local().fill_(amax)
+
+    def by_load(amax: float) -> None:
+        linear.load_state_dict({"weight": torch.full_like(linear.state_dict()["weight"], amax)}, assign=amax == 64)
+
+    ways: list[Callable[[float], Any]] = [
+        lambda amax: parameter.detach().fill_(amax),
+        lambda amax: parameter.to_local().detach().fill_(amax),
+        by_optimizer,
+        by_state_dict,
+        by_load,
+        by_load,
+        lambda amax: nn.init.constant_(linear.weight, amax),
+    ]
+    scales = []
+    for i, write in enumerate(ways):
+        with torch.no_grad():
+            write(2.0 ** (i + 1))
+        linear.unshard()
+        scales.append(linear.weight.buffers()[1].item() * 448)
+        linear.reshard()
+    return scales
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What is said of each mistake."""
+    mistakes: dict[str, Callable[[], Any]] = {
+        "after fully_shard": lambda: fp8_all_gather(sharded(False)),
+        "twice": lambda: fp8_all_gather(fp8_all_gather(model())),
+        "freeze": lambda: te_dynamo.freeze(fp8_all_gather(model())),
+        "frozen": lambda: fp8_all_gather(te_dynamo.freeze(model())),
+        "another recipe": lambda: _forward(rank, _with_options({"recipe": "float8_block_scaling"})),
+        "a rule": lambda: _forward(rank, _with_options({"rules": [("up", None)]})),
+        "not compiled": lambda: _forward(rank, _with_options(None)),
+        "option": lambda: fp8_all_gather(model(), options={"recpie": None}),
+    }
+    said = {}
+    for name, make in mistakes.items():
+        torch._dynamo.reset()
+        try:
+            make()
+            said[name] = ""
+        except (TeError, RuntimeError) as error:
+            said[name] = str(error)
+    return said
+
+
+def _with_options(options: dict[str, Any] | None) -> nn.Module:
+    """Compiled with other options than its weights travel with."""
+    shared, ranks = model(), mesh()
+    fp8_all_gather(shared, options={"rules": RULES})
+    for layer in shared.layers:
+        if options is not None:
+            layer.compile(backend="te", options={"codegen": "eager", **options})
+        fully_shard(layer, mesh=ranks)
+    return fully_shard(shared, mesh=ranks)
+
+
+def _forward(rank: int, shared: nn.Module) -> None:
+    shared(_part(rank)[0])
