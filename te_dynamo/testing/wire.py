@@ -1,8 +1,8 @@
 """`count_wire`: how many bytes each kind of collective brings to this rank, by dtype.
 
 Every collective runs an operator of `c10d`: one that Python calls (FSDP2, `torch.distributed`), one of C++ (DDP), one of a compiled
-graph (`_c10d_functional`, DTensors). `count_wire` puts a kernel in front of the operator's own. A dispatch mode would not do: Dynamo
-compiles nothing inside of one.
+graph (`_c10d_functional`, DTensors). `count_wire` puts a kernel in front of the operator's own, at a dispatch key that all of these pass,
+whatever the backend. A dispatch mode would not do: Dynamo compiles nothing inside of one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,18 +60,16 @@ def count_wire() -> Iterator[Wire]:
     """
     wire = Wire()
     library = torch.library.Library("c10d", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, (operation, received) in _OPERATORS.items():
-            for key in ("CPU", "CUDA"):
-                own = torch.library.get_kernel(f"c10d::{name}", key)
-                kernel = functools.partial(_count, wire, operation, received, own)
-                library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    for name, (operation, received) in _OPERATORS.items():
+        own = getattr(torch.ops.c10d, name).default
+        library.impl(name, functools.partial(_count, wire, operation, received, own), "BackendSelect", with_keyset=True)
     try:
         yield wire
     finally:
         library._destroy()
 
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 Received = Callable[..., Sequence[tuple[Tensor, float]]]
 """The arguments of an operator -> tensors, and how many times their bytes come from others."""
@@ -84,7 +81,8 @@ def _count(wire: Wire, operation: str, received: Received, own: Any, keys: Any, 
         wire.bytes[operation, dtype] = wire.bytes.get((operation, dtype), 0) + count
     for dtype in {dtype for dtype, count in counted if count}:
         wire.calls[operation, dtype] = wire.calls.get((operation, dtype), 0) + 1
-    return own.call_boxed(keys, *args)
+    # Without the interpreter's lock, which `call_boxed` of a kernel would keep: gloo's threads need it to end what runs before.
+    return own.redispatch(keys & _BELOW, *args)
 
 
 def _flat(tensors: Any) -> list[Tensor]:
