@@ -105,7 +105,7 @@ def reason_to_leave(gathered: Gathered) -> str:
     if any(move.target is _SLICE and not _is_whole(move) for move in gathered.moves):
         return "the ranks' parts are of different sizes, and some are padded"
     if not quantizer.fused_producers:
-        return f"{quantizer.describe()} has a scale a block: both its rows and its columns would have to travel"
+        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     return ""
 
 
