@@ -26,6 +26,7 @@ def compile(
     weight_cache_check: bool = False,
     save_weights: Literal["original", "quantized"] | None = None,
     low_memory: bool = True,
+    regather: bool = False,
     require_coverage: float = 0.0,
     sm_margin: int | None = None,
     inductor: Mapping[str, Any] | None = None,
@@ -45,6 +46,7 @@ def compile(
     own = {
         "recipe": recipe, "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
         "weight_cache_check": weight_cache_check, "save_weights": save_weights, "low_memory": low_memory,
+        "regather": regather,
         "require_coverage": require_coverage, "sm_margin": sm_margin,
     }  # fmt: skip
     parsed = Options.parse({**(inductor or {}), **own}, mode)

@@ -153,7 +153,7 @@ def _is_empty(node: Node) -> bool:
 
 
 def _is_kernel(node: Any) -> bool:
-    by_name = "scaled_dot_product" in str(node.target) or "c10d_functional" in str(node.target) and not _is_wait(node)
+    by_name = "scaled_dot_product" in str(node.target) or ("c10d_functional" in str(node.target) and not _is_wait(node))
     return _is_launch(node) or is_te(node.target) or is_product(node) or by_name
 
 

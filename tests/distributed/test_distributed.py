@@ -114,6 +114,8 @@ def test_sequence_parallel(ranks: Ranks) -> None:
     assert_trained_as(both, one_process(1, outside=shares), SAME)
     assert both[0]["linears"] == both[1]["linears"] == names([*LAYERS, "head"])
     assert both[0]["fusions"] == {
+        ("forward", "fuse_gather_quantize"),
+        ("backward", "fuse_gather_quantize"),
         ("forward", "fuse_activation_quantize"),
         ("backward", "fuse_gated_backward_quantize"),
     }

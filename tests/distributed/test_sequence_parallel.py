@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from helpers.distributed import sequence_bodies
 from helpers.distributed.ranks import SIZE, Ranks
+
+from te_dynamo.inspect.capture import Captured
+from te_dynamo.passes.dialect.live_memory import peak_bytes, saved_bytes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
@@ -38,3 +44,155 @@ def test_bits_and_bytes(ranks: Ranks, kind: str) -> None:
         assert float8["bytes"] <= 0.51 * bf16["bytes"]
         assert regather["gathered"] == {"uint8": float8["bytes"], "int8": float8["bytes"] // 2}
         assert float8["notes"] == regather["notes"] == []
+
+
+# ---- one rank's graphs, in a process alone
+
+
+@pytest.fixture
+def rank_of_two() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def graphs_of(
+    options: dict[str, Any], kind: str = "swiglu", batch: int = 2, tokens: int = 16, width: int = 32
+) -> Captured:
+    torch._dynamo.reset()
+    x = torch.randn(batch, tokens, width).bfloat16().requires_grad_()
+    return sequence_bodies.capture_step(sequence_bodies.block(kind, width), x, options)[1]
+
+
+def notes(graphs: Captured) -> list[str]:
+    return [note for report in graphs.reports for note in report.notes]
+
+
+def calls(graphs: Captured, of: str) -> str:
+    """The calls of forward and of backward whose namespaces match `of`, one a line with its result."""
+    texts = []
+    for stage in ("forward", "backward"):
+        found = re.findall(rf"^\w+: (.*?) = (?:{of})\.(\w+)\(", graphs[stage], re.MULTILINE)
+        texts += [stage, *(f"  {name} {result}" for result, name in found if name != "wait_tensor")]
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 16), (1, 17), (3, 200)])
+def test_which_collectives_carry_codes(rank_of_two: None, batch: int, tokens: int) -> None:
+    """Whatever a rank's part of the tokens; one of more than 128 has other operations behind the gather."""
+    found = calls(graphs_of({"regather": True}, batch=batch, tokens=tokens), "_c10d_functional")
+    of_both, of_one = f"[{2 * batch}, {tokens}, 32]", f"[{batch}, {tokens}, 32]"
+    assert found.replace(of_both, "[both]").replace(of_one, "[one]") == COLLECTIVES
+
+
+COLLECTIVES = """\
+forward
+  all_reduce i32[1]
+  all_gather_into_tensor u8[both]
+  reduce_scatter_tensor bf16[one]
+backward
+  all_reduce i32[1]
+  all_gather_into_tensor u8[both]
+  all_gather_into_tensor i8[both]
+  reduce_scatter_tensor bf16[one]"""
+
+
+def test_operations_of_a_rank(rank_of_two: None) -> None:
+    """Backward's own all-gather of x starts before a product that does not read it."""
+    assert_expected_inline(
+        calls(graphs_of({"regather": True}, "gelu"), "te|_c10d_functional"),
+        """\
+forward
+  amax f32[1]
+  all_reduce i32[1]
+  quantize_with_amax (f8e4m3[32, 32], f32[1])
+  all_gather_into_tensor u8[4, 16, 32]
+  quantize (f8e4m3[64, 32], f8e4m3[32, 64], f32[1])
+  gemm bf16[64, 64]
+  activation_quantize (f8e4m3[64, 64], f8e4m3[64, 64], f32[1])
+  quantize (f8e4m3[32, 64], f8e4m3[64, 32], f32[1])
+  gemm bf16[64, 32]
+  reduce_scatter_tensor bf16[2, 16, 32]
+backward
+  amax f32[1]
+  all_reduce i32[1]
+  quantize_with_amax (f8e5m2[32, 32], f32[1])
+  all_gather_into_tensor u8[4, 16, 32]
+  bias_grad f32[32]
+  all_reduce f32[32]
+  transpose f8e5m2[32, 64]
+  gemm bf16[64, 64]
+  gemm bf16[32, 64]
+  activation_backward_quantize (f32[64], f8e5m2[64, 64], f8e5m2[64, 64], f32[1])
+  all_gather_into_tensor i8[4, 16, 32]
+  gemm bf16[64, 32]
+  transpose f8e4m3[32, 64]
+  gemm bf16[64, 32]
+  reduce_scatter_tensor bf16[2, 16, 32]""",
+    )
+
+
+@pytest.mark.parametrize(("kind", "width"), [("gelu", 64), ("swiglu", 256)])
+def test_memory(rank_of_two: None, kind: str, width: int) -> None:
+    """A block keeps no more than in bf16; gathering again saves half of what one gathered tensor of codes takes, of two ranks."""
+    of = {
+        name: graphs_of(options, kind, batch=4, tokens=256, width=width)
+        for name, options in ALIKE.items()
+        if name != "unfused"
+    }
+    for bytes_of in (saved_bytes, peak_bytes):
+        counted = {name: bytes_of(graphs.graph("backward")) for name, graphs in of.items()}
+        assert counted["float8"] <= counted["bf16"]
+        assert counted["float8"] - counted["regather"] == 4 * 256 * width
+    assert peak_bytes(of["float8"].graph("forward")) <= peak_bytes(of["bf16"].graph("forward"))
+
+
+# ---- what does not travel in FP8, and who is told
+
+
+@pytest.mark.parametrize("recipe", ["float8_block_scaling", "mxfp8"])
+def test_blocks(rank_of_two: None, recipe: str) -> None:
+    with pytest.warns(UserWarning, match="regather=True gathers nothing again for the 3 linears of this graph"):
+        graphs = graphs_of({"recipe": recipe, "regather": True}, width=128, tokens=64)
+    assert "all_gather_into_tensor bf16[4, 64, 128]" in calls(graphs, "_c10d_functional")
+    assert any(re.search("small_models.py.*is in bfloat16: .* has scales of blocks", note) for note in notes(graphs))
+
+
+def test_a_linear_in_another_precision(rank_of_two: None) -> None:
+    graphs = graphs_of({"rules": [("up", None)]})
+    assert [note.partition("bfloat16: ")[2] for note in notes(graphs)] == [
+        "aten.mm reads it too, beside te.quantize to e4m3[row+column]"
+    ]
+    assert calls(graphs, "_c10d_functional").splitlines()[:2] == ["forward", "  all_gather_into_tensor bf16[4, 16, 32]"]
+
+
+def test_nothing_to_gather_again() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)).bfloat16()
+    with pytest.warns(UserWarning, match="regather=True gathers nothing again for the 2 linears"):
+        torch.compile(model, backend="te", options={"regather": True, "codegen": "eager"})(
+            torch.randn(16, 32).bfloat16()
+        )
+
+
+# ---- four ranks, and Inductor's code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(("kind", "batch", "tokens"), [("gelu", 1, 24), ("swiglu", 3, 136)])
+def test_four_ranks(four_ranks: Ranks, codegen: str, kind: str, batch: int, tokens: int) -> None:
+    cases = [{**options, "codegen": codegen} for options in ALIKE.values()]
+    for float8, unfused, regather, bf16 in four_ranks.run(
+        sequence_bodies.steps, kind, cases, batch, tokens, seconds=400
+    ):
+        assert_same_bits(float8, unfused, but="parts.0.down.bias")
+        assert_same_bits(regather, float8)
+        assert float8["bytes"] <= 0.51 * bf16["bytes"]
+        assert float8["notes"] == regather["notes"] == []
+        for name, tensor in float8["tensors"].items():
+            cosine = torch.nn.functional.cosine_similarity(
+                tensor.flatten().float(), bf16["tensors"][name].flatten().float(), 0
+            )
+            assert cosine > 0.98, name

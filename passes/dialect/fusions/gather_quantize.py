@@ -13,13 +13,14 @@
               q[0] -> y, q[1] -> t, q[2] -> c[1]
 
 Every bit is the same: the largest of the ranks' amaxes is the amax of what is gathered. It is compared as the integer that its bits are, so
-that a NaN is the largest. What moves the gathered values (split, cat, views; there may be none) moves their codes.
+that a NaN is the largest. What moves the gathered values (split, cat, views, a slice of all; there may be none) moves their codes.
 
 A bias gradient (te.bias_grad) of what is gathered becomes the sum of the ranks' own ones, in fp32 and another order.
 
 An all-gather stays in its own precision, and `explain` says why, where
 
 - something else reads what is gathered, such as a linear of another recipe;
+- the ranks do not divide the tokens, so that some of what is gathered is padding;
 - blocks have scales of their own. There columns, which backward multiplies, are no transposition of the rows. To gather both is to gather
   two bytes a value, as many as in 16 bits.
 
@@ -34,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import RESHAPES
@@ -46,6 +48,8 @@ __all__ = ["fuse_gather_quantize", "gathers_left"]
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 _ALL_GATHER = _c10d.all_gather_into_tensor.default
+
+_SLICE = _aten.slice.Tensor
 
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 
@@ -97,11 +101,25 @@ def reason_to_leave(gathered: Gathered) -> str:
     aside = {*chain, gathered.quantize, *_bias_grads(gathered)}
     others = [user for node in chain for user in node.users if user not in aside]
     if others:
-        how = f" to {others[0].args[1].describe()}" if others[0].target is quantize else ""  # type: ignore[union-attr]
-        return f"{others[0].target}{how} reads it too, beside te.quantize to {quantizer.describe()}"
+        return f"{_described(others[0])} reads it too, beside {_described(gathered.quantize)}"
+    if any(move.target is _SLICE and not _is_whole(move) for move in gathered.moves):
+        return "the ranks' parts are of different sizes, and some are padded"
     if not quantizer.fused_producers:
-        return f"{quantizer.describe()} has a scale a block, so that its rows and its columns would have to travel"
+        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     return ""
+
+
+def _described(reader: Node) -> str:
+    while reader.target in RESHAPES and reader.users:
+        reader = next(iter(reader.users))
+    if reader.target is quantize:
+        return f"te.quantize to {reader.args[1].describe()}"  # type: ignore[union-attr]
+    return "the graph's caller" if reader.op == "output" else str(reader.target).removesuffix(".default")
+
+
+def _is_whole(part: Node) -> bool:
+    """Whether a slice is all of what it is of. DTensors have one behind every gather of more than 256 values in a dimension."""
+    return statically_known_true(sym_eq(part.meta["val"].shape, part.args[0].meta["val"].shape))  # type: ignore[union-attr]
 
 
 def _bias_grads(gathered: Gathered) -> list[Node]:
@@ -120,7 +138,7 @@ def _before_moves(value: Any) -> tuple[Node, list[Node]] | None:
         if value.target is _c10d.wait_tensor.default:
             gather: Any = value.args[0]
             return (gather, moves) if gather.target is _ALL_GATHER else None
-        if value.target in RESHAPES:
+        if value.target in (*RESHAPES, _SLICE):
             value = value.args[0]
         elif (split := _split_before(value)) is not None:
             moves[:0] = [split, *split.users]

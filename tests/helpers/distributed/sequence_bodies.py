@@ -16,6 +16,7 @@ from te_dynamo.testing import count_wire
 __all__ = ["block", "capture_step", "steps"]
 
 MLPS: dict[str, type[nn.Module]] = {"gelu": GeluMLP, "swiglu": SwiGLU}
+COLUMN = {"gelu": ["up"], "swiglu": ["gate", "up"]}
 
 
 def block(kind: str, width: int = 32) -> nn.Module:
@@ -34,7 +35,7 @@ def block(kind: str, width: int = 32) -> nn.Module:
     plan: dict[str, Any] = {
         "norms.0": SequenceParallel(),
         "parts.0": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        **{f"parts.0.{name}": ColwiseParallel() for name in ("gate", "up")},
+        **{f"parts.0.{name}": ColwiseParallel() for name in COLUMN[kind]},
         "parts.0.down": RowwiseParallel(output_layouts=Shard(1)),
     }
     return parallelize_module(shared, mesh(), plan)
@@ -65,9 +66,7 @@ def steps(
                 "tensors": {"y": y, "x": x.grad, **gradients},
                 "gathered": {str(d).removeprefix("torch."): n for (o, d), n in wire.bytes.items() if o == "all_gather"},
                 "bytes": wire.total("all_gather"),
-                "linears": [
-                    (m.module, m.reason) for r in graphs.reports for m in r.matches if m.kind == "linear"
-                ],
+                "linears": [(m.module, m.reason) for r in graphs.reports for m in r.matches if m.kind == "linear"],
                 "notes": [note for report in graphs.reports for note in report.notes],
             }
         )

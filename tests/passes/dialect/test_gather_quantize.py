@@ -93,7 +93,9 @@ return view_5, transpose, quantize_with_amax[1]""",
 
 def test_a_bias_gradient_is_the_sum_of_the_ranks() -> None:
     _, after = quantized((16, 32), 2, 0, E5M2, bias=True)
-    assert_expected_inline(graph_text(after), """\
+    assert_expected_inline(
+        graph_text(after),
+        """\
 x0: bf16[16, 32] = input
 amax: f32[1] = te.amax(x0)
 view: i32[1] = aten.view(amax, i32)
@@ -111,7 +113,8 @@ transpose: f8e5m2[32, 32] = te.transpose(view_5)
 bias_grad: f32[32] = te.bias_grad(x0)
 all_reduce_1: f32[32] = _c10d_functional.all_reduce(bias_grad, 'sum', 'tp')
 wait_tensor_2: f32[32] = _c10d_functional.wait_tensor(all_reduce_1)
-return view_5, transpose, quantize_with_amax[1], wait_tensor_2""")
+return view_5, transpose, quantize_with_amax[1], wait_tensor_2""",
+    )
 
 
 @settings(deadline=None, max_examples=25)
@@ -158,8 +161,8 @@ def test_blocks_are_left(quantizer: Any) -> None:
     before, after = quantized((4, 32, 128), 2, 1, quantizer)
     assert graph_text(before) == graph_text(after)
     assert gathers_left(after) == [
-        f"the all-gather for quantize_default is in bfloat16: {quantizer.describe()} has a scale a block, so that its rows and its columns "
-        "would have to travel"
+        f"the all-gather for quantize_default is in bfloat16: {quantizer.describe()} has scales of blocks, and codes travel where a "
+        "tensor has one scale"
     ]
 
 
@@ -173,15 +176,15 @@ def test_another_reader() -> None:
         graph = b.returns(*b.read(one, 0, 1), *b.read(other, 0, 1, 2))
         assert fuse(graph, "forward", (NAME,)) == []
         assert gathers_left(graph) == [
-            "the all-gather for quantize_default is in bfloat16: te.quantize.default to e5m2[row+column] reads it too, beside te.quantize to e4m3[row]",
-            "the all-gather for quantize_default_1 is in bfloat16: te.quantize.default to e4m3[row] reads it too, beside te.quantize to e5m2[row+column]",
+            "the all-gather for quantize_default is in bfloat16: te.quantize to e5m2[row+column] reads it too, beside te.quantize to e4m3[row]",
+            "the all-gather for quantize_default_1 is in bfloat16: te.quantize to e4m3[row] reads it too, beside te.quantize to e5m2[row+column]",
         ]
         b = Builder((4, 16, 32))
         whole = gathered(b, b.inputs[0], 2, 1)
         graph = b.returns(whole, *b.read(b.call(te.quantize.default, whole, ROWS), 0, 1))
         assert fuse(graph, "forward", (NAME,)) == []
         assert gathers_left(graph) == [
-            "the all-gather for quantize_default is in bfloat16: output reads it too, beside te.quantize to e4m3[row]"
+            "the all-gather for quantize_default is in bfloat16: the graph's caller reads it too, beside te.quantize to e4m3[row]"
         ]
 
 
@@ -194,6 +197,19 @@ def test_a_part_of_what_is_gathered() -> None:
         joined = b.call(aten.cat.default, [first, first])
         graph = b.returns(*b.read(b.call(te.quantize.default, joined, ROWS), 0, 1))
         assert fuse(graph, "forward", (NAME,)) == [] == gathers_left(graph)
+
+
+def test_a_slice_of_all_is_none() -> None:
+    """DTensors have such a slice behind a gather of more than 256 tokens, and one that drops padding behind an uneven one."""
+    for kept in (32, 31):
+        with fake_cuda():
+            b = Builder((4, 16, 32))
+            whole = b.call(aten.slice.Tensor, gathered(b, b.inputs[0], 2, 1), 1, 0, kept)
+            graph = b.returns(*b.read(b.call(te.quantize.default, whole, BOTH), 0, 1, 2))
+            assert fuse(graph, "forward", (NAME,)) == ([(NAME, 1)] if kept == 32 else [])
+    assert gathers_left(graph) == [
+        "the all-gather for quantize_default is in bfloat16: the ranks' parts are of different sizes, and some are padded"
+    ]
 
 
 def test_symbolic_sizes() -> None:
