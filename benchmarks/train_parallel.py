@@ -96,7 +96,7 @@ class Layers(nn.Module):
 MODELS = {
     "llama8b": ("Llama-8B", (4096, 14336, 32, 8)),
     "llama70b": ("Llama-70B", (8192, 28672, 64, 8)),
-    "tiny": ("tiny", (256, 512, 4, 2)),
+    "tiny": ("tiny", (256, 512, 8, 4)),
 }
 LAYOUTS = {"fsdp": "FSDP2", "tp": "TP + SP", "fsdp_tp": "FSDP2 x TP + SP"}
 TENSOR_RANKS = 2  # of FSDP2 x TP
@@ -121,11 +121,12 @@ class Row:
 
 @dataclasses.dataclass
 class Provider:
-    """column, row, enter: the styles of tensor parallelism. before: what is done to the model before it is shared out. compile: of a
-    layer. between: what is done to the wrapped model between two steps."""
+    """compile: of a layer. convert: what is done to the model at first. before_fsdp: before FSDP2 wraps it. between: two steps, what is done
+    to the wrapped model. column, row, enter: the styles of tensor parallelism."""
 
     compile: Callable[[nn.Module], Any]
-    before: Callable[[nn.Module], Any] = lambda model: None
+    convert: Callable[[nn.Module], Any] = lambda model: None
+    before_fsdp: Callable[[nn.Module], Any] = lambda model: None
     between: Callable[[nn.Module], Any] = lambda model: None
     column: Callable[..., Any] = ColwiseParallel
     row: Callable[..., Any] = RowwiseParallel
@@ -138,7 +139,7 @@ def te(on_wire: bool) -> Provider:
         return Provider(lambda layer: layer.compile(backend="te", options=options))
     from te_dynamo.distributed import fp8_all_gather
 
-    return Provider(lambda layer: layer.compile(backend="te"), before=fp8_all_gather)
+    return Provider(lambda layer: layer.compile(backend="te"), before_fsdp=fp8_all_gather)
 
 
 def torchao() -> Provider:
@@ -174,7 +175,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 
 def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> None:
     """Shares the model out among the ranks, and compiles its layers."""
-    provider.before(model)
+    provider.convert(model)
     size = dist.get_world_size()
     tensor = {"fsdp": 1, "tp": size, "fsdp_tp": TENSOR_RANKS}[layout]
     mesh = init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=("data", "tensor"))
@@ -182,10 +183,10 @@ def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> N
         if tensor > 1:
             parallelize_module(layer, mesh["tensor"], plan(provider))
         provider.compile(layer)
-        if layout != "tp":
-            fully_shard(layer, mesh=mesh["data"])
     if layout != "tp":
-        fully_shard(model, mesh=mesh["data"])
+        provider.before_fsdp(model)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh["data"])
 
 
 def plan(provider: Provider) -> dict[str, Any]:
