@@ -60,6 +60,7 @@ from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.root import compiled_model
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
+from te_dynamo.passes.torch_ir.quantized_weights import read_buffers
 from te_dynamo.passes.torch_ir.workspaces import use_workspaces
 from te_dynamo.weights.cache import WeightSupply
 from te_dynamo.weights.freeze import watch
@@ -171,9 +172,10 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     # that saves: recomputation, which does not compile, would save less.
     with timed("te_dynamo.match"), _disable_saved_tensors_hooks_during_tracing():
         match(gm, options, compilation.report, example_inputs)
-        check_gathered(gm, example_inputs, compilation.report)
         if options.fusions:
             fuse_operations(gm, options, compilation.report)
+        read_buffers(gm)
+        check_gathered(gm, example_inputs, compilation.report)
         supplied = use_workspaces(gm, example_inputs, options.weight_cache == "step", compilation.report)
     tell_decisions(compilation.report)
     compilation.record("match", gm.graph)

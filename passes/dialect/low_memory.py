@@ -19,8 +19,8 @@ Of a linear's two products in backward the one goes first whose operands, then g
     before    dx = te.gemm(q[0], .., w);  dw = te.gemm(q[1], .., x)
     after     dw = te.gemm(q[1], .., x);  dx = te.gemm(q[0], .., w)
 
-And a product that has more bytes than the operands which live longer for it, or a quantization of one of the graph's inputs, is made
-right before it is read. So the last dgrad of a checkpointed region waits until the region's forward is computed again. A graph with
+And a product that has more bytes than the operands which live longer for it, or a quantization or a transposition of one of the graph's inputs, is
+made right before it is read. So the last dgrad of a checkpointed region waits until the region's forward is computed again. A graph with
 collectives keeps its order, by which these overlap with products.
 """
 
@@ -159,9 +159,9 @@ def _views_of(node: Node) -> list[Node]:
 
 
 def _is_made_of_inputs(node: Node) -> bool:
-    """Whether it is a quantization of what the graph's caller owns, or a buffer of one."""
+    """Whether it is a quantization or a transposition of what the graph's caller owns, or a buffer of one."""
     made: Any = node.args[0] if node.target is operator.getitem else node
-    return made.target in (quantize, quantize_stacked) and all(map(_is_callers, made.all_input_nodes))
+    return made.target in (quantize, quantize_stacked, transpose) and all(map(_is_callers, made.all_input_nodes))
 
 
 def _is_callers(node: Any) -> bool:

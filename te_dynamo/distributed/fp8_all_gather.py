@@ -129,7 +129,7 @@ def _with_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
             return change(tensor)  # type: ignore[no-any-return]
-        local = change(tensor.to_local())
+        local = change(tensor._local_tensor)
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )

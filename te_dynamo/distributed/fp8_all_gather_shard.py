@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_SAME_VALUES = {aten.alias.default, aten.detach.default}
+"""Below autograd these would give the values a version counter of their own."""
+
 _STAY_SHARDS = {
-    aten.alias.default,
+    *_SAME_VALUES,
     aten.as_strided.default,
     aten.clone.default,
-    aten.detach.default,
     aten.empty_like.default,  # Module.to_empty
     aten.new_zeros.default,
     aten.slice.Tensor,
@@ -79,7 +81,7 @@ class ShardedWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.values, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
+        result = plain_args[0] if func in _SAME_VALUES else func(*plain_args, **plain_kwargs)
         if func in _STAY_SHARDS:
             weight, base = args[0].weight, args[0].base if func.is_view else None
             result = tree_map_only(torch.Tensor, lambda values: ShardedWeight(values, weight, base), result)

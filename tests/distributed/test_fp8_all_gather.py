@@ -32,3 +32,63 @@ def test_bits_of_four_shards(four_ranks: Ranks, recipe: str, param_dtype: torch.
     for one in four_ranks.run(fp8_bodies.bits, recipe, torch.float32, param_dtype):
         left = {name for name, kind in one.items() if kind}
         assert left == (set() if recipe == CURRENT else {f"parts.{i}.weight" for i in range(3)})
+
+
+def test_no_scale_is_stale(ranks: Ranks) -> None:
+    for one in ranks.run(fp8_bodies.stale):
+        by_scale, of_values = zip(*one, strict=True)
+        assert by_scale == pytest.approx(of_values) and len(set(of_values)) == len(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
+def test_wire_and_memory(ranks: Ranks, recipe: str) -> None:
+    for one in ranks.run(fp8_bodies.wire, recipe, 256):
+        fp8, bf16 = one["fp8"], one["bf16"]
+        assert fp8["gathered"] <= 0.53 * bf16["gathered"]
+        assert fp8["reductions"] == (3 if recipe == CURRENT else 0) and bf16["reductions"] == 0
+        assert max(fp8["peaks"]) <= max(bf16["peaks"])
+        assert fp8["compiled"] == [2, 2, 2], "the second block's input has a gradient"
+        assert fp8["notes"] == [] and len(bf16["notes"]) == 2 and "recipe is None" in bf16["notes"][0]
+        assert "te.quantize(primals" not in fp8["graphs"]["backward"] and "te.transpose" not in fp8["graphs"]["forward"]
+
+
+def test_graph_of_a_rank(ranks: Ranks) -> None:
+    """Half the bytes of bf16's all-gathers, one reduction; codes are multiplied as they come, and transposed in backward alone."""
+    one = ranks.run(fp8_bodies.wire, CURRENT, 64, 1)[0]
+    assert one["fp8"]["gathered"] <= 0.53 * one["bf16"]["gathered"] and one["fp8"]["reductions"] == 1
+    texts = one["fp8"]["graphs"]
+    codes = ("QuantizedTensor", "getattr(", "te.", "primals_4: ", "primals_7: ")
+    shown = [f"{phase} {line}" for phase, text in texts.items() for line in text.splitlines() if any(c in line for c in codes)]
+    assert_expected_inline("\n".join(shown), """\
+match up.weight: QuantizedTensor(bf16[256, 64]) = input
+match down.weight: QuantizedTensor(bf16[64, 256]) = input
+match layer_norm: (bf16[128, 64], f32[128], f32[128]) = te.layer_norm(x, norm.weight, norm.bias, 1e-05)
+match getattr: f8e4m3[256, 64] = getattr(up.weight, '_data')
+match getattr_1: f32[1] = getattr(up.weight, '_scale_inv')
+match linear_with_workspace: (bf16[128, 256], f8e4m3[64, 128], f32[1]) = te.linear_with_workspace(layer_norm[0], up.weight, up.bias, linear(x e4m3[row+column], w e4m3[row], dy e5m2[row+column]), [getattr, getattr_1])
+match relu: bf16[128, 256] = te.relu(linear_with_workspace[0])
+match getattr_2: f8e4m3[64, 256] = getattr(down.weight, '_data')
+match getattr_3: f32[1] = getattr(down.weight, '_scale_inv')
+match linear_with_workspace_1: (bf16[128, 64], f8e4m3[256, 128], f32[1]) = te.linear_with_workspace(relu, down.weight, down.bias, linear(x e4m3[row+column], w e4m3[row], dy e5m2[row+column]), [getattr_2, getattr_3])
+forward primals_4: f8e4m3[256, 64] = input
+forward primals_7: f8e4m3[64, 256] = input
+forward layer_norm_quantize: (f32[128], f32[128], f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.layer_norm_quantize(primals_3, primals_1, primals_2, 1e-05, e4m3[row+column], keep_output=False)
+forward gemm: bf16[128, 256] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[4], primals_4, primals_5, primals_6, bf16, fast_accum=False)
+forward activation_quantize: (f8e4m3[128, 256], f8e4m3[256, 128], f32[1]) = te.activation_quantize(gemm, 'relu', e4m3[row+column], keep_output=False)
+forward gemm_add: bf16[128, 64] = te.gemm_add(activation_quantize[0], activation_quantize[2], primals_7, primals_8, primals_9, primals_3, bf16, fast_accum=False)
+backward primals_4: f8e4m3[256, 64] = input
+backward primals_7: f8e4m3[64, 256] = input
+backward quantize_bias_grad: (f32[64], f8e5m2[128, 64], f8e5m2[64, 128], f32[1]) = te.quantize_bias_grad(tangents_1, e5m2[row+column])
+backward gemm_1: bf16[64, 256] = te.gemm(quantize_bias_grad[2], quantize_bias_grad[3], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
+backward transpose: f8e4m3[256, 64] = te.transpose(primals_7)
+backward gemm_2: bf16[128, 256] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], transpose, primals_8, None, bf16, fast_accum=False)
+backward activation_backward_quantize: (f32[256], f8e5m2[128, 256], f8e5m2[256, 128], f32[1]) = te.activation_backward_quantize(gemm_2, gemm, 'relu', e5m2[row+column], keep_output=False, bias_grad=True)
+backward transpose_1: f8e4m3[64, 256] = te.transpose(primals_4)
+backward gemm_3: bf16[128, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[3], transpose_1, primals_5, None, bf16, fast_accum=False)
+backward gemm_4: bf16[256, 64] = te.gemm(activation_backward_quantize[2], activation_backward_quantize[3], layer_norm_quantize[3], layer_norm_quantize[4], None, bf16, fast_accum=False)""")
+
+
+def test_what_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(fp8_bodies.refused):
+        print(said)

@@ -3,9 +3,7 @@
     y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear(x, weight, bias, LinearConfig(...))[0]
     y = torch.addmm(bias, x, weight)            ->    the same with LinearConfig(weight_transposed=True)
 
-A weight that is a QuantizedTensor in the recipe's format is multiplied as it is, whatever FP8 costs:
-
-    y = torch._C._nn.linear(x, weight, bias)    ->    y = te.linear_with_workspace(x, weight, bias, config, [weight._data, ...])[0]
+A weight that is a QuantizedTensor in the recipe's format is multiplied as it is, whatever FP8 costs (passes/torch_ir/quantized_weights.py).
 
 Under autocast the result has another dtype than the operands; the casts that autocast would make become
 nodes.
@@ -13,7 +11,6 @@ nodes.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -152,7 +149,7 @@ def _rewrite_contraction(node: fx.Node, product: Product, recipe: Recipe, named:
 def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     out, x, weight = tensor_of(node), product.x, product.weight
     batch_first = _before_swap(x) if recipe.input_quantizer().one_scale else None
-    config, held = _config(node, product, recipe), quantized_of(weight)
+    config = _config(node, product, recipe)
     graph, written = node.graph, node.all_input_nodes
     n = out.shape[-1]
     missing = padding(n, recipe.alignment)
@@ -161,14 +158,7 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
         if missing:
             weight = padded(weight, missing, 1 if product.transposed else 0, node)
             bias = bias and padded(bias, missing, 0, node)
-        if held is None:
-            saved = emit(graph, torch.ops.te.linear.default, (x, weight, bias, config), node)
-        else:
-            config = dataclasses.replace(config, weight_quantizer=held.quantizer)
-            buffers = [emit(graph, getattr, (product.weight, f"_{name}"), node) for name in held.named_buffers()]
-            saved = emit(
-                graph, torch.ops.te.linear_with_workspace.default, (x, weight, bias, config, buffers), node
-            )
+        saved = emit(graph, torch.ops.te.linear.default, (x, weight, bias, config), node)
         new = emit_getitem(graph, saved, 0)
         if missing:
             new = columns_of(new, n, node)
