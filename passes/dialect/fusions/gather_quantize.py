@@ -29,6 +29,7 @@ What is reduced and scattered stays in its own precision, as it is a sum.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def reason_to_leave(gathered: Gathered) -> str:
     others = [user for node in chain for user in node.users if user not in aside]
     if others:
         return f"{_described(others[0])} reads it too, beside {_described(gathered.quantize)}"
-    if any(move.target is _SLICE and not _is_whole(move) for move in gathered.moves):
+    if any(move.target is _SLICE and _drops_values(move) for move in gathered.moves):
         return "the ranks' parts are of different sizes, and some are padded"
     if not quantizer.fused_producers:
         return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
@@ -117,9 +118,11 @@ def _described(reader: Node) -> str:
     return "the graph's caller" if reader.op == "output" else str(reader.target).removesuffix(".default")
 
 
-def _is_whole(part: Node) -> bool:
-    """Whether a slice is all of what it is of. DTensors have one behind every gather of more than 256 values in a dimension."""
-    return statically_known_true(sym_eq(part.meta["val"].shape, part.args[0].meta["val"].shape))  # type: ignore[union-attr]
+def _drops_values(part: Node) -> bool:
+    """Whether what stands for a slice among moves is less than what it is of. Of more than 256 values DTensors have a slice of all."""
+    joined = any(user.target is _aten.cat.default for user in part.users)  # with the others
+    whole: Any = part.args[0]
+    return not joined and not statically_known_true(sym_eq(part.meta["val"].shape, whole.meta["val"].shape))
 
 
 def _bias_grads(gathered: Gathered) -> list[Node]:
@@ -140,23 +143,39 @@ def _before_moves(value: Any) -> tuple[Node, list[Node]] | None:
             return (gather, moves) if gather.target is _ALL_GATHER else None
         if value.target in (*RESHAPES, _SLICE):
             value = value.args[0]
-        elif (split := _split_before(value)) is not None:
-            moves[:0] = [split, *split.users]
-            value = split.args[0]
+        elif (parts := _joined_parts(value)) is not None:
+            moves[:0] = parts
+            value = parts[0].args[0]
         else:
             return None
     return None
 
 
-def _split_before(node: Node) -> Node | None:
-    """The aten.split all of whose parts, and nothing else, an aten.cat joins."""
+def _joined_parts(node: Node) -> list[Node] | None:
+    """What divides a tensor into the parts that an aten.cat joins, each value once: an aten.split and its items, or slices."""
     if node.target is not _aten.cat.default:
         return None
     parts: Any = node.args[0]
-    split = parts[0].args[0] if parts[0].target is operator.getitem else None
-    if split is None or split.target not in _SPLITS:
+    source = parts[0].args[0] if parts[0].op == "call_function" else None
+    if any(part.target is not parts[0].target or part.args[0] is not source for part in parts):
         return None
-    return split if set(parts) == set(split.users) and len(parts) == len(split.meta["val"]) else None
+    if parts[0].target is operator.getitem and source.target in _SPLITS:
+        once = sorted(part.args[1] for part in parts) == [*range(len(source.meta["val"]))]
+        return [source, *parts] if once else None
+    if parts[0].target is not _SLICE:
+        return None
+    dims, ranges = zip(*map(_range, parts), strict=True)
+    size = source.meta["val"].shape[dims[0]]
+    once = len(set(dims)) == 1 and isinstance(size, int) and [*itertools.chain(*ranges)] == [*range(size)]
+    return [*parts] if once else None
+
+
+def _range(part: Node) -> tuple[int, range]:
+    """(the dimension, the indices) of a slice; none of one whose sizes are not known."""
+    dim, *bounds = (*part.args[1:], *(0, None, None, 1)[len(part.args) - 1 :])
+    size = part.args[0].meta["val"].shape[dim]  # type: ignore[union-attr, index]
+    known = all(isinstance(bound, int) or bound is None for bound in (size, *bounds))
+    return dim, range(*slice(*bounds).indices(size)) if known else range(0)  # type: ignore[return-value]
 
 
 def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> None:

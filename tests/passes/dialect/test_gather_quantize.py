@@ -24,27 +24,33 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 NAME = "fuse_gather_quantize"
 
 
-def gathered(b: Builder, part: fx.Node, ranks: int, dim: int) -> fx.Node:
-    """A rank's part, and the others', one behind the other in `dim`, as torch's functional collectives do it."""
+def gathered(b: Builder, part: fx.Node, ranks: int, dim: int, slices: bool = False) -> fx.Node:
+    """A rank's part, and the others', one behind the other in `dim`, as torch's functional collectives do it.
+
+    slices: as Inductor has it where torch divided what is gathered by torch.chunk.
+    """
     c10d = torch.ops._c10d_functional
     rows = part.meta["val"].shape[0]
     both = b.call(c10d.all_gather_into_tensor.default, part, ranks, "tp")
     awaited = b.call(c10d.wait_tensor.default, both)
     if dim == 0:
         return awaited
-    parts = b.read(b.call(aten.split.Tensor, awaited, rows), *range(ranks))
+    if slices:
+        parts = [b.call(aten.slice.Tensor, awaited, 0, i * rows, (i + 1) * rows) for i in range(ranks)]
+    else:
+        parts = b.read(b.call(aten.split.Tensor, awaited, rows), *range(ranks))
     return b.call(aten.cat.default, parts, dim)
 
 
 def quantized(
-    shape: tuple[int, ...], ranks: int, dim: int, quantizer: Any = BOTH, bias: bool = False
+    shape: tuple[int, ...], ranks: int, dim: int, quantizer: Any = BOTH, bias: bool = False, slices: bool = False
 ) -> tuple[fx.Graph, fx.Graph]:
     """The graph of an all-gather and te.quantize, and what the fusion makes of it."""
     graphs = []
     with fake_cuda():
         for names in ((), (NAME,)):
             b = Builder(shape)
-            whole = gathered(b, b.inputs[0], ranks, dim)
+            whole = gathered(b, b.inputs[0], ranks, dim, slices)
             buffers = b.call(te.quantize.default, whole, quantizer)
             results = b.read(buffers, *range(len(quantizer.buffer_names())))
             results += [b.call(te.bias_grad.default, whole)] if bias else []
@@ -125,17 +131,18 @@ return view_5, transpose, quantize_with_amax[1], wait_tensor_2""",
     columns=st.sampled_from([16, 48]),
     dim=st.integers(0, 2),
     quantizer=st.sampled_from([BOTH, ROWS, COLUMNS, E5M2, Float8CurrentScalingQuantizer(power_of_two_scale=True)]),
+    slices=st.booleans(),
     extreme=st.sampled_from([1.0, 0.0, 1e30, float("inf"), float("nan"), -float("nan")]),
     seed=st.integers(0, 99),
 )
 def test_bits(
-    ranks: int, batch: int, tokens: int, columns: int, dim: int, quantizer: Any, extreme: float, seed: int
+    ranks: int, batch: int, tokens: int, columns: int, dim: int, quantizer: Any, slices: bool, extreme: float, seed: int
 ) -> None:
     """On every rank, whichever of them has the largest value; no number of tokens is special."""
     torch.manual_seed(seed)
     inputs = [[torch.randn(batch, tokens, columns).bfloat16()] for _ in range(ranks)]
     inputs[seed % ranks][0].view(-1)[seed % columns] = extreme
-    before, after = quantized((batch, tokens, columns), ranks, dim, quantizer)
+    before, after = quantized((batch, tokens, columns), ranks, dim, quantizer, slices=slices)
     assert "te.quantize_with_amax.default" in operations(after) and "te.quantize.default" not in operations(after)
     for plain, fused in zip(run_all_ranks(before, inputs), run_all_ranks(after, inputs), strict=True):
         assert_same(plain, fused)
@@ -194,8 +201,11 @@ def test_a_part_of_what_is_gathered() -> None:
         b = Builder((16, 32))
         whole = gathered(b, b.inputs[0], 2, 0)
         first, _ = b.read(b.call(aten.split.Tensor, whole, 16), 0, 1)
-        joined = b.call(aten.cat.default, [first, first])
-        graph = b.returns(*b.read(b.call(te.quantize.default, joined, ROWS), 0, 1))
+        twice = b.call(aten.cat.default, [first, first])
+        other = b.call(aten.slice.Tensor, whole, 0, 17, 32)
+        overlapping = b.call(aten.cat.default, [b.call(aten.slice.Tensor, whole, 0, 0, 16), other])
+        quantized = [b.call(te.quantize.default, each, ROWS) for each in (twice, overlapping)]
+        graph = b.returns(*(item for each in quantized for item in b.read(each, 0, 1)))
         assert fuse(graph, "forward", (NAME,)) == [] == gathers_left(graph)
 
 
