@@ -1,5 +1,6 @@
 """What several processes need beside torch's own wrappers."""
 
 from te_dynamo.distributed.check_ranks import check_ranks
+from te_dynamo.distributed.torchtitan import torchtitan_backend, torchtitan_options
 
-__all__ = ["check_ranks"]
+__all__ = ["check_ranks", "torchtitan_backend", "torchtitan_options"]
