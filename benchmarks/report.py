@@ -88,6 +88,7 @@ TABLES = {
     "grouped": Table("grouped"),
     "coverage": Table("coverage"),
     "targets": Table("targets", ("kernel", "case"), "target", ("shared_kib", "registers", "spills")),
+    "wire": Table("wire", ("layout", "ranks", "collective"), "recipe", ("kib", "ratio", "dtypes")),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
 """Of all runs, in the order of the page."""

@@ -1,10 +1,12 @@
-"""examples/: the training demo runs from end to end, and its text source is what it says."""
+"""examples/: the training demos run from end to end, and its text source is what it says."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -78,6 +80,39 @@ def test_train_text_runs_and_writes_its_results(tmp_path: pathlib.Path) -> None:
     reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert len(reference["losses"]) == len(ours["losses"]) == 8
     assert ours["losses"][-1] < ours["losses"][0], "the model did not learn"
+
+
+def train_parallel(out: pathlib.Path, processes: int, steps: int) -> float:
+    """The last loss, which it prints."""
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [
+        sys.executable,
+        *run,
+        EXAMPLES / "train_parallel.py",
+        "--codegen",
+        "eager",
+        "--out",
+        out,
+        "--steps",
+        str(steps),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = re.fullmatch(rf"step {steps}: loss ([\d.]+)\n", done.stdout)
+    assert found, done.stdout
+    return float(found[1])
+
+
+@pytest.mark.slow
+def test_train_parallel_goes_on_with_another_number_of_processes(tmp_path: pathlib.Path) -> None:
+    """Two by two, then one by two: the losses of a run of one by two."""
+    pytest.importorskip("tqdm")
+    straight = train_parallel(tmp_path / "straight", processes=2, steps=8)
+    resumed = tmp_path / "resumed"
+    train_parallel(resumed, processes=4, steps=4)
+    assert [folder.name for folder in resumed.iterdir()] == ["step_4"]
+    assert train_parallel(resumed, processes=2, steps=8) == pytest.approx(straight, rel=0.01)
 
 
 @pytest.mark.slow

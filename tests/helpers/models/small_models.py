@@ -112,11 +112,13 @@ class Residual(nn.Module):
 class Llama(nn.Module):
     """Token numbers to logits."""
 
-    def __init__(self, layers: int = 2, words: int = 64) -> None:
+    def __init__(self, layers: int = 2, words: int = 64, width: int = WIDTH, heads: int = 2) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, WIDTH)
-        self.layers = nn.ModuleList(Residual(Attention(), SwiGLU()) for _ in range(layers))
-        self.norm, self.head = WrittenRMSNorm(), nn.Linear(WIDTH, words, bias=False)
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(
+            Residual(Attention(width, heads), SwiGLU(width), norm=lambda: WrittenRMSNorm(width)) for _ in range(layers)
+        )
+        self.norm, self.head = WrittenRMSNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
