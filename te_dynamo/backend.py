@@ -47,6 +47,7 @@ from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_si
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
 from te_dynamo.passes.dialect.fusions.gather_quantize import gathers_left
+from te_dynamo.passes.dialect.late_weight_gradients import make_weight_gradients_late
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
 from te_dynamo.passes.dialect.regather import gather_again_in_backward
@@ -131,6 +132,7 @@ class _Compilation:
             drop_unread_usages(graph)
             if self.options.low_memory:
                 make_columns_late(graph)
+                make_weight_gradients_late(graph)
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:

@@ -17,9 +17,10 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.dialect import is_te
-from te_dynamo.dialect.memory import is_product
+from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
+from te_dynamo.dialect.memory import byte_hint, is_product
 
-__all__ = ["peak_bytes", "saved_bytes", "timeline"]
+__all__ = ["is_kernel", "peak_bytes", "saved_bytes", "timeline"]
 
 _CALLERS = ("primals", "tangents")
 """Inputs that the caller keeps: parameters, the model's input, the gradient of its output."""
@@ -36,19 +37,21 @@ def saved_bytes(graph: Graph) -> int:
 
 
 def timeline(graph: Graph) -> Iterator[tuple[Node, int]]:
-    """(kernel, bytes alive while it runs), in the order of the graph."""
+    """(kernel, bytes alive while it runs), in the order of the graph. Its time is linear in the graph."""
     steps = _steps(graph)
     last = {owner: index for index, step in enumerate(steps) for owner in (*step.reads, *step.writes)}
-    returned = steps[-1].reads
-    alive = {node: _bytes(node) for node in _taken(graph)}
+    alive = {node: _bytes(node) for node in _taken(graph) if node in last}
+    ends: dict[int, list[Node]] = {}
+    for owner, index in last.items():
+        ends.setdefault(index, []).append(owner)
+    total = sum(alive.values())
     for index, step in enumerate(steps[:-1]):
-        dying = {owner for owner in alive if last.get(owner, -1) <= index and owner not in returned}
-        reused = _reused(step, dying, alive) if step.is_inductors else 0
-        alive |= {owner: _bytes_of_result(owner) for owner in step.writes}
+        alive |= (made := {owner: _bytes_of_result(owner) for owner in step.writes})
+        total += sum(made.values())
+        dying = [owner for owner in ends.get(index, ()) if owner in alive]
         if not _is_empty(step.node):
-            yield step.node, sum(alive.values()) - reused
-        for owner in [owner for owner in alive if last.get(owner, -1) <= index and owner not in returned]:
-            del alive[owner]
+            yield step.node, total - (_reused(step, set(dying), alive) if step.writes_in_place else 0)
+        total -= sum(alive.pop(owner) for owner in dying)
 
 
 def _reused(step: _Step, dying: set[Node], alive: dict[Node, int]) -> int:
@@ -71,37 +74,54 @@ class _Step:
     writes: list[Node]
     is_inductors: bool = False
 
-    def takes_in(self, other: _Step, made: set[Node]) -> bool:
-        """Whether Inductor has `other`, which is later, in the same kernel: they share what they read, and that is `made` before."""
-        shares = not self.reads.isdisjoint(other.reads) or not other.reads.isdisjoint(self.writes)
-        return self.is_inductors and shares and other.reads <= made
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether its results take the place of arguments of as many bytes that end with it."""
+        return self.is_inductors or self.node.target in (gated_backward_quantize, gated_backward_quantize_halves)
 
 
-def _steps(graph: Graph) -> list[_Step]:
+def _steps(graph: Graph) -> _Steps:
     """The last is the output."""
-    owners, steps = _owners(graph), list[_Step]()
-    inputs = set(graph.find_nodes(op="placeholder"))
+    owners, steps = _owners(graph), _Steps()
     for node in graph.nodes:
         reads = set().union(*(owners[read] for read in node.all_input_nodes))
-        if node.op == "output" or _is_kernel(node):
+        if node.op == "output" or is_kernel(node):
             steps.append(_Step(node, reads, _results(node)))
         elif _is_empty(node):
             steps.append(_Step(node, set(), [node]))
-        elif node.op == "call_function" and owners[node] == {node}:
-            _add_inductors(steps, _Step(node, reads, [node], is_inductors=True), inputs)
+        elif node.op == "call_function" and owners[node] == {node} and node not in steps.made:
+            steps.add_inductors(_Step(node, reads, [node], is_inductors=True))
     return steps
 
 
-def _add_inductors(steps: list[_Step], step: _Step, inputs: set[Node]) -> None:
-    """Puts a result of Inductor's into the first of its kernels that may compute it, or into one of its own behind all."""
-    made = set(inputs)
-    for other in steps:
-        made.update(other.writes)
-        if other.takes_in(step, made):
-            other.reads |= step.reads - set(other.writes)
-            other.writes += step.writes
+class _Steps(list[_Step]):
+    """The kernels in their order."""
+
+    def __init__(self) -> None:
+        self.made: dict[Node, int] = {}  # at which step
+        self._inductors: dict[Node, list[int]] = {}  # the kernels of Inductor's that read or write it
+
+    def append(self, step: _Step) -> None:
+        super().append(step)
+        self._note(step, len(self) - 1)
+
+    def add_inductors(self, step: _Step) -> None:
+        """Puts a result of Inductor's into the first of its kernels that shares what it reads, and finds that made; else into its own."""
+        ready = max((self.made.get(owner, -1) for owner in step.reads), default=-1)
+        sharing = {i for owner in step.reads for i in self._inductors.get(owner, ()) if i >= ready}
+        if not sharing:
+            self.append(step)
             return
-    steps.append(step)
+        kernel = self[min(sharing)]
+        kernel.reads |= step.reads - set(kernel.writes)
+        kernel.writes += step.writes
+        self._note(step, min(sharing))
+
+    def _note(self, step: _Step, index: int) -> None:
+        self.made |= dict.fromkeys(step.writes, index)
+        if step.is_inductors:
+            for owner in (*step.reads, *step.writes):
+                self._inductors.setdefault(owner, []).append(index)
 
 
 def _owners(graph: Graph) -> dict[Node, set[Node]]:
@@ -112,9 +132,9 @@ def _owners(graph: Graph) -> dict[Node, set[Node]]:
         source: Any = node.args[0] if node.target is operator.getitem else None
         if source is not None and _is_launch(source):
             owners[node] = owners[source.kwargs["kwargs"][node.args[1]]]
-        elif source is not None and _is_kernel(source):
+        elif source is not None and is_kernel(source):
             owners[node] = {items.setdefault((source, node.args[1]), node)}
-        elif node.op == "placeholder" or _is_kernel(node) or _is_empty(node) or _leaves_its_kernel(node):
+        elif node.op == "placeholder" or is_kernel(node) or _is_empty(node) or _leaves_its_kernel(node):
             owners[node] = {node}
         else:
             owners[node] = set().union(*(owners[read] for read in node.all_input_nodes))
@@ -130,8 +150,8 @@ def _results(node: Node) -> list[Node]:
 
 
 def _bytes_of_result(node: Node) -> int:
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem} if _is_kernel(node) else {}
-    return _bytes(node) - sum(map(_bytes, items.values()))
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem} if is_kernel(node) else {}
+    return max(_bytes(node) - sum(map(_bytes, items.values())), 0)
 
 
 def _taken(graph: Graph) -> list[Node]:
@@ -140,7 +160,7 @@ def _taken(graph: Graph) -> list[Node]:
 
 def _leaves_its_kernel(node: Node) -> bool:
     """Whether a kernel reads what Inductor computes there, or the graph returns it."""
-    return not _is_view(node) and any(reader.op == "output" or _is_kernel(reader) for reader in _readers(node))
+    return not _is_view(node) and any(reader.op == "output" or is_kernel(reader) for reader in _readers(node))
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -152,9 +172,12 @@ def _is_empty(node: Node) -> bool:
     return node.target is torch.ops.aten.empty.memory_format
 
 
-def _is_kernel(node: Any) -> bool:
+def is_kernel(node: Any) -> bool:
+    """Whether Inductor does not write what computes a node: a launch, a te operation, a product, a collective or attention, with its random
+    state or not."""
     by_name = "scaled_dot_product" in str(node.target) or ("c10d_functional" in str(node.target) and not _is_wait(node))
-    return _is_launch(node) or is_te(node.target) or is_product(node) or by_name
+    is_higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_higher or is_te(node.target) or is_product(node) or by_name
 
 
 def _is_wait(node: Any) -> bool:
@@ -170,9 +193,9 @@ def _is_view(node: Node) -> bool:
     if _is_wait(node):
         return True
     if node.target is operator.getitem:
-        return not _is_kernel(node.args[0])  # of a split, say
+        return not is_kernel(node.args[0])  # of a split, say
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
 
 
 def _bytes(node: Node) -> int:
-    return sum(v.numel() * v.element_size() for v in tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor))
+    return sum(byte_hint(v) for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))

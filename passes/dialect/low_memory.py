@@ -41,8 +41,10 @@ from te_dynamo.dialect.quantize import quantize, transpose
 from te_dynamo.dialect.stacked import gemm_stacked, quantize_stacked
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
-_OF_A_LINEAR = (gemm, gemm_block, gemm_mxfp8, gemm_nvfp4)
-_PRODUCTS = (*_OF_A_LINEAR, gemm_stacked)
+OF_A_LINEAR = (gemm, gemm_block, gemm_mxfp8, gemm_nvfp4)
+"""The products of one linear."""
+
+_PRODUCTS = (*OF_A_LINEAR, gemm_stacked)
 
 
 def make_columns_late(graph: Graph) -> int:
@@ -88,7 +90,7 @@ def _quantizer_of_both(node: Node) -> Any:
 def _products_that_free_first(graph: Graph) -> int:
     places = {node: place for place, node in enumerate(graph.nodes)}
     moved = 0
-    for first in list(calls(graph, *_OF_A_LINEAR)):
+    for first in list(calls(graph, *OF_A_LINEAR)):
         for second in _products_of_the_same(first):
             if places[second] < places[first] or any(places[x] > places[first] for x in second.all_input_nodes):
                 continue
@@ -105,30 +107,34 @@ def _products_of_the_same(product: Node) -> list[Node]:
     if not (isinstance(item, Node) and item.args and isinstance(item.args[0], Node)):
         return []
     others = [user for sibling in item.args[0].users for user in sibling.users if user is not product]
-    return [other for other in dict.fromkeys(others) if other.target in _OF_A_LINEAR]
+    return [other for other in dict.fromkeys(others) if other.target in OF_A_LINEAR]
 
 
 def _peak(first: Node, second: Node) -> Any:
     """Bytes on top of what is alive before the two, if they run in this order."""
-    operands = [operand for operand in first.all_input_nodes if not _is_made_of_inputs(operand)]
+    operands = [operand for operand in first.all_input_nodes if not is_made_of_inputs(operand)]
     freed = sum(_bytes(operand) for operand in operands if list(operand.users) == [first])
     return max(_made_for(first) + _bytes(first), _bytes(first) - freed + _made_for(second) + _bytes(second))
 
 
 def _made_for(product: Node) -> Any:
     """Bytes of the operands that are made right before the product."""
-    return sum(_bytes(operand) for operand in product.all_input_nodes if _is_made_of_inputs(operand))
+    return sum(_bytes(operand) for operand in product.all_input_nodes if is_made_of_inputs(operand))
 
 
 def _made_when_read(graph: Graph) -> int:
-    nodes = list(graph.nodes)
-    if any("c10d" in str(node.target) for node in nodes) or not any(map(_is_tangent, nodes)):
+    if keeps_its_order(graph):
         return 0
     moved = 0
-    for node in reversed(nodes):
-        if node.target in _PRODUCTS or _is_made_of_inputs(node):
+    for node in reversed(list(graph.nodes)):
+        if node.target in _PRODUCTS or is_made_of_inputs(node):
             moved += _moved_to_reader(node)
     return moved
+
+
+def keeps_its_order(graph: Graph) -> bool:
+    """Whether a graph has collectives, or is of no backward."""
+    return any("c10d" in str(node.target) for node in graph.nodes) or not any(map(_is_tangent, graph.nodes))
 
 
 def _moved_to_reader(node: Node) -> bool:
@@ -137,7 +143,7 @@ def _moved_to_reader(node: Node) -> bool:
     if not readers:
         return False
     first = min(readers)
-    held = sum(_bytes(x) for x in node.all_input_nodes if max(x.users) < first and not _is_callers(x))
+    held = sum(_bytes(x) for x in node.all_input_nodes if max(x.users) < first and not is_callers(x))
     if _bytes(node) <= held or not _is_anything_made(node, first, together):
         return False
     for each in together:
@@ -158,13 +164,13 @@ def _views_of(node: Node) -> list[Node]:
     return [each for view in views for each in (view, *_views_of(view))]
 
 
-def _is_made_of_inputs(node: Node) -> bool:
+def is_made_of_inputs(node: Node) -> bool:
     """Whether it is a quantization or a transposition of what the graph's caller owns, or a buffer of one."""
     made: Any = node.args[0] if node.target is operator.getitem else node
-    return made.target in (quantize, quantize_stacked, transpose) and all(map(_is_callers, made.all_input_nodes))
+    return made.target in (quantize, quantize_stacked, transpose) and all(map(is_callers, made.all_input_nodes))
 
 
-def _is_callers(node: Any) -> bool:
+def is_callers(node: Any) -> bool:
     while is_view(node):
         node = node.args[0]
     return bool(node.op == "placeholder" and (_is_tangent(node) or "primals" in node.name))

@@ -23,15 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.memory import byte_hint, is_copy, is_view
 from te_dynamo.dialect.quantize import quantize, transpose
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users
-from te_dynamo.passes.dialect.usage import narrowest, quantizer_of
+from te_dynamo.passes.dialect.graph import calls, item_users
+from te_dynamo.passes.dialect.usage import quantize_again
 
 FEWEST_BYTES = 2**20
 """Columns of fewer bytes are saved unless all weights are remade: launches would take longer than the bytes are worth."""
@@ -58,7 +57,7 @@ def choose_saved_weights(graph: Graph, choice: str | None) -> int:
         if not _is_weight(node, of_backward):
             won += _saved_in_16_bits(node, of_backward) - saved
         elif choice == "original" or (saved > won and saved >= FEWEST_BYTES):
-            _remake(graph, node, items, of_backward)
+            _remake(node, items, of_backward)
             remade += 1
         else:
             won -= saved
@@ -111,23 +110,12 @@ def _through_views(node: Node) -> Iterator[Node]:
         yield from _through_views(user) if is_view(user) else (user,)
 
 
-def _remake(graph: Graph, node: Node, items: dict[int, list[Node]], of_backward: set[Node]) -> None:
+def _remake(node: Node, items: dict[int, list[Node]], of_backward: set[Node]) -> None:
     """Has what backward reads of the buffers made there."""
-    position, quantizer = quantizer_of(node)
-    names = quantizer.buffer_names()
-    narrower = narrowest(quantizer, {names[index] for index in items})
-    kept = narrower.buffer_names()
-    read_by = of_backward & _all_users([item for each in items.values() for item in each])
-    first = next(user for user in graph.nodes if user in read_by)
-    assert isinstance(node.target, torch._ops.OpOverload)
-    again = call_like(graph, node.target, (*node.args[:position], narrower, *node.args[position + 1 :]), first)
+    again = quantize_again(node, of_backward & _all_users([item for each in items.values() for item in each]))
     for tag in ("recompute", "ac_graph_id"):
         again.meta.pop(tag, None)
     again.meta["partitioner_tag"] = "must_be_in_backward"
-    for index, readers in items.items():
-        item = getitem_after(again, kept.index(names[index]))
-        for reader in readers:
-            reader.replace_all_uses_with(item, delete_user_cb=lambda user: user in read_by)
     for cast in _casts(node):
         cast.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -5,6 +5,7 @@ Needed where part of a forward is recomputed in backward (checkpointing), or whe
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.activation import activation_quantize
@@ -15,7 +16,7 @@ from te_dynamo.dialect.norm_modulate import layer_norm_modulate_quantize
 from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.errors import QuantizationError
-from te_dynamo.passes.dialect.graph import call_like, calls, item_users, replace_items
+from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users, replace_items
 from te_dynamo.quantized.quantizers import Quantizer
 
 _ONE_RESULT_QUANTIZED = (
@@ -54,6 +55,33 @@ def drop_unread_usages(graph: Graph) -> int:
         graph.erase_node(node)
         narrowed += 1
     return narrowed
+
+
+def quantize_again(node: Node, read_by: set[Node]) -> Node:
+    """Has `read_by` read the results of a quantization of their own, which makes what they read; it stands right before the first of them.
+
+    The same bits. Returns it.
+    """
+    position, quantizer = quantizer_of(node)
+    names = quantizer.buffer_names()
+    before = len(node.meta["val"]) - len(names)
+    items = {
+        i: items
+        for i, items in item_users(node).items()
+        if any(user in read_by for item in items for user in item.users)
+    }
+    narrower = narrowest(quantizer, {names[i - before] for i in items})
+    target = quantize if node.target is quantize_bias_grad else node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    args = (*node.args[:position], narrower, *node.args[position + 1 :])
+    again = call_like(node.graph, target, args, min(read_by))
+    for i, readers in items.items():
+        item = getitem_after(again, narrower.buffer_names().index(names[i - before]))
+        for reader in readers:
+            reader.replace_all_uses_with(item, delete_user_cb=lambda user: user in read_by)
+            if not reader.users:
+                node.graph.erase_node(reader)
+    return again
 
 
 def quantizer_of(node: Node) -> tuple[int, Quantizer]:
