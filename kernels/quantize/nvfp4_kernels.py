@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from te_dynamo.kernels.quantize.scales import scale_offsets
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.runtime.writes import updates, writes
 from te_dynamo.kernels.tiles.fp8 import (
     FLOAT32_MAX,
     abs_bits,
@@ -336,17 +336,34 @@ def dequantize_nvfp4_kernel(
     store_tile(y, value, row, 2 * byte, R, columns, BLOCK_R, 2 * BLOCK_B)
 
 
+@updates("c")
 @writes("c")
 @triton.jit
 def nvfp4_epilogue_kernel(
-    product, a_amax, b_amax, bias, c, M, N, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    product,
+    a_amax,
+    b_amax,
+    bias,
+    c,
+    first_row,
+    first_column,
+    row_stride,
+    M,
+    N,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """One tile of c = round(product * (amaxA / 2688 * amaxB / 2688) + bias), every step an fp32 operation."""
+    """One tile of c = round(product * (amaxA / 2688 * amaxB / 2688) + bias), every step an fp32 operation.
+
+    product [M, N] is a part of the whole, from (first_row, first_column) on; of c, with rows of row_stride, that part is written.
+    """
     row, column = tile_origin(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     full = tl.full((), TENSOR_MAX, tl.float32)
     alpha = tl.div_rn(tl.load(a_amax), full) * tl.div_rn(tl.load(b_amax), full)
     value = mul_rn(load_tile(product, row, column, N, M, N, BLOCK_M, BLOCK_N), alpha)
     if HAS_BIAS:
         columns = column + tl.arange(0, BLOCK_N)
-        value = value + tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    store_tile(c, value, row, column, M, N, BLOCK_M, BLOCK_N)
+        value = value + tl.load(bias + first_column + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    part = c + tl.cast(first_row, tl.int64) * row_stride + first_column
+    store_tile(part, value, row, column, M, N, BLOCK_M, BLOCK_N, row_stride)

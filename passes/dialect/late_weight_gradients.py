@@ -116,13 +116,14 @@ def _linears(graph: Graph) -> Iterator[_Linear]:
 
 
 def _rewrite(graph: Graph, linear: _Linear) -> bool:
+    """Returns whether anything is made elsewhere."""
     now, late = linear.bytes_now(), linear.bytes_late()
-    made_late = 0
-    if min(now, late) > byte_hint(linear.wgrad.meta["val"]) + FEWEST_BYTES:
-        made_late = _make_columns_late(graph, linear)
-    if late + FEWEST_BYTES <= now:
+    in_bf16 = byte_hint(linear.wgrad.meta["val"])
+    columns = _make_columns_late(graph, linear) if min(now, late) > in_bf16 + FEWEST_BYTES else 0
+    pays = late + FEWEST_BYTES <= now
+    if pays:
         _make_late(linear)
-    return made_late > 0 or late + FEWEST_BYTES <= now
+    return pays or columns > 0
 
 
 def _make_late(linear: _Linear) -> None:

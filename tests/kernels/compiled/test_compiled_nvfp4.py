@@ -117,10 +117,10 @@ def cases() -> Iterator[Case]:
             kernel=nvfp4_kernels.nvfp4_epilogue_kernel,
             args={
                 **{"product": "*fp32", "a_amax": "*fp32", "b_amax": "*fp32", "bias": "*bf16", "c": "*bf16"},
-                **{"M": "i32", "N": "i32"},
+                **{"first_row": "i32", "first_column": "i32", "row_stride": "i32", "M": "i32", "N": "i32"},
             },
             constants={"HAS_BIAS": bias, "BLOCK_M": 16, "BLOCK_N": 256, "num_warps": 4},
-            aligned=("product", "a_amax", "b_amax", "bias", "c", "M", "N"),
+            aligned=("product", "a_amax", "b_amax", "bias", "c", "first_row", "first_column", "row_stride", "M", "N"),
             has=("ld.global.v4.b32", "st.global.v4.b32"),
             lacks=("fma.",),
             writes=("c",),
