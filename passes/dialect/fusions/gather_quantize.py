@@ -156,7 +156,7 @@ def _joined_parts(node: Node) -> list[Node] | None:
     if node.target is not _aten.cat.default:
         return None
     parts: Any = node.args[0]
-    source = parts[0].args[0] if parts[0].op == "call_function" else None
+    source: Any = parts[0].args[0] if parts[0].op == "call_function" else None
     if any(part.target is not parts[0].target or part.args[0] is not source for part in parts):
         return None
     if parts[0].target is operator.getitem and source.target in _SPLITS:
@@ -172,10 +172,11 @@ def _joined_parts(node: Node) -> list[Node] | None:
 
 def _range(part: Node) -> tuple[int, range]:
     """(the dimension, the indices) of a slice; none of one whose sizes are not known."""
-    dim, *bounds = (*part.args[1:], *(0, None, None, 1)[len(part.args) - 1 :])
-    size = part.args[0].meta["val"].shape[dim]  # type: ignore[union-attr, index]
+    arguments: Any = (*part.args, *(0, None, None, 1)[len(part.args) - 1 :])
+    whole, dim, *bounds = arguments
+    size = whole.meta["val"].shape[dim]
     known = all(isinstance(bound, int) or bound is None for bound in (size, *bounds))
-    return dim, range(*slice(*bounds).indices(size)) if known else range(0)  # type: ignore[return-value]
+    return dim, range(*slice(*bounds).indices(size)) if known else range(0)
 
 
 def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> None:
