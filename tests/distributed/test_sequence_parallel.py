@@ -31,7 +31,7 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any], but: str = "") 
         assert tensor.count_nonzero(), name
 
 
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", pytest.param("swiglu", marks=pytest.mark.slow)])
 def test_bits_and_bytes(ranks: Ranks, kind: str) -> None:
     """A shard of 24 tokens, no multiple of 16."""
     for results in ranks.run(sequence_bodies.steps, kind, list(ALIKE.values())):
