@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.distributed import rank_bodies
+from helpers.distributed import rank_bodies, sequence_bodies
 from helpers.distributed.plans import (
     BLOCK,
     LAYERS,
@@ -121,3 +121,19 @@ def test_collectives(ranks: Ranks) -> None:
     """Eagerly and compiled: outputs, and the gradient of the sum of both processes' losses."""
     both = ranks.run(rank_bodies.collectives, "float8_current_scaling", BF16)
     assert_collectives(both, ROUNDING["bound"])
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_codes_that_ranks_gather(ranks: Ranks, kind: str, codegen: str) -> None:
+    """Sequence parallelism: the bits of gathering in bf16, with the kernels; also where backward gathers again."""
+    cases = [
+        {"codegen": codegen, **options} for options in ({"fusions": ["-fuse_gather_quantize"]}, {}, {"regather": True})
+    ]
+    for plain, *others in ranks.run(sequence_bodies.steps, kind, cases, seconds=300):
+        assert set(plain["gathered"]) == {"bfloat16"}
+        for other in others:
+            assert not {"bfloat16"} & set(other["gathered"])
+            for name, tensor in other["tensors"].items():
+                exact = name != "parts.0.down.bias"  # a sum in another order
+                torch.testing.assert_close(tensor, plain["tensors"][name], **({"rtol": 0, "atol": 0} if exact else {}))

@@ -179,14 +179,13 @@ def _joined_parts(node: Node) -> list[Node] | None:
     if node.target is not _aten.cat.default:
         return None
     parts: Any = node.args[0]
-    source = parts[0].args[0] if parts[0].op == "call_function" else None
-    if any(part.target is not parts[0].target or part.args[0] is not source for part in parts):
+    how = parts[0].target
+    source: Any = parts[0].args[0] if how in (operator.getitem, _SLICE) else None
+    if source is None or any(part.target is not how or part.args[0] is not source for part in parts):
         return None
-    if parts[0].target is operator.getitem and source.target in _SPLITS:
-        once = sorted(part.args[1] for part in parts) == [*range(len(source.meta["val"]))]
+    if how is operator.getitem:
+        once = source.target in _SPLITS and sorted(part.args[1] for part in parts) == [*range(len(source.meta["val"]))]
         return [source, *parts] if once else None
-    if parts[0].target is not _SLICE:
-        return None
     dims, ranges = zip(*map(_range, parts), strict=True)
     size = source.meta["val"].shape[dims[0]]
     once = len(set(dims)) == 1 and isinstance(size, int) and [*itertools.chain(*ranges)] == [*range(size)]
@@ -195,10 +194,11 @@ def _joined_parts(node: Node) -> list[Node] | None:
 
 def _range(part: Node) -> tuple[int, range]:
     """(the dimension, the indices) of a slice; none of one whose sizes are not known."""
-    dim, *bounds = (*part.args[1:], *(0, None, None, 1)[len(part.args) - 1 :])
-    size = part.args[0].meta["val"].shape[dim]  # type: ignore[union-attr, index]
+    arguments: Any = (*part.args, *(0, None, None, 1)[len(part.args) - 1 :])
+    whole, dim, *bounds = arguments
+    size = whole.meta["val"].shape[dim]
     known = all(isinstance(bound, int) or bound is None for bound in (size, *bounds))
-    return dim, range(*slice(*bounds).indices(size)) if known else range(0)  # type: ignore[return-value]
+    return dim, range(*slice(*bounds).indices(size)) if known else range(0)
 
 
 def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> None:

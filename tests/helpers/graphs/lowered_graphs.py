@@ -362,6 +362,7 @@ CASES: dict[str, Case] = {
     ),
     "add_bias": (te.add_bias, lambda: (f32(19, 64), bf16(64), torch.bfloat16), ""),
     "bias_grad": (te.bias_grad, lambda: (bf16(19, 64),), ""),
+    "amax": (te.amax, lambda: (bf16(19, 64),), ""),
     # These are expanded before autograd ends; one that slipped through must still become kernels.
     "gelu": (te.gelu, lambda: (bf16(19, 64), "none"), "activation_write_kernel -> y"),
     "quick_gelu": (te.quick_gelu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),

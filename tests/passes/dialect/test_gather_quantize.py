@@ -209,6 +209,18 @@ def test_a_part_of_what_is_gathered() -> None:
         assert fuse(graph, "forward", (NAME,)) == [] == gathers_left(graph)
 
 
+def test_what_is_not_gathered() -> None:
+    """Parts that are inputs, that are made otherwise, and items of one operation with several results."""
+    with fake_cuda():
+        b = Builder((16, 32), (16, 32))
+        norm = b.call(te.layer_norm.default, b.inputs[0], None, None, 1e-5)
+        doubled = [b.call(aten.add.Tensor, x, x) for x in b.inputs]
+        joined = [b.call(aten.cat.default, parts) for parts in (b.inputs, doubled, b.read(norm, 1, 2))]
+        quantized = [b.call(te.quantize.default, each, ROWS) for each in joined]
+        graph = b.returns(*(item for each in quantized for item in b.read(each, 0, 1)))
+        assert fuse(graph, "forward", (NAME,)) == [] == gathers_left(graph)
+
+
 def test_a_slice_of_all_is_none() -> None:
     """DTensors have such a slice behind a gather of more than 256 tokens, and one that drops padding behind an uneven one."""
     for kept in (32, 31):
