@@ -45,12 +45,13 @@ def rows_of(ranks: Ranks, size: int, layout: str) -> list[Row]:
     rows: list[Row] = []
     for recipe, name in RECIPES.items():
         wire = ranks.run(train, layout, False, 2, {"recipe": name}, 4, 256, True, seconds=300)[0]["wire"]
-        for collective in dict.fromkeys(operation for operation, _ in wire):
-            found = {dtype: count for (operation, dtype), count in wire.items() if operation == collective}
+        received = {key: count for key, count in wire.items() if count}
+        for collective in dict.fromkeys(operation for operation, _ in received):
+            found = {dtype: count for (operation, dtype), count in received.items() if operation == collective}
             kib = round(sum(found.values()) / 1024, 1)
             beside = next((row.kib for row in rows if (row.collective, row.recipe) == (collective, "bf16")), kib)
-            dtypes = sorted(str(dtype).removeprefix("torch.") for dtype, count in found.items() if count)
-            rows.append(Row(layout, size, collective, recipe, kib, round(kib / beside, 3) if beside else 1.0, dtypes))
+            dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in found)
+            rows.append(Row(layout, size, collective, recipe, kib, round(kib / beside, 3), dtypes))
     return rows
 
 

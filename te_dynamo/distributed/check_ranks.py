@@ -39,7 +39,7 @@ _MOST_LINES = 20
 def check_ranks(group: Any = None) -> None:
     """Stops all ranks of a group if one would train with other numbers: FP8 beside bf16, another recipe, another version.
 
-        dist.init_process_group()
+        dist.init_process_group()                   # on GPUs after torch.cuda.set_device
         te_dynamo.distributed.check_ranks()
 
     Nothing else notices it: such ranks exchange gradients and go on. Every rank of the group has to call it. It compares

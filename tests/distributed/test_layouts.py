@@ -35,9 +35,8 @@ def assert_trains(ranks: Ranks, size: int, layout: str, checkpoint: bool, expect
     if (which, size) not in expected:
         expected[which, size] = ranks.run(layouts.train, which, False, STEPS, None, size, seconds=300)[0]
     alone = expected[which, size]
-    each = ranks.run(
-        layouts.train, layout, checkpoint, STEPS, None, size, seconds=300
-    )  # a block a rank: stages of pipelines
+    # A block a rank: a pipeline's stages.
+    each = ranks.run(layouts.train, layout, checkpoint, STEPS, None, size, seconds=300)
     told = [one["losses"] for one in each if one["losses"]]  # the last stage alone knows a pipeline's
     losses = [sum(of_step) / len(told) for of_step in zip(*told, strict=True)]
     assert losses == pytest.approx(alone["losses"], rel=LOSSES)

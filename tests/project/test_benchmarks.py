@@ -129,3 +129,22 @@ def test_the_quantizing_kernels_are_called_with_arguments_that_they_have(
         for cases in quantize.RECIPES.values():
             for _, function, _, _, _ in cases(256, 128):
                 function(None)
+
+
+def test_bytes_of_a_recipe_are_beside_bf16s(import_benchmark: Callable[[str], ModuleType]) -> None:
+    wire = import_benchmark("wire")
+
+    def run(body: object, layout: str, checkpoint: bool, steps: int, options: dict[str, str], *_: object, **__: object):
+        if options["recipe"] is None:
+            return [{"wire": {("all_gather", torch.bfloat16): 4096, ("reduce_scatter", torch.bfloat16): 2048}}]
+        codes = {("all_gather", torch.uint8): 2048, ("all_reduce", torch.float32): 512}
+        return [{"wire": {**codes, ("reduce_scatter", torch.bfloat16): 2048}}]
+
+    rows = wire.rows_of(mock.Mock(run=run), 2, "sequence")
+    assert [(row.collective, row.recipe, row.kib, row.ratio, row.dtypes) for row in rows] == [
+        ("all_gather", "bf16", 4.0, 1.0, ["bfloat16"]),
+        ("reduce_scatter", "bf16", 2.0, 1.0, ["bfloat16"]),
+        ("all_gather", "te", 2.0, 0.5, ["uint8"]),
+        ("all_reduce", "te", 0.5, 1.0, ["float32"]),
+        ("reduce_scatter", "te", 2.0, 1.0, ["bfloat16"]),
+    ]

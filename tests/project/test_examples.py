@@ -1,4 +1,4 @@
-"""examples/: the training demos run from end to end, and its text source is what it says."""
+"""examples/: the training demos run from end to end, and their text source is what it says."""
 
 from __future__ import annotations
 

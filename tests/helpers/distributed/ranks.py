@@ -125,6 +125,7 @@ def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: 
         torch.cuda.set_device(rank)
         # As tests/conftest.py does, which this process does not run: linears of few rows would stay in bf16.
         mock.patch("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", lambda *_, **__: "").start()
+        mock.patch("te_dynamo.passes.torch_ir.match.cpu_known", lambda *_: contextlib.nullcontext()).start()
     torch.distributed.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{meeting}",
