@@ -157,11 +157,11 @@ def torchao() -> Provider:
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     return Provider(
         lambda layer: layer.compile(),
-        lambda model: convert_to_float8_training(model, config=config),
-        precompute_float8_dynamic_scale_for_fsdp,
-        Float8ColwiseParallel,
-        Float8RowwiseParallel,
-        PrepareFloat8ModuleInput,
+        convert=lambda model: convert_to_float8_training(model, config=config),
+        between=precompute_float8_dynamic_scale_for_fsdp,
+        column=Float8ColwiseParallel,
+        row=Float8RowwiseParallel,
+        enter=PrepareFloat8ModuleInput,
     )
 
 
