@@ -18,6 +18,7 @@ from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.report import RECORD, Report
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.regions import regions
+from te_dynamo.quantized.tensor import QuantizedTensor
 
 
 def managed_by_fsdp(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
@@ -37,7 +38,9 @@ def check_gathered(gm: fx.GraphModule, example_inputs: Sequence[Any], report: Re
     report.notes += [
         f"FSDP gathers {w.name} in the model's precision: {w.reason}" for w in weights.values() if w and w.reason
     ]
-    travelling = {position: weight for position, weight in weights.items() if weight and not weight.reason}
+    travelling = {
+        p: weight for p, weight in weights.items() if weight and isinstance(example_inputs[p], QuantizedTensor)
+    }
     for region in regions(gm) if travelling else []:
         for placeholder, positions in region.inputs.items():
             found = [travelling[position] for position in positions if position in travelling]

@@ -87,7 +87,9 @@ def _reason(weight: nn.Parameter, shared: bool, recipe: Recipe) -> str:
     if n % recipe.alignment or k % recipe.alignment or not n or not k:
         return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
     if not recipe.weight_quantizer().columns_are_rows():
-        return f"{recipe.describe()}: dgrad reads columns that are not the rows' codes, so that both would have to travel"
+        return (
+            f"{recipe.describe()}: dgrad reads columns that are not the rows' codes, so that both would have to travel"
+        )
     if recipe.backward != "quantized":
         return f"{recipe.describe()}: dgrad reads the weight in high precision"
     return ""
@@ -106,7 +108,7 @@ def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
     """A state dict holds plain tensors, over the same memory."""
     key = f"{prefix}weight"
     if key in state_dict:
-        state_dict[key] = _with_local(state_dict[key], lambda shard: shard.values if _is_shard(shard) else shard)
+        state_dict[key] = _with_local(state_dict[key], lambda shard: shard.plain if _is_shard(shard) else shard)
 
 
 def _assign_shards(
@@ -115,7 +117,9 @@ def _assign_shards(
     """What load_state_dict(assign=True) puts in place of a parameter is a shard too."""
     key, weight = f"{prefix}weight", WEIGHTS[module]
     if metadata.get("assign_to_params_buffers", False) and key in state_dict:
-        state_dict[key] = _with_local(state_dict[key], lambda values: values if _is_shard(values) else ShardedWeight(values, weight))
+        state_dict[key] = _with_local(
+            state_dict[key], lambda values: values if _is_shard(values) else ShardedWeight(values, weight)
+        )
 
 
 def _is_shard(tensor: torch.Tensor) -> bool:

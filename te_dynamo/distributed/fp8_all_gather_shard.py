@@ -42,25 +42,23 @@ _STAY_SHARDS = {
 
 
 class ShardedWeight(torch.Tensor):
-    """The plain tensor `values`, of the same shape, dtype and memory, with what `weight` says of how it is gathered.
+    """plain: the values. weight: what is known of the whole weight. base: whose version counter a write through any view of the shard raises."""
 
-    base: whose version counter a write through any view of the shard raises.
-    """
+    plain: torch.Tensor
+    weight: GatheredWeight
+    base: torch.Tensor
 
     @staticmethod
-    def __new__(
-        cls, values: torch.Tensor, weight: GatheredWeight, base: torch.Tensor | None = None, requires_grad: bool = False
-    ) -> ShardedWeight:
+    def __new__(cls, plain: torch.Tensor, weight: GatheredWeight, base: torch.Tensor | None = None) -> ShardedWeight:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-            requires_grad=requires_grad,
+            plain.shape,
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            device=plain.device,
         )
-        self.values, self.weight, self.base = values, weight, values if base is None else base  # type: ignore[method-assign, assignment]
+        self.plain, self.weight, self.base = plain, weight, plain if base is None else base
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -69,22 +67,22 @@ class ShardedWeight(torch.Tensor):
         super().__init__()
 
     def __tensor_flatten__(self) -> tuple[list[str], GatheredWeight]:
-        return ["values"], self.weight
+        return ["plain"], self.weight
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], weight: GatheredWeight, *_: Any) -> ShardedWeight:
-        return ShardedWeight(inner["values"], weight)
+        return ShardedWeight(inner["plain"], weight)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.values, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.plain, (args, kwargs))
         result = plain_args[0] if func in _SAME_VALUES else func(*plain_args, **plain_kwargs)
         if func in _STAY_SHARDS:
             weight, base = args[0].weight, args[0].base if func.is_view else None
-            result = tree_map_only(torch.Tensor, lambda values: ShardedWeight(values, weight, base), result)
+            result = tree_map_only(torch.Tensor, lambda plain: ShardedWeight(plain, weight, base), result)
             return return_and_correct_aliasing(func, args, kwargs, result)
         written = list(_written(func, args, kwargs))
         for shard in written:  # below autograd an operator raises no counter
@@ -93,48 +91,46 @@ class ShardedWeight(torch.Tensor):
 
     def state(self) -> tuple[int, int, int]:
         """What a write to the values changes, by the shard, a view of it or the plain tensor."""
-        return self.base._version, self.values._version, self.values.data_ptr()
+        return self.base._version, self.plain._version, self.plain.data_ptr()
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """((what travels of this rank, ...), what it takes to read it), as FSDP2 asks for it."""
         dtype = mp_policy.param_dtype or self.dtype
-        values = _padded(self.values.to(dtype), outer_size, mesh.size())
-        if self.weight.travels(outer_size, mesh.size(), dtype):
-            codes, scale_inv = self.weight.quantize(values, mesh)
-            codes = codes.view(torch.uint8)
-            return ((codes,), (outer_size, scale_inv)) if scale_inv.dim() == 1 else (
-                (codes, scale_inv),
-                (outer_size, None),
-            )
-        return (values,), (outer_size, None)
+        values = _padded(self.plain.to(dtype), outer_size, mesh.size())
+        if not self.weight.travels(self.shape, outer_size, mesh.size(), dtype):
+            return (values,), (outer_size, None, None)
+        codes, scale_inv = self.weight.quantize(values, mesh)
+        read_by = outer_size, codes.dtype, scale_inv if scale_inv.dim() == 1 else None
+        sent = (codes.view(torch.uint8),)
+        return (*sent, scale_inv) if read_by[2] is None else sent, read_by
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """(the whole weight, tensors of its own that FSDP2 frees: none). With `out`, which lies in `outputs`, its scale is renewed."""
-        outer_size, scale_inv = metadata
+        outer_size, codes_dtype, scale_inv = metadata
         if out is not None:
             if scale_inv is not None:
                 out._scale_inv = scale_inv
             return None
         whole = outputs[0].view(-1)[: outer_size.numel()].view(outer_size)
-        if self.weight.reason:
+        if codes_dtype is None:
             return whole, ()
         quantizer = self.weight.quantizer
-        codes = whole.view(quantizer.dtype)
-        buffers = [codes, outputs[1] if scale_inv is None else scale_inv]
+        assert quantizer is not None
+        buffers = [whole.view(codes_dtype), outputs[1] if scale_inv is None else scale_inv]
         return from_buffers(buffers, tuple(outer_size), param_dtype, quantizer, False), ()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedWeight({self.values!r})"
+        return f"ShardedWeight({self.plain!r})"
 
 
 def _padded(values: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
     """The shard with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have fewer."""
     rows = -(-outer_size[0] // ranks)
-    if values.shape[1:] != outer_size[1:] or values.shape[0] == rows:
+    if values.shape[0] >= rows:  # the whole weight too: of `replicate`, and of shards along another dimension
         return values
     padded = values.new_zeros((rows, *outer_size[1:]))
     padded[: values.shape[0]].copy_(values)

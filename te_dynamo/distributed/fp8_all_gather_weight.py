@@ -24,13 +24,13 @@ BLOCK = 128
 class GatheredWeight:
     """The weight of one nn.Linear.
 
-    module:    the linear. name: the weight's path. quantizer: how it travels, rows alone.
+    module:    the linear. name: the weight's path. quantizer: how it travels, rows alone; None without a recipe.
     reason:    why it travels in the model's precision; "" while it travels in FP8.
     amaxes:    the weights that share an all-reduce, in the order of the model; of one scale a tensor.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, quantizer: Quantizer, amaxes: list[GatheredWeight], reason: str = ""
+        self, module: nn.Module, name: str, quantizer: Quantizer | None, amaxes: list[GatheredWeight], reason: str = ""
     ) -> None:
         self.name, self.quantizer, self.reason = name, quantizer, reason
         self._module, self._amaxes = weakref.ref(module), amaxes
@@ -42,8 +42,13 @@ class GatheredWeight:
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
         raise UnsupportedError(f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather")
 
-    def travels(self, outer_size: torch.Size, ranks: int, dtype: torch.dtype) -> bool:
-        """Whether a weight of that size and dtype, shared out among so many ranks, travels in FP8; else `reason` says why not."""
+    def travels(self, size: torch.Size, outer_size: torch.Size, ranks: int, dtype: torch.dtype) -> bool:
+        """Whether a weight of that outer size and dtype, shared out among so many ranks, travels in FP8; else `reason` says why not.
+
+        size: of this rank's shard.
+        """
+        if not self.reason and size[1:] != outer_size[1:]:
+            self.reason = "it is not shared out by rows"
         if not self.reason and dtype not in INPUT_DTYPES:
             self.reason = f"it is {dtype}; te.quantize takes bf16, fp16 and fp32"
         if not self.reason and isinstance(self.quantizer, Float8BlockQuantizer) and outer_size[0] % (ranks * BLOCK):
@@ -55,6 +60,7 @@ class GatheredWeight:
 
     def quantize(self, values: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
         """[codes, scale_inv] of a shard in the dtype in which the whole weight is quantized. Collective, where an amax is not known."""
+        assert self.quantizer is not None
         if not self.quantizer.one_scale:
             return quantize(values, self.quantizer)  # type: ignore[no-any-return]
         if self._known != self._shard().state():
@@ -66,9 +72,10 @@ class GatheredWeight:
 
     def _reduce(self, mesh: Any, device: torch.device) -> None:
         """Makes the amaxes of all weights on this one's mesh known."""
-        these = [w for w in self._amaxes if not w.reason and w._parameter().device_mesh == self._parameter().device_mesh]
+        own_mesh = self._parameter().device_mesh
+        these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
-        own = [torch.linalg.vector_norm(s.values, torch.inf) if s.numel() else s.values.new_zeros(()) for s in shards]
+        own = [torch.linalg.vector_norm(s.plain, torch.inf) if s.numel() else s.plain.new_zeros(()) for s in shards]
         amaxes = torch.stack([each.float() for each in own]).to(device)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -81,7 +88,7 @@ class GatheredWeight:
         return shard
 
     def _parameter(self) -> Any:
-        """The parameter that the optimizer has; a module that is gathered holds another."""
+        """The parameter that the optimizer has; a module that is gathered holds another. None of what FSDP does not manage."""
         from torch.distributed.tensor import DTensor
 
         module = self._module()
@@ -98,4 +105,3 @@ WEIGHTS: weakref.WeakKeyDictionary[nn.Module, GatheredWeight] = weakref.WeakKeyD
 def weight_of(parameter: Any) -> GatheredWeight | None:
     """What is known of a parameter that a module holds now: of a compiled graph's input while the module is gathered."""
     return next((w for module, w in list(WEIGHTS.items()) if module._parameters.get("weight") is parameter), None)
-

@@ -11,6 +11,7 @@ from helpers.distributed.rank_bodies import batch, loss_of, model
 from helpers.distributed.ranks import device, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import te_dynamo
 from te_dynamo.distributed import fp8_all_gather
@@ -84,12 +85,12 @@ def wire(rank: int, recipe: str, width: int, count: int = 3) -> dict[str, dict[s
 
 
 class Wide(nn.Module):
-    """Linears of sizes whose shards have few rows, none, or an end inside of a block."""
+    """Linears of sizes whose shards have few rows or an end inside of a block; the last one is shared out by columns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            nn.Linear(k, n, bias=False) for n, k in ((16, 32), (48, 128), (80, 144), (512, 160), (1024, 128))
+            nn.Linear(k, n, bias=False) for n, k in ((16, 32), (48, 128), (80, 144), (512, 160), (1024, 128), (32, 64))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +107,12 @@ def bits(rank: int, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | 
         wide.parts[3].weight[3, 5] = torch.nan
     whole = {name: p.detach().clone().to(device()) for name, p in wide.named_parameters()}
     fp8_all_gather(wide.to(device()), options={"recipe": recipe})
-    fully_shard(wide, mesh=mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    fully_shard(
+        wide,
+        mesh=mesh(),
+        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype),
+        shard_placement_fn=lambda p: Shard(1) if p is wide.parts[5].weight else None,
+    )
     quantizer = te_dynamo.recipe.by_name(recipe).weight_quantizer().with_usage(True, False)
     found = {}
     for _ in range(2):  # the second gather writes to the tensors of the first

@@ -83,7 +83,7 @@ def data_parallel(
             layer.compile(backend="te", options=options)
     wrapped = WRAPPERS[wrap](plain)
     call = torch.compile(wrapped, backend="te", options=options) if compiled == "whole" else wrapped
-    ids, wanted = (half.chunk(SIZE)[rank].to(device()) for half in batch())
+    ids, wanted = (half.chunk(torch.distributed.get_world_size())[rank].to(device()) for half in batch())
     losses, gradients = [], {}
     with te_dynamo.capture() as graphs, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
         for number in range(steps):
