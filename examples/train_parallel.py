@@ -109,7 +109,7 @@ class Llama(nn.Module):
 
 
 def share_out(model: Llama, mesh: DeviceMesh, options: dict[str, object], bf16: bool) -> None:
-    """In this order: tensor parallelism, the compiler, FSDP2."""
+    """In this order: tensor parallelism, FP8 on FSDP2's wire, the compiler, FSDP2."""
     whole, tokens = Replicate(), Shard(1)
     gather = PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,))
     block = {
@@ -131,9 +131,13 @@ def share_out(model: Llama, mesh: DeviceMesh, options: dict[str, object], bf16: 
         "head": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
         **{f"layers.{i}.{name}": style for i in range(len(model.layers)) for name, style in block.items()},
     }
-    parallelize_module(model, mesh["tensor"], plan)
+    if mesh["tensor"].size() > 1:
+        parallelize_module(model, mesh["tensor"], plan)
     policy = MixedPrecisionPolicy(*([torch.bfloat16, torch.float32] if bf16 else []))
     for layer in model.layers:
+        te_dynamo.distributed.fp8_all_gather(
+            layer, options=options
+        )  # the parts that tensor parallelism made travel as they are
         layer.compile(backend="te", options=options)
         fully_shard(layer, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)

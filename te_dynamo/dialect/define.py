@@ -30,6 +30,14 @@ REFERENCE_ONLY: set[torch._ops.OpOverload] = set()
 """Operations without a kernel of their own: aten operations that Inductor compiles wherever they run."""
 
 
+_DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+
+def direct(operation: torch._ops.OpOverload, *args: Any) -> Any:
+    """operation(*args) of plain tensors that require no gradient, past torch's dispatcher, which takes the CPU longer than a launch does."""
+    return _DIRECT[operation](*args)
+
+
 def is_te(target: object) -> bool:
     """Whether a node's target is one of our operations."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
@@ -59,13 +67,14 @@ def te_op(
         called = _with_contiguous_results(reference)
         definition = torch.library.custom_op(name, called, mutates_args=(), schema=schema)
         definition.register_fake(_not_exported(name, fake))
+        run = called if kernel is None else _kernel_or_reference(kernel, called)
         if kernel is not None:
-            definition.register_kernel("cuda", _kernel_or_reference(kernel, called))
+            definition.register_kernel("cuda", run)
         definition.register_autograd(
             backward or functools.partial(_refuse_double_backward, name), setup_context=setup_context
         )
         overload = definition._opoverload
-        KERNELS[overload] = kernel or reference
+        KERNELS[overload], _DIRECT[overload] = kernel or reference, run
         if kernel is None:
             REFERENCE_ONLY.add(overload)
         return overload

@@ -9,6 +9,7 @@ that of all shards (fp8_all_gather_weight.py). A block of 128x128 lies in one sh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,10 @@ class ShardedWeight(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.plain!r})"
+
+
+# FSDP2 asks for it before every gather; to find it takes the CPU as long as a launch.
+ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardedWeight.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 def _padded(values: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:

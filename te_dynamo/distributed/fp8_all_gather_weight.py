@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from te_dynamo.dialect.define import direct
 from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_with_amax
 from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
 from te_dynamo.errors import UnsupportedError
@@ -62,13 +63,13 @@ class GatheredWeight:
         """[codes, scale_inv] of a shard in the dtype in which the whole weight is quantized. Collective, where an amax is not known."""
         assert self.quantizer is not None
         if not self.quantizer.one_scale:
-            return quantize(values, self.quantizer)  # type: ignore[no-any-return]
+            return direct(quantize, values, self.quantizer)  # type: ignore[no-any-return]
         if self._known != self._shard().state():
             self._reduce(mesh, values.device)
         assert self._amax is not None
         # Rounding keeps the order of values, so that this is the amax of what was rounded.
         amax = self._amax.to(values.dtype).float()
-        return quantize_with_amax(values, self.quantizer, amax)  # type: ignore[no-any-return]
+        return direct(quantize_with_amax, values, self.quantizer, amax)  # type: ignore[no-any-return]
 
     def _reduce(self, mesh: Any, device: torch.device) -> None:
         """Makes the amaxes of all weights on this one's mesh known."""

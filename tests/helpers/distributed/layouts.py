@@ -15,6 +15,7 @@ from helpers.models.mixture import Mixture
 from helpers.models.small_models import Llama
 from torch import Tensor, nn
 
+import te_dynamo
 from te_dynamo.testing import count_wire
 
 __all__ = ["LAYOUTS", "RECIPE", "killed", "train"]
@@ -136,10 +137,15 @@ def _ddp(plain: Llama, checkpoint: bool, options: dict[str, Any]) -> tuple[Step,
     return _part(nn.parallel.DistributedDataParallel(plain), dist.get_rank(), dist.get_world_size()), plain
 
 
-def _fsdp2(plain: Llama, checkpoint: bool, options: dict[str, Any]) -> tuple[Step, nn.Module]:
-    _blocks(plain, checkpoint, options)
-    _shard(plain, mesh())
-    return _part(plain, dist.get_rank(), dist.get_world_size()), plain
+def _fsdp2(fp8: bool) -> Callable[..., tuple[Step, nn.Module]]:
+    def build(plain: Llama, checkpoint: bool, options: dict[str, Any]) -> tuple[Step, nn.Module]:
+        for layer in plain.layers if fp8 else ():
+            te_dynamo.distributed.fp8_all_gather(layer, options=options)
+        _blocks(plain, checkpoint, options)
+        _shard(plain, mesh())
+        return _part(plain, dist.get_rank(), dist.get_world_size()), plain
+
+    return build
 
 
 def _shard(plain: Llama, ranks: Any) -> None:
@@ -233,7 +239,8 @@ LAYOUTS: dict[str, Callable[[Llama, bool, dict[str, Any]], tuple[Step, nn.Module
     "alone": _alone,
     "alone experts": _microbatches,
     "ddp": _ddp,
-    "fsdp2": _fsdp2,
+    "fsdp2": _fsdp2(fp8=False),
+    "fsdp2 in fp8": _fsdp2(fp8=True),
     "tensor": _tensor(sequence=False, fsdp=False),
     "sequence": _tensor(sequence=True, fsdp=False),
     "fsdp2 x tensor": _tensor(sequence=False, fsdp=True),
