@@ -75,19 +75,24 @@ def gemm_block_reference(
     """`gemm_block` in plain PyTorch on any device, products and sums in fp32."""
     check_block_operands(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
     k = a.shape[1]
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
-    a_scales = _scales_reference(a_scale_inv, a.shape[0], k, a_two_d)
-    b_scales = _scales_reference(b_scale_inv, b.shape[0], k, b_two_d)
-    for block in range(-(-k // BLOCK)):
-        columns = slice(block * BLOCK, (block + 1) * BLOCK)
-        product = a[:, columns].float() @ b[:, columns].float().t()
-        total += product * (a_scales[:, block, None] * b_scales[None, :, block])
+    a_scales = scales_reference(a_scale_inv, a.shape[0], k, a_two_d)
+    total = sum_reference(a, a_scales, b, scales_reference(b_scale_inv, b.shape[0], k, b_two_d))
     if bias is not None:
         total = total + bias.float()
     return total.to(out_dtype)
 
 
-def _scales_reference(scale_inv: torch.Tensor, rows: int, k: int, two_d: bool) -> torch.Tensor:
+def sum_reference(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> torch.Tensor:
+    """The sum over the blocks of a [M, K] and b [N, K], in fp32, with scales as `scales_reference` gives them."""
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+    for block in range(-(-a.shape[1] // BLOCK)):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        product = a[:, columns].float() @ b[:, columns].float().t()
+        total += product * (a_scales[:, block, None] * b_scales[None, :, block])
+    return total
+
+
+def scales_reference(scale_inv: torch.Tensor, rows: int, k: int, two_d: bool) -> torch.Tensor:
     """The scale of every row and block of 128, fp32 [rows, ceil(K/128)], from any of the layouts."""
     blocks = -(-k // BLOCK)
     if scale_inv.dtype == torch.uint8:
@@ -123,10 +128,10 @@ def check_block_operands(
             f"{a_scale_inv.dtype} and {b_scale_inv.dtype}"
         )
     for name, operand, scale_inv, two_d in (("a", a, a_scale_inv, a_two_d), ("b", b, b_scale_inv, b_two_d)):
-        _check_scale(name, operand, scale_inv, two_d)
+        check_scale(name, operand, scale_inv, two_d)
 
 
-def _check_scale(name: str, operand: torch.Tensor, scale_inv: torch.Tensor, two_d: bool) -> None:
+def check_scale(name: str, operand: torch.Tensor, scale_inv: torch.Tensor, two_d: bool) -> None:
     if scale_inv.dtype == torch.uint8 and two_d:
         raise ValueError(f"te gemm_block: {name} has E8M0 scales, which are 1D, and {name}_two_d is set")
     if not scale_inv.is_contiguous():
@@ -245,13 +250,15 @@ def gemm_block_kernel(
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first = part * blocks
         if HALVES:
-            one, two = _accumulate_halves(
-                *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks, all_blocks, M, N),
+            one, two = accumulate_halves(
+                *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks),
+                *(all_blocks, M, 0, all_blocks, N),
                 *(A_TWO_D, B_TWO_D, PART_M, BLOCK_N),
             )
         else:
-            one, two = _accumulate(
-                *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks, all_blocks, M, N),
+            one, two = accumulate(
+                *(a_desc, a_scale_inv, b_desc, b_scale_inv, row, column, first, blocks),
+                *(all_blocks, M, 0, all_blocks, N),
                 *(A_TWO_D, B_TWO_D, BLOCK_M, BLOCK_N),
             )
         # Computed only here: no register holds it through the loop.
@@ -266,7 +273,7 @@ def gemm_block_kernel(
 
 
 @triton.jit
-def _accumulate(
+def accumulate(
     a_desc,
     a_scale_inv,
     b_desc,
@@ -275,27 +282,33 @@ def _accumulate(
     column,
     first,
     blocks,
-    all_blocks,
+    a_blocks,
     M,
+    b_ahead,
+    b_blocks,
     N,
     A_TWO_D: tl.constexpr,
     B_TWO_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The tile's sum as its left and its right half, so that its way out needs half the shared memory."""
+    """The tile's sum as its left and its right half, so that its way out needs half the shared memory.
+
+    It goes over `blocks` blocks of 128, from `first` on of the a_blocks of A, which has M rows, and from first + b_ahead on of the
+    b_blocks of B, which has N.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in range(first, first + blocks):
-        a_scale = _load_scales(a_scale_inv, row, block, all_blocks, M, BLOCK_M, A_TWO_D)
-        b_scale = _load_scales(b_scale_inv, column, block, all_blocks, N, BLOCK_N, B_TWO_D)
+        a_scale = _load_scales(a_scale_inv, row, block, a_blocks, M, BLOCK_M, A_TWO_D)
+        b_scale = _load_scales(b_scale_inv, column, block + b_ahead, b_blocks, N, BLOCK_N, B_TWO_D)
         x = a_desc.load([row, block * 128])
-        y = b_desc.load([column, block * 128])
+        y = b_desc.load([column, (block + b_ahead) * 128])
         total = _add_scaled(tl.dot(x, y.T), a_scale, b_scale, total, A_TWO_D, B_TWO_D)
     return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def _accumulate_halves(
+def accumulate_halves(
     a_desc,
     a_scale_inv,
     b_desc,
@@ -304,8 +317,10 @@ def _accumulate_halves(
     column,
     first,
     blocks,
-    all_blocks,
+    a_blocks,
     M,
+    b_ahead,
+    b_blocks,
     N,
     A_TWO_D: tl.constexpr,
     B_TWO_D: tl.constexpr,
@@ -317,14 +332,14 @@ def _accumulate_halves(
     lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
     nothing = tl.minimum(M, 0)  # 0, which the compiler does not know
     for block in range(first, first + blocks):
-        upper_scale = _load_scales(a_scale_inv, row, block, all_blocks, M, HALF_M, A_TWO_D)
-        lower_scale = _load_scales(a_scale_inv, row + HALF_M, block, all_blocks, M, HALF_M, A_TWO_D)
-        b_scale = _load_scales(b_scale_inv, column, block, all_blocks, N, BLOCK_N, B_TWO_D)
+        upper_scale = _load_scales(a_scale_inv, row, block, a_blocks, M, HALF_M, A_TWO_D)
+        lower_scale = _load_scales(a_scale_inv, row + HALF_M, block, a_blocks, M, HALF_M, A_TWO_D)
+        b_scale = _load_scales(b_scale_inv, column, block + b_ahead, b_blocks, N, BLOCK_N, B_TWO_D)
         # Triton puts a barrier before the first use of what was loaded last; in this order it falls before
         # both products, and one warp group can add while the other multiplies.
         x_lower = a_desc.load([row + HALF_M, block * 128])
         x_upper = a_desc.load([row, block * 128])
-        y = b_desc.load([column, block * 128])
+        y = b_desc.load([column, (block + b_ahead) * 128])
         upper = _add_scaled(tl.dot(x_upper, y.T), upper_scale, b_scale, upper, A_TWO_D, B_TWO_D)
         # The zeros that the second product starts from are made of the first one's sum. Otherwise ptxas starts it before
         # the first one's terms are added, and two sets of terms beside two halves of sums do not fit in the registers.

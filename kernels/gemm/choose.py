@@ -4,7 +4,7 @@
 
 Eager calls, lowering, fusions and stacking ask it. Of one format there are up to three kernels:
 
-    usual         every product, on every device               current.py, stacked.py, block.py, grouped.py
+    usual         every product, on every device               current.py, stacked.py, block.py, grouped.py, grouped_block.py
     decode        at most 64 rows, a number that is known      decode.py
     specialized   large products; in Gluon                     the folder specialized
     cublaslt      what was timed, and is fastest by it         cublaslt.py
@@ -42,12 +42,14 @@ from te_dynamo.kernels.gemm.tiles import (
     choose_columns_tile,
     choose_decode_tile,
     choose_gated_decode_tile,
+    choose_grouped_block_tile,
     choose_rows_tile,
     choose_stacked_tile,
     choose_tile,
     columns_specialized_us,
     columns_us,
     estimated_us,
+    grouped_block_tiles,
     specialized_tile,
     stacked_tiles,
     stores_by_descriptor,
@@ -86,7 +88,7 @@ class Product:
     out_bytes:  of an element of C.
     epilogue:   what the kernel does besides, if it can: add another tensor to C, find the amax of C, or that of silu(gate) * up
                 where C, in bf16, is the two halves gate and up, stacked along N.
-    scaling:    what has one scale: a tensor, or A's blocks.
+    scaling:    what has one scale: a tensor, or A's blocks; those of B are the other kind, unless they are named.
     stacking:   of operands that are several tensors, with a scale each.
     m_groups:   groups of rows with a B [n, k] each, of sizes that only the device knows; 0 if there are none.
     k_groups:   groups of k, each with a C of its own.
@@ -99,7 +101,7 @@ class Product:
     fast_accum: bool = False
     out_bytes: int = 4
     epilogue: Literal["none", "add", "amax", "gated"] = "none"
-    scaling: Literal["tensor", "1x128", "128x128"] = "tensor"
+    scaling: Literal["tensor", "1x128", "128x128", "1x128 by 1x128"] = "tensor"
     stacking: Stacking = NOT_STACKED
     m_groups: int = 0
     k_groups: int = 0
@@ -221,7 +223,8 @@ def usual_tiles(p: Product, target: Target) -> list[Tile]:
     """All of the tables that the usual kernel can run a product with. Raises ValueError where none fits in shared memory."""
     fast = p.fast_accum or target.has_fp32_sums
     if p.scaling != "tensor":
-        tiles: list[Tile] = list(BLOCK_TILES)
+        grouped = p.m_groups or p.k_groups
+        tiles: list[Tile] = [*(grouped_block_tiles(p.scaling == "1x128", target) if grouped else BLOCK_TILES)]
     elif p.stacking.along:
         tiles = stacked_tiles(fast, p.stacking)
     else:
@@ -240,6 +243,9 @@ def _usual_tile(p: Product, target: Target) -> Tile:
             return tuned.tile
         return min(fitting, key=lambda tile: estimated_us(tile, p.m, p.n, p.k, target))
     fast = p.fast_accum or target.has_fp32_sums
+    if p.scaling != "tensor" and (p.m_groups or p.k_groups):
+        groups = (p.m_groups, p.k_groups)
+        return choose_grouped_block_tile(p.m, p.n, p.k, *groups, p.scaling == "1x128", target, p.out_bytes)
     if p.m_groups:
         return choose_rows_tile(p.m, p.n, p.k, p.m_groups, fast, target, p.out_bytes)
     if p.k_groups:
@@ -283,6 +289,8 @@ def can_specialize(p: Product, target: Target) -> Tile | None:
     if not target.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
         return None
     tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
+    if p.k_groups and p.scaling != "tensor":
+        return None
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
         if not (p.m_known and p.n_known) or p.m % part:

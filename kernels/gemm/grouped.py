@@ -36,6 +36,7 @@ from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.groups import clamped, group_bounds, load_groups, rows_of_tile
 
 # --- checks and references ----------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ def check_rows(
             f"te grouped gemm: expected a [M, K] and b [G, N, K], got {tuple(a.shape)} and {tuple(b.shape)}"
         )
     check_formats(a, b, out_dtype)
-    _check_offsets(offs, b.shape[0])
+    check_offsets(offs, b.shape[0])
     if tuple(b_scale_inv.shape) != (b.shape[0],):
         raise ValueError(f"te grouped gemm: expected b_scale_inv [{b.shape[0]}], got {tuple(b_scale_inv.shape)}")
 
@@ -57,10 +58,11 @@ def check_rows(
 def check_columns(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> None:
     """Raises ValueError, saying what is wrong, for operands that `gemm_grouped_columns` does not take."""
     check_operands(a, b, None, out_dtype)
-    _check_offsets(offs)
+    check_offsets(offs)
 
 
-def _check_offsets(offs: torch.Tensor, groups: int | None = None) -> None:
+def check_offsets(offs: torch.Tensor, groups: int | None = None) -> None:
+    """Raises ValueError for the ends of groups that no kernel reads."""
     if offs.dtype != torch.int32 or offs.dim() != 1 or groups not in (None, offs.shape[0]) or offs.shape[0] == 0:
         raise ValueError(
             f"te grouped gemm: expected offs int32 [{'G' if groups is None else groups}], the end of each group, "
@@ -80,7 +82,7 @@ def gemm_grouped_reference(
     """`gemm_grouped` in plain PyTorch on any device, products and sums in fp32 whatever `fast_accum` says."""
     check_rows(a, b, b_scale_inv, offs, out_dtype)
     c = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    for group, (start, end) in enumerate(_bounds(offs, a.shape[0])):
+    for group, (start, end) in enumerate(group_bounds(offs, a.shape[0])):
         product = a[start:end].float() @ b[group].float().t()
         c[start:end] = product * (a_scale_inv * b_scale_inv[group])
     return c
@@ -98,16 +100,10 @@ def gemm_grouped_columns_reference(
     """`gemm_grouped_columns` in plain PyTorch on any device, products and sums in fp32 whatever `fast_accum` says."""
     check_columns(a, b, offs, out_dtype)
     c = torch.empty(offs.shape[0], a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    for group, (start, end) in enumerate(_bounds(offs, a.shape[1])):
+    for group, (start, end) in enumerate(group_bounds(offs, a.shape[1])):
         product = a[:, start:end].float() @ b[:, start:end].float().t()
         c[group] = product * (a_scale_inv * b_scale_inv)
     return c
-
-
-def _bounds(offs: torch.Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) of each group, clamped as the kernels do: no offset reaches out of the operands."""
-    ends = [min(max(end, 0), total) for end in offs.tolist()]
-    return [(start, max(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -210,12 +206,6 @@ def grouped_options(tile: Tile, width: int | torch.SymInt) -> dict[str, Any]:
 
 
 @triton.jit
-def clamped(offset, M):
-    """An offset that lies in 0..M."""
-    return tl.minimum(tl.maximum(offset, 0), M)
-
-
-@triton.jit
 def swizzled(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """(row, column) of a tile: GROUP_M rows of tiles are walked together, column by column."""
     group = tile // (GROUP_M * tiles_n)
@@ -264,10 +254,7 @@ def gemm_grouped_kernel(
     b_desc = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [BLOCK_N, BLOCK_K])
     c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
     tl.assume(K > 0)
-    groups = tl.arange(0, GROUPS)
-    starts = clamped(tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0), M)
-    ends = clamped(tl.load(offs + groups, mask=groups < G, other=0), M)
-    tiles = tl.cdiv(tl.maximum(ends - starts, 0), BLOCK_M)
+    starts, ends, tiles = load_groups(offs, M, G, BLOCK_M, GROUPS)
     after = tl.cumsum(tiles, axis=0)
     tiles_m = tl.sum(tiles, axis=0)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -276,12 +263,7 @@ def gemm_grouped_kernel(
 
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row_tile, column_tile = swizzled(tile, tiles_m, tiles_n, GROUP_M)
-        group = tl.sum((after <= row_tile).to(tl.int32), axis=0)
-        mine = groups == group
-        # Of the group: its first row less that of as many whole tiles as are before it, and its end.
-        origin = tl.sum(tl.where(mine, starts - (after - tiles) * BLOCK_M, 0), axis=0)
-        end = tl.sum(tl.where(mine, ends, 0), axis=0)
-        row = origin + row_tile * BLOCK_M
+        group, row, end = rows_of_tile(row_tile, starts, ends, tiles, after, BLOCK_M)
         column = column_tile * BLOCK_N
         b_row = group * N + column
         if HALVES:
@@ -296,6 +278,12 @@ def gemm_grouped_kernel(
         store_part(c, c_desc, libdevice.mul_rn(one, scale), row, column, end, N, DESCRIPTOR_STORE)
         store_part(c, c_desc, libdevice.mul_rn(two, scale), row_2, column_2, end, N, DESCRIPTOR_STORE)
 
+    store_zeros_behind(c, offs, M, N, G)
+
+
+@triton.jit
+def store_zeros_behind(c, offs, M, N, G):
+    """Zeros to the rows of c [M, N] behind the last group."""
     columns = tl.arange(0, 1024)
     for row in range(clamped(tl.load(offs + G - 1), M) + tl.program_id(0), M, tl.num_programs(0)):
         for column in range(0, N, 1024):

@@ -383,6 +383,33 @@ def choose_columns_tile(
     return min(candidates(tiles, k, target, out_bytes), key=time)
 
 
+def grouped_block_tiles(b_two_d: bool, target: Target) -> list[BlockGemmTile]:
+    """Those of BLOCK_TILES that find enough registers with groups: fewer where both operands have a scale for each row."""
+    tiles = [tile for tile in BLOCK_TILES if tile.split_k == 1 and (b_two_d or tile.block_m == 64)]
+    in_registers = not (target.has_wgmma or target.has_tensor_memory)  # operands, beside the sums
+    return [tile for tile in tiles if tile.block_m == tile.block_n or not in_registers]
+
+
+def choose_grouped_block_tile(
+    m: int,
+    n: int,
+    k: int,
+    m_groups: int,
+    k_groups: int,
+    b_two_d: bool,
+    target: Target = H200,
+    out_bytes: int = 4,
+) -> BlockGemmTile:
+    """The same for scales of blocks, by groups of rows or, if k_groups, of k."""
+
+    def time(tile: BlockGemmTile) -> float:
+        if k_groups:
+            return _grouped_us(tile, k_groups * _round_up(m, tile.block_m), n, -(-k // k_groups), target)
+        return _grouped_us(tile, m_groups * _round_up(-(-m // m_groups), tile.block_m), n, k, target)
+
+    return min(candidates(grouped_block_tiles(b_two_d, target), n, target, out_bytes), key=time)
+
+
 def columns_us(tile: Tile, n: int, k: int, m: int, groups: int, target: Target) -> float:
     """The estimated time of that product by one of COLUMNS_TILES."""
     # Of a group's first and last block half a block each is another group's.

@@ -22,6 +22,7 @@ from te_dynamo.kernels.gemm.choose import CALL_US, Choice, Product, Stacking, ca
 from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_with_tile
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
+from te_dynamo.kernels.gemm.grouped_block import gemm_grouped_block_columns_with_tile, gemm_grouped_block_with_tile
 from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
@@ -83,15 +84,16 @@ def _operands(p: Product, device: torch.device) -> tuple[torch.Tensor, ...]:
 
     a, b = codes(p.m, p.k), codes(*([p.m_groups] if p.m_groups else []), p.n, p.k)
     if p.scaling != "tensor":
-        a_two_d = p.scaling == "128x128"
+        b = b.flatten(0, -2)
         a_scale, b_scale = (
-            scale_shape(rows, p.k, two_d, torch.float32) for rows, two_d in ((p.m, a_two_d), (p.n, not a_two_d))
+            scale_shape(x.shape[0], p.k, two_d, torch.float32) for x, two_d in zip((a, b), _two_d(p), strict=True)
         )
-        return a, scales(*a_scale), b, scales(*b_scale)
-    segments = len(p.stacking.segments)
-    a_scales = segments if p.stacking.along in ("M", "K") else 1
-    b_scales = p.m_groups or (segments if p.stacking.along in ("N", "K") else 1)
-    operands = (a, scales(a_scales), b, scales(b_scales))
+        operands = (a, scales(*a_scale), b, scales(*b_scale))
+    else:
+        segments = len(p.stacking.segments)
+        a_scales = segments if p.stacking.along in ("M", "K") else 1
+        b_scales = p.m_groups or (segments if p.stacking.along in ("N", "K") else 1)
+        operands = (a, scales(a_scales), b, scales(b_scales))
     groups = p.m_groups or p.k_groups
     if not groups:
         return operands
@@ -99,11 +101,16 @@ def _operands(p: Product, device: torch.device) -> tuple[torch.Tensor, ...]:
     return *operands, torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+def _two_d(p: Product) -> tuple[bool, bool]:
+    """Whether a and b are held in blocks of 128x128."""
+    return p.scaling == "128x128", p.scaling == "1x128"
+
+
 def _run(choice: Choice, p: Product, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """C of a plain product, in bf16."""
-    tile, dtype, a_two_d = choice.tile, torch.bfloat16, p.scaling == "128x128"
+    tile, dtype, two_d = choice.tile, torch.bfloat16, _two_d(p)
     if choice.kernel == "cublaslt" and p.scaling != "tensor":
-        return gemm_block_cublaslt(*operands, None, dtype, a_two_d, not a_two_d)
+        return gemm_block_cublaslt(*operands, None, dtype, *two_d)
     if choice.kernel == "cublaslt":
         return gemm_cublaslt(*operands, None, dtype, p.fast_accum)
     if choice.specialized:
@@ -111,7 +118,7 @@ def _run(choice: Choice, p: Product, operands: tuple[torch.Tensor, ...]) -> torc
         if p.k_groups:
             columns_specialized_out(*operands, p.fast_accum, out=c)
         elif p.scaling != "tensor":
-            gemm_block_specialized_out(*operands, b_two_d=not a_two_d, out=c)
+            gemm_block_specialized_out(*operands, b_two_d=two_d[1], out=c)
         else:
             gemm_specialized_out(*operands, fast=p.fast_accum, stacking=p.stacking, out=c)
         return c
@@ -119,12 +126,16 @@ def _run(choice: Choice, p: Product, operands: tuple[torch.Tensor, ...]) -> torc
         return gemm_stacked_with_tile(tile, *operands, None, dtype, p.stacking)
     if isinstance(tile, DecodeTile):
         return gemm_with_tile(tile, *operands, None, dtype)
+    if p.scaling != "tensor" and p.m_groups:
+        return gemm_grouped_block_with_tile(tile, *operands, dtype, two_d[1], False)
+    if p.scaling != "tensor" and p.k_groups:
+        return gemm_grouped_block_columns_with_tile(tile, *operands, dtype)
     if p.m_groups:
         return gemm_grouped_with_tile(tile, *operands, dtype)
     if p.k_groups:
         return gemm_grouped_columns_with_tile(tile, *operands, dtype)
     if p.scaling != "tensor":
-        return gemm_block_with_tile(tile, *operands, None, dtype, a_two_d, not a_two_d)
+        return gemm_block_with_tile(tile, *operands, None, dtype, *two_d)
     return gemm_with_tile(tile, *operands, None, dtype)
 
 

@@ -160,6 +160,7 @@ def quantize_block_kernel(
             row,
             column,
             M,
+            M,
             K,
             FMAX,
             EPS,
@@ -178,6 +179,7 @@ def quantize_block_kernel(
             columnwise_scale_inv,
             row,
             column,
+            M,
             M,
             K,
             FMAX,
@@ -231,6 +233,7 @@ def quantize_words(
     columnwise_scale_inv,
     row,
     column,
+    last,
     M,
     K,
     FMAX: tl.constexpr,
@@ -241,12 +244,12 @@ def quantize_words(
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The tile at (row, column) of bf16 x, scales powers of two: kernels/tiles/block_words.py."""
+    """The tile at (row, column) of bf16 x, scales powers of two: kernels/tiles/block_words.py. x ends before row `last`."""
     DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
-    x0 = load_words(x, row, column, M, K, 0, ROWS, WHOLE)
-    x1 = load_words(x, row, column, M, K, 1, ROWS, WHOLE)
-    x2 = load_words(x, row, column, M, K, 2, ROWS, WHOLE)
-    x3 = load_words(x, row, column, M, K, 3, ROWS, WHOLE)
+    x0 = load_words(x, row, column, last, K, 0, ROWS, WHOLE)
+    x1 = load_words(x, row, column, last, K, 1, ROWS, WHOLE)
+    x2 = load_words(x, row, column, last, K, 2, ROWS, WHOLE)
+    x3 = load_words(x, row, column, last, K, 3, ROWS, WHOLE)
     if TWO_D:
         amax = both_halves(tl.reduce(column_pair_amax(x0, x1, x2, x3), 0, larger_halves))
         scale, inverse = word_scales(amax, FMAX, EPS)
@@ -298,6 +301,7 @@ def quantize_elements(
     columnwise_scale_inv,
     row,
     column,
+    last,
     M,
     K,
     FMAX: tl.constexpr,
@@ -309,8 +313,8 @@ def quantize_elements(
     COLUMNWISE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The tile at (row, column) of x of any dtype, with scales of any kind: kernels/tiles/blocks.py."""
-    x0, x1, x2, x3 = load_quarters(x, row, column, M, K, ROWS)
+    """The tile at (row, column) of x of any dtype, with scales of any kind: kernels/tiles/blocks.py. x ends before row `last`."""
+    x0, x1, x2, x3 = load_quarters(x, row, column, last, K, ROWS)
     if TWO_D:
         bits = tl.max(column_amax(x0, x1, x2, x3), axis=0)
         scale, inverse = block_scale(bits, FMAX, EPS, POWER_OF_TWO, LARGEST)

@@ -133,7 +133,7 @@ def quantize_mxfp8(
     check_scale_block(scale_block)
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
-    buffers = _allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    buffers = allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
     if isinstance(rows, int) and rows * columns == 0:
         return buffers
     arguments = {
@@ -202,7 +202,7 @@ def dequantize_mxfp8(
     return values
 
 
-def _allocate(
+def allocate(
     rows: Size,
     columns: Size,
     device: torch.device,

@@ -110,6 +110,7 @@ def quantize_mxfp8_kernel(
             row,
             column,
             M,
+            M,
             K,
             FMAX,
             ROWWISE,
@@ -129,6 +130,7 @@ def quantize_mxfp8_kernel(
             columnwise_scale_inv,
             row,
             column,
+            M,
             M,
             K,
             FMAX,
@@ -227,6 +229,7 @@ def quantize_words(
     columnwise_scale_inv,
     row,
     column,
+    last,
     M,
     K,
     FMAX: tl.constexpr,
@@ -238,12 +241,13 @@ def quantize_words(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The tile at (row, column) in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
+    """The tile at (row, column) in two halves, so that rows that lie 16 apart share words of amaxes and of codes. x ends
+    before row `last`."""
     R: tl.constexpr = BLOCK_M // 2
     W: tl.constexpr = BLOCK_K // 2
     B: tl.constexpr = BLOCK_K // SCALE_BLOCK
-    upper = load_half(x, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
-    lower = load_half(x, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+    upper = load_half(x, row, column, last, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+    lower = load_half(x, row, column, last, K, 1, BLOCK_M, BLOCK_K, WHOLE)
     if ROWWISE:
         # Four words of a thread first; then two rows share a word.
         high = tl.reduce(tl.reshape(magnitudes(upper), (R, W // 4, 4)), 2, larger_halves)
@@ -283,6 +287,7 @@ def quantize_elements(
     columnwise_scale_inv,
     row,
     column,
+    last,
     M,
     K,
     FMAX: tl.constexpr,
@@ -293,12 +298,12 @@ def quantize_elements(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tile at (row, column) of x of any dtype."""
+    """The tile at (row, column) of x of any dtype. x ends before row `last`."""
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
     BLOCKS_K: tl.constexpr = BLOCK_K // SCALE_BLOCK
     offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+    value = tl.load(x + offsets, mask=tile_mask(row, column, last, K, BLOCK_M, BLOCK_K), other=0.0)
     mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
-    value = tl.load(x + offsets, mask=mask, other=0.0)
     bits = abs_bits(value)
     columns = column + tl.arange(0, BLOCK_K)[None, :]
     if ROWWISE:
@@ -362,6 +367,7 @@ def quantize_mxfp8_128_kernel(
             row,
             column,
             M,
+            M,
             K,
             FMAX,
             ROWWISE,
@@ -378,6 +384,7 @@ def quantize_mxfp8_128_kernel(
             columnwise_scale_inv,
             row,
             column,
+            M,
             M,
             K,
             FMAX,
@@ -396,6 +403,7 @@ def quantize_words_128(
     columnwise_scale_inv,
     row,
     column,
+    last,
     M,
     K,
     FMAX: tl.constexpr,
@@ -404,11 +412,11 @@ def quantize_words_128(
     SWIZZLED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The tile at (row, column) of bf16 x: kernels/tiles/block_words.py."""
-    x0 = load_words(x, row, column, M, K, 0, 128, WHOLE)
-    x1 = load_words(x, row, column, M, K, 1, 128, WHOLE)
-    x2 = load_words(x, row, column, M, K, 2, 128, WHOLE)
-    x3 = load_words(x, row, column, M, K, 3, 128, WHOLE)
+    """The tile at (row, column) of bf16 x: kernels/tiles/block_words.py. x ends before row `last`."""
+    x0 = load_words(x, row, column, last, K, 0, 128, WHOLE)
+    x1 = load_words(x, row, column, last, K, 1, 128, WHOLE)
+    x2 = load_words(x, row, column, last, K, 2, 128, WHOLE)
+    x3 = load_words(x, row, column, last, K, 3, 128, WHOLE)
     # Every scale before the first cast: fewer registers than in any other order.
     if ROWWISE:
         upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
@@ -434,6 +442,7 @@ def quantize_elements_128(
     columnwise_scale_inv,
     row,
     column,
+    last,
     M,
     K,
     FMAX: tl.constexpr,
@@ -441,8 +450,8 @@ def quantize_elements_128(
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):
-    """The tile at (row, column) of x of any dtype: kernels/tiles/blocks.py."""
-    x0, x1, x2, x3 = load_quarters(x, row, column, M, K, 128)
+    """The tile at (row, column) of x of any dtype: kernels/tiles/blocks.py. x ends before row `last`."""
+    x0, x1, x2, x3 = load_quarters(x, row, column, last, K, 128)
     # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
     if ROWWISE:
         code_0, multiplier_0 = code_and_multiplier(row_amax(x0), FMAX)

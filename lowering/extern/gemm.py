@@ -17,7 +17,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
-from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_gated, gemm_grouped_columns
+from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_gated
+from te_dynamo.dialect.grouped import gemm_grouped_columns
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
 from te_dynamo.kernels.gemm.epilogue import gemm_add_specialized_out, is_aligned

@@ -198,10 +198,14 @@ def _readers(parts: list[Region], example_inputs: Sequence[Any]) -> list[_Reader
 
 
 def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The weight that a te linear reads, the experts' of a tensor that was made of them; before autocast's cast."""
+    """The weight that a te linear reads, the experts' of a tensor that was made of them; before autocast's cast.
+
+    Experts that share one matrix's blocks of scales have no part of it each, and are not kept.
+    """
     weight: Any = node.args[1]
     weights = [weight]
-    if node.target is _te.grouped_linear.default and calls(weight, {torch.stack}):
+    grouped = node.target is _te.grouped_linear.default and node.args[3].input_quantizer.one_scale  # type: ignore[union-attr]
+    if grouped and calls(weight, {torch.stack}):
         weights = weight.args[0] if len(weight.args) == 1 and not weight.kwargs else []
     return tuple(
         each.args[0]

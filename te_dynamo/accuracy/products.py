@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_dynamo.accuracy.sums import error_sums, quantized_sums
+from te_dynamo.dialect.grouped import quantize_groups
 from te_dynamo.dialect.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearConfig,
@@ -75,6 +76,10 @@ class LinearProduct:
         asked.requires_dgrad, asked.requires_wgrad = config.input_requires_grad, config.weight_requires_grad
         return backward_products(asked, dy)
 
+    def quantized_operand(self, values: Tensor, quantizer: Quantizer, third: Tensor | None) -> list[Tensor]:
+        """x or dy in the recipe, as its products read it. By random bits of its own: the model's random numbers stay what they are."""
+        return _quantized(values, quantizer)
+
     def forward_config(self) -> Any:
         """The config less what only backward reads."""
         of_columns = self.config.weight_transposed
@@ -113,6 +118,10 @@ class ExpertsProduct(LinearProduct):
     def quantized(self, x: Tensor, weight: list[Tensor], offs: Tensor | None) -> Tensor:
         assert offs is not None
         return grouped_linear_forward(GroupedLinearFwdArgs(x, None, offs, self.forward_config(), tuple(weight)))[0]
+
+    def quantized_operand(self, values: Tensor, quantizer: Quantizer, third: Tensor | None) -> list[Tensor]:
+        assert third is not None
+        return quantize_groups(values, third, quantizer)
 
     def quantized_gradients(self, args: dict[str, Any], third: Tensor | None, dy: list[Tensor]) -> Gradients:
         return grouped_backward_products(GroupedLinearBwdArgs(**args, offs=third, config=self.config), dy)
@@ -157,13 +166,13 @@ def backward_sums(
     args: dict[str, Any] = {"x_dtype": x.dtype, "weight_dtype": weight.dtype}
     if config.weight_requires_grad:
         of_x = config.input_quantizer.with_usage(False, True)
-        args["x_saved"] = of_x.operand(_quantized(x.contiguous(), of_x), columnwise=True)
+        args["x_saved"] = of_x.operand(product.quantized_operand(x.contiguous(), of_x, third), columnwise=True)
     if config.input_requires_grad:
         of_weight = config.weight_quantizer.with_usage(config.weight_transposed, not config.weight_transposed)
         held = _quantized(weight.contiguous(), of_weight)
         args["weight_saved"] = of_weight.operand(held, columnwise=not config.weight_transposed)
     dy_quantizer = quantizer.with_usage(config.input_requires_grad, config.weight_requires_grad)
-    dy_held = _quantized(dy, dy_quantizer)
+    dy_held = product.quantized_operand(dy, dy_quantizer, third)
     found = product.quantized_gradients(args, third, dy_held)
     if not dy_quantizer.rowwise:  # columns may be rotated, where no value can be told
         dy_quantizer = quantizer.with_usage(True, False)

@@ -1,7 +1,7 @@
 """The products of quantized tensors, and what stands beside them in a linear: `te.add_bias`, `te.bias_grad`.
 
-With one scale a tensor: `te.gemm`, its forms that do more in the same launch, those of groups whose sizes only the device knows. With
-scales for parts of a row: `te.gemm_block` of Float8 block scaling, `te.gemm_mxfp8`, `te.gemm_nvfp4`.
+With one scale a tensor: `te.gemm`, its forms that do more in the same launch. With scales for parts of a row: `te.gemm_block` of
+Float8 block scaling, `te.gemm_mxfp8`, `te.gemm_nvfp4`. Those of groups of rows are grouped.py's.
 """
 
 from typing import Optional
@@ -13,7 +13,6 @@ from te_dynamo.dialect.fakes import column_sums, plain
 from te_dynamo.kernels.gemm import block as block_kernels
 from te_dynamo.kernels.gemm import current as kernels
 from te_dynamo.kernels.gemm import epilogue as epilogue_kernels
-from te_dynamo.kernels.gemm import grouped as grouped_kernels
 from te_dynamo.kernels.gemm import mxfp8 as mxfp8_kernels
 from te_dynamo.kernels.gemm import nvfp4 as nvfp4_kernels
 from te_dynamo.kernels.gemm.choose import choose_for
@@ -29,8 +28,6 @@ __all__ = [
     "gemm_add",
     "gemm_amax",
     "gemm_block",
-    "gemm_grouped",
-    "gemm_grouped_columns",
     "gemm_gated",
     "gemm_mxfp8",
     "gemm_nvfp4",
@@ -95,39 +92,6 @@ def gemm_gated(
     gate: which half is the gate's, 0 or 1; kind: as te.gated takes it.
     """
     return plain((a.shape[0], b.shape[0]), torch.bfloat16, a), plain((PARTIALS,), torch.float32, a)
-
-
-@te_op(reference=grouped_kernels.gemm_grouped_reference, kernel=grouped_kernels.gemm_grouped)
-def gemm_grouped(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    """[M, N]: row m of group g is a[m, K] @ b[g, N, K]^T * (a_scale_inv * b_scale_inv[g]), zero behind the last group.
-
-    Group g is offs[g - 1] <= m < offs[g]; offs is int32 [G], ascending.
-    """
-    grouped_kernels.check_rows(a, b, b_scale_inv, offs, out_dtype)
-    return plain((a.shape[0], b.shape[1]), out_dtype, a)
-
-
-@te_op(reference=grouped_kernels.gemm_grouped_columns_reference, kernel=grouped_kernels.gemm_grouped_columns)
-def gemm_grouped_columns(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    """[G, N, K]: a[N, M] @ b[K, M]^T * (a_scale_inv * b_scale_inv) over the columns of each group; zero for an empty one."""
-    grouped_kernels.check_columns(a, b, offs, out_dtype)
-    return plain((offs.shape[0], a.shape[0], b.shape[0]), out_dtype, a)
 
 
 def _block_kernel(

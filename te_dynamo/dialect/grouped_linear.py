@@ -4,8 +4,11 @@
     backward   dx[m] = dy[m] @ weight[g],  dweight[g] = dy_g^T @ x_g
 
 The weight is [G, N, K], or [G, K, N] as torch.nn.functional.grouped_mm takes it: its rowwise and its columnwise data
-change places, nothing is transposed in memory. x and dy have one scale a tensor, the weight one a group. Rows of out and
-dx behind the last group are zero; such rows of x and dy are multiplied by nothing, but count in the tensor's scale.
+change places, nothing is transposed in memory. Rows of out and dx behind the last group are zero.
+
+In current scaling x and dy have one scale a tensor, the weight one a group; rows behind the last group are multiplied by nothing, but
+count in the tensor's scale. In formats with scales of blocks each group is quantized as a tensor of its own: what te.linear of the
+expert alone gives. There the second dimension of the weight is a multiple of `Quantizer.experts_begin_at`.
 
 `te.grouped_linear_with_workspace` is the same with the weight's buffers given. `GroupedLinearFwdArgs` and
 `GroupedLinearBwdArgs` are the one argument of every helper, as in linear.py.
@@ -20,8 +23,9 @@ import torch
 from te_dynamo._compat import register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
-from te_dynamo.dialect.gemm import gemm_grouped, gemm_grouped_columns
+from te_dynamo.dialect.grouped import columns_proto, multiply_group_columns, multiply_groups, quantize_groups
 from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import InputError
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer, check_grouped_linear
@@ -68,6 +72,14 @@ class GroupedLinearConfig(LinearConfig):
             weight_transposed=weight_transposed,
         )
 
+    def stored_shape(self, workspace: Sequence[torch.Tensor], groups: int) -> tuple[int, ...]:
+        """The shape of the weight whose buffers these are: as it is stored, [G, N, K] or [G, K, N]."""
+        codes = self.weight_quantizer.operand(list(workspace), columnwise=self.weight_transposed)[0]
+        if self.weight_transposed and self.weight_quantizer.transposes_columns():
+            codes = codes.transpose(-1, -2)
+        rows = codes.shape[-2] if codes.dim() == 3 else codes.shape[-2] // groups
+        return groups, rows, codes.shape[-1]
+
     def describe(self) -> str:
         """One short word for graphs: "grouped linear(x e4m3[row+column], w grouped e4m3[row], dy e5m2[row+column])"."""
         return f"grouped {super().describe()}"
@@ -106,14 +118,14 @@ def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, li
     """(output [M, N], tensors to save): the columnwise operand of x, then dgrad's of the weight, each only if needed and no
     input."""
     config = args.config
-    x_buffers = quantize_tensor(args.x.contiguous(), config.input_quantizer)
+    x_buffers = quantize_groups(args.x.contiguous(), args.offs, config.input_quantizer)
     weight_buffers = list(args.weight_workspace)
     if not weight_buffers:
         assert args.weight is not None
         weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
-    out = gemm_grouped(
-        *config.input_quantizer.operand(x_buffers, columnwise=False),
-        *config.weight_quantizer.operand(weight_buffers, columnwise=config.weight_transposed),
+    out = multiply_groups(
+        Operand.of(config.input_quantizer, x_buffers, columnwise=False),
+        Operand.of(config.weight_quantizer, weight_buffers, columnwise=config.weight_transposed),
         args.offs,
         args.x.dtype,
         config.fprop_fast_accum,
@@ -134,7 +146,10 @@ def grouped_linear_backward(
     assert config is not None
     if not (config.input_requires_grad or config.weight_requires_grad):
         return None, None
-    return grouped_backward_products(args, quantize_tensor(dy.contiguous(), grouped_grad_output_quantizer(args)))
+    assert args.offs is not None
+    return grouped_backward_products(
+        args, quantize_groups(dy.contiguous(), args.offs, grouped_grad_output_quantizer(args))
+    )
 
 
 def grouped_grad_output_quantizer(args: GroupedLinearBwdArgs) -> Quantizer:
@@ -147,18 +162,20 @@ def grouped_grad_output_quantizer(args: GroupedLinearBwdArgs) -> Quantizer:
 def grouped_backward_products(
     args: GroupedLinearBwdArgs, dy_buffers: list[torch.Tensor]
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """`grouped_linear_backward` from dy in the buffers of `grouped_grad_output_quantizer(args)`."""
+    """`grouped_linear_backward` from dy in the buffers that `quantize_groups` makes by `grouped_grad_output_quantizer(args)`."""
     config, quantizer = args.config, grouped_grad_output_quantizer(args)
     assert config is not None and args.offs is not None
     assert args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = None
     if config.input_requires_grad:
-        dy_rows = quantizer.operand(dy_buffers, columnwise=False)
-        dx = gemm_grouped(*dy_rows, *args.weight_saved, args.offs, args.x_dtype, config.dgrad_fast_accum)
+        dy_rows = Operand.of(quantizer, dy_buffers, columnwise=False)
+        weight = Operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed)
+        dx = multiply_groups(dy_rows, weight, args.offs, args.x_dtype, config.dgrad_fast_accum)
     if config.weight_requires_grad:
-        dy_columns = quantizer.operand(dy_buffers, columnwise=True)
-        operands = (*args.x_saved, *dy_columns) if config.weight_transposed else (*dy_columns, *args.x_saved)
-        dweight = gemm_grouped_columns(*operands, args.offs, args.weight_dtype, config.wgrad_fast_accum)
+        dy_columns = Operand.of(quantizer, dy_buffers, columnwise=True)
+        x_columns = Operand(config.input_quantizer, args.x_saved, columnwise=True)
+        operands = (x_columns, dy_columns) if config.weight_transposed else (dy_columns, x_columns)
+        dweight = multiply_group_columns(*operands, args.offs, args.weight_dtype, config.wgrad_fast_accum)
     return dx, dweight
 
 
@@ -177,8 +194,7 @@ def grouped_linear_forward_fake(
     out = TensorProto((x.shape[0], n), x.dtype, None, requires_grad, x.device)
     saved = []
     if config.weight_requires_grad:
-        saved.append(TensorProto(x.shape, x.dtype, config.input_quantizer, device=x.device))
-        saved[-1].update_usage(rowwise_usage=False, columnwise_usage=True)
+        saved.append(columns_proto(x, weight.shape[0], config.input_quantizer))
     if config.input_requires_grad:
         saved.append(TensorProto(weight.shape, weight.dtype, config.weight_quantizer, device=weight.device))
         saved[-1].update_usage(config.weight_transposed, not config.weight_transposed)
@@ -250,8 +266,7 @@ def grouped_linear_with_workspace(
 
     weight: what gets the gradient, None where it needs none. Its values are not read.
     """
-    groups, n, k = config.weight_quantizer.operand(list(workspace), columnwise=config.weight_transposed)[0].shape
-    shape = (groups, k, n) if config.weight_transposed else (groups, n, k)
+    shape = config.stored_shape(workspace, offs.shape[0])
     proto = TensorProto(shape, x.dtype, device=x.device) if weight is None else to_tensor_proto(weight)
     out, saved = grouped_linear_forward_fake(to_tensor_proto(x), proto, config)
     if config.input_requires_grad:

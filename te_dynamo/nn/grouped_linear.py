@@ -18,7 +18,8 @@ from te_dynamo.recipe import Recipe
 class GroupedLinear(QuantizedModule):
     """num_gemms linears without bias, each of its own rows. State: weight0, weight1, ... [out_features, in_features].
 
-    Only current scaling has grouped GEMMs: another recipe, or its backward in high precision, is an InvalidOptionError.
+    A recipe without grouped GEMMs, NVFP4 or a backward in high precision, is an InvalidOptionError, and so are out_features that are no
+    multiple of 128 in a recipe with scales of blocks.
     """
 
     def __init__(
@@ -38,9 +39,15 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter(f"weight{group}", weight)
 
     def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
-        if not self.recipe.input_quantizer().grouped_gemms or self.recipe.backward != "quantized":
+        recipe, multiple = self.recipe, self.recipe.weight_quantizer().experts_begin_at
+        if recipe.input_quantizer().no_groups_reason() or recipe.backward != "quantized":
             raise InvalidOptionError(
-                f"te_dynamo.nn.GroupedLinear: {self.recipe.describe()} has no grouped GEMM; float8_current_scaling has"
+                f"te_dynamo.nn.GroupedLinear: {recipe.describe()} has no grouped GEMM; float8_current_scaling, "
+                "float8_block_scaling and mxfp8 have"
+            )
+        if self.out_features % multiple:
+            raise InvalidOptionError(
+                f"te_dynamo.nn.GroupedLinear: out_features = {self.out_features}: {recipe.describe()} needs a multiple of {multiple}"
             )
         return GroupedLinearConfig.for_weight(
             self.recipe,

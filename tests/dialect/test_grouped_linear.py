@@ -194,10 +194,10 @@ def test_bad_input() -> None:
         TensorProto((4,), torch.bfloat16, Float8GroupedQuantizer())
     good = config()
     with pytest.raises(
-        QuantizationError, match=r"expected x and dy in current scaling .* got e4m3\[row\+column\], e4m3"
+        QuantizationError, match=r"expected x, the weight and dy in one format, got e4m3\[row\+column\], e4m3"
     ):
         dataclasses.replace(good, weight_quantizer=Float8CurrentScalingQuantizer())
-    with pytest.raises(QuantizationError, match="grouped linear: expected x and dy in current scaling"):
+    with pytest.raises(QuantizationError, match="grouped linear: expected x, the weight and dy in one format"):
         dataclasses.replace(good, input_quantizer=Float8BlockQuantizer())
     with pytest.raises(QuantizationError, match=r"got .*None"):
         dataclasses.replace(good, grad_output_quantizer=None)

@@ -242,7 +242,7 @@ def test_other_quantizers_draw_nothing() -> None:
 
 
 def test_what_kernels_can_do_for_each_format() -> None:
-    abilities = ("one_scale", "fused_producers", "fused_sums", "stacks", "grouped_gemms")
+    abilities = ("one_scale", "fused_producers", "fused_sums", "stacks")
     formats = {format.__name__: [name for name in abilities if getattr(format, name)] for format in FORMATS}
     assert formats == {
         "Float8CurrentScalingQuantizer": list(abilities),
@@ -255,12 +255,12 @@ def test_what_kernels_can_do_for_each_format() -> None:
 
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)
 def test_weights_of_groups_are_held_as_one_weight_is(quantizer: Quantizer) -> None:
-    if not quantizer.grouped_gemms:
+    if quantizer.no_groups_reason():
         with pytest.raises(QuantizationError, match="there is no grouped GEMM for it"):
             quantizer.for_groups(True, False)
         return
-    weights = torch.stack([torch.randn(32, 64) * scale for scale in (1.0, 100.0)])
-    stacked = quantize_tensor(weights, quantizer.for_groups(True, True))
-    apart = [quantize_tensor(weight, quantizer) for weight in weights]
-    for index, parts in enumerate(apart):
-        assert all(same_bits(a[index].view(b.shape), b) for a, b in zip(stacked, parts, strict=True))
+    weights = torch.stack([torch.randn(128, 64) * scale for scale in (1.0, 100.0)])
+    for usage in ((True, False), (False, True)):
+        stacked = quantizer.for_groups(*usage).quantize(weights).dequantize()
+        apart = [quantizer.with_usage(*usage).quantize(weight).dequantize() for weight in weights]
+        assert same_bits(stacked, torch.stack(apart))

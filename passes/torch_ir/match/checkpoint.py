@@ -84,8 +84,7 @@ def _of_grouped_linear(
     x: torch.Tensor, weight: torch.Tensor | None, offs: torch.Tensor, config: Any, workspace: Any = ()
 ) -> Iterator[Call]:
     if weight is None:
-        codes = config.weight_quantizer.operand(list(workspace), columnwise=config.weight_transposed)[0]
-        weight = x.new_empty(codes.shape).transpose(1, 2) if config.weight_transposed else x.new_empty(codes.shape)
+        weight = x.new_empty(config.stored_shape(workspace, offs.shape[0]))
     yield _aten._grouped_mm.default, (x, weight, offs)
 
 

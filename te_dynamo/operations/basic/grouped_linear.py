@@ -33,8 +33,8 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
     Extra input: offs, int32 [G], ascending, the end of each group's rows; it has no gradient and is read on the device alone.
     Groups may be empty. Rows of y and dx behind the last group are zero.
 
-    recipe: None takes that of the Sequential. Grouped GEMMs are there for current scaling with a quantized backward, as in
-    te.grouped_linear; in any other recipe, and without one, it is torch.nn.functional.grouped_mm in the precision of x.
+    recipe: None takes that of the Sequential. Grouped GEMMs are there for current scaling, block scaling and MXFP8 with a quantized
+    backward, as in te.grouped_linear; in any other recipe, and without one, it is torch.nn.functional.grouped_mm in the precision of x.
 
     Saves offs and what te.grouped_linear saves: the columnwise x if the weight needs a gradient, the columnwise weight if x does;
     in high precision x and the weight themselves.
@@ -54,8 +54,14 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
         super().__post_init__()
         check_settings(self, "num_groups", "in_features", "out_features")
         recipe = self._grouped_recipe()
-        if recipe is not None and (self.in_features % recipe.alignment or self.out_features % recipe.alignment):
+        if recipe is None:
+            return
+        if self.in_features % recipe.alignment or self.out_features % recipe.alignment:
             raise InvalidOptionError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")
+        if self.out_features % (multiple := recipe.weight_quantizer().experts_begin_at):
+            raise InvalidOptionError(
+                f"{self._name()}: {recipe.gemms} of experts need out_features to be a multiple of {multiple}"
+            )
 
     def _name(self) -> str:
         return f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
@@ -73,7 +79,7 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
     def _grouped_recipe(self) -> Optional[Recipe]:
         """The recipe, if there are grouped GEMMs for it."""
         recipe = self.recipe
-        if recipe is None or not recipe.input_quantizer().grouped_gemms or recipe.backward != "quantized":
+        if recipe is None or recipe.input_quantizer().no_groups_reason() or recipe.backward != "quantized":
             return None
         return recipe
 

@@ -24,6 +24,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.dialect.grouped import quantize_groups
 from te_dynamo.dialect.grouped_linear import grouped_backward_products, grouped_grad_output_quantizer
 from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation
@@ -36,7 +37,6 @@ from te_dynamo.operations.fused.quantized import DIALECT_GATED, activation_gradi
 from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.saves import FuserSavesAll
-from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe
 
@@ -81,7 +81,7 @@ class GroupedMLP(FuserSavesAll, FusedOperation):
         first, activation, second = ctxs
         if _recomputes([ctx.requires_grad for ctx in ctxs]):
             offs, *weight = second.saved_tensors
-            second = second.with_saved([offs, *self._second_input(activation, second.requires_grad), *weight])
+            second = second.with_saved([offs, *self._second_input(activation, second.requires_grad, offs), *weight])
         da, *grads = backward_chain(self.ops[2:], [second], grad_output, grad_extra_outputs[2:])
         dx, *grads_before = self._first_backward([first, activation], da, grad_extra_outputs[:2])
         params, extra_inputs = (before + after for before, after in zip(grads_before, grads, strict=True))
@@ -94,11 +94,9 @@ class GroupedMLP(FuserSavesAll, FusedOperation):
         linear, activation, _ = self.ops
         gated = activation.activation() if isinstance(activation, Scaled) else activation
         assert isinstance(linear, GroupedLinear)
-        if (
-            type(gated) not in DIALECT_GATED
-            or not ctxs[0].requires_grad.any()
-            or linear.config(ctxs[0].requires_grad) is None
-        ):
+        config = linear.config(ctxs[0].requires_grad)
+        fuses = config is not None and config.input_quantizer.fused_producers
+        if type(gated) not in DIALECT_GATED or not ctxs[0].requires_grad.any() or not fuses:
             return backward_chain(self.ops[:2], ctxs, da, grad_extra_outputs)
         h, *scales = ctxs[1].saved_tensors
         extra: tuple[Optional[torch.Tensor], ...] = ()
@@ -112,8 +110,10 @@ class GroupedMLP(FuserSavesAll, FusedOperation):
         dx, dweight = grouped_backward_products(args, buffers)
         return dx, [(dweight,), ()], [(None,), extra]
 
-    def _second_input(self, ctx: OperationContext, requires_grad: RequiresGrad) -> list[torch.Tensor]:
-        """What the second linear's own forward saves of its input. ctx: the activation's."""
+    def _second_input(
+        self, ctx: OperationContext, requires_grad: RequiresGrad, offs: Optional[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the second linear's own forward saves of its input. ctx: the activation's; offs: the second linear's."""
         _, activation, linear = self.ops
         assert isinstance(linear, GroupedLinear)
         h, *scales = ctx.saved_tensors
@@ -129,7 +129,8 @@ class GroupedMLP(FuserSavesAll, FusedOperation):
         if config is None:
             return [a]
         quantizer = config.input_quantizer.with_usage(rowwise=False, columnwise=True)
-        return [*quantizer.operand(quantize_tensor(a.contiguous(), quantizer), columnwise=True)]
+        assert offs is not None
+        return [*quantizer.operand(quantize_groups(a.contiguous(), offs, quantizer), columnwise=True)]
 
 
 def _recomputes(requires_grad: Sequence[RequiresGrad]) -> bool:

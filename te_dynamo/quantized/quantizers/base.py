@@ -57,8 +57,8 @@ class Quantizer(metaclass=OpaqueMeta):
     stacks: ClassVar[bool] = False
     """Whether tensors of several linears may be one operand with a scale each (te.quantize_stacked, te.gemm_stacked)."""
 
-    grouped_gemms: ClassVar[bool] = False
-    """Whether there are GEMMs of groups of rows (te.gemm_grouped), by weights that `for_groups` says how to hold."""
+    experts_begin_at: ClassVar[int] = 1
+    """Where the experts of a weight [G, N, K] may begin, read as [G N, K]: a multiple of it, so that none shares a block with another."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -118,9 +118,13 @@ class Quantizer(metaclass=OpaqueMeta):
         """Whether columnwise data is the rows of x^T, not in the order of x."""
         return True
 
+    def no_groups_reason(self) -> str:
+        """Why no GEMM multiplies groups of rows of a tensor held so (te.gemm_grouped and its like), "" where one does."""
+        return "there is no grouped GEMM for it"
+
     def for_groups(self, rowwise: bool, columnwise: bool) -> Quantizer:
         """How the weights [G, N, K] of grouped GEMMs are held, each as this quantizer holds one. QuantizationError without such GEMMs."""
-        raise QuantizationError(f"{self.describe()}: there is no grouped GEMM for it")
+        raise QuantizationError(f"{self.describe()}: {Quantizer.no_groups_reason(self)}")
 
     def for_block_scales(self) -> Quantizer:
         """The same values with scales as tensor cores read them that apply the scales of blocks; itself where it has no such scales."""

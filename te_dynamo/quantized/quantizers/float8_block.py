@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class Float8BlockQuantizer(Float8Quantizer):
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
 
+    experts_begin_at: ClassVar[int] = BLOCK
+
     block_dims: int = 1
     power_of_two_scale: bool = True
     amax_epsilon: float = 0.0
@@ -51,6 +53,12 @@ class Float8BlockQuantizer(Float8Quantizer):
                 f"block_dims: expected 1 (blocks of 1x128) or 2 (blocks of 128x128), got {self.block_dims!r}"
             )
         check_amax_epsilon(self.amax_epsilon)
+
+    def no_groups_reason(self) -> str:
+        return "" if self.block_dims == 1 else "blocks of 128 rows would be two experts'"
+
+    def for_groups(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
+        return self._using(rowwise, columnwise)
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
         return Float8BlockQuantizer(

@@ -31,12 +31,14 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     fused_producers: ClassVar[bool] = True
     fused_sums: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
-    grouped_gemms: ClassVar[bool] = True
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
         return Float8CurrentScalingQuantizer(
             rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
         )
+
+    def no_groups_reason(self) -> str:
+        return ""
 
     def for_groups(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
         return Float8GroupedQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)

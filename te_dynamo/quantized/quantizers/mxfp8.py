@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class MXFP8Quantizer(Float8Quantizer):
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """
 
+    experts_begin_at: ClassVar[int] = 128  # of either block: GEMMs contract 128 values at a time
+
     scale_block: int = 32
     swizzled: bool = False
 
@@ -52,6 +54,12 @@ class MXFP8Quantizer(Float8Quantizer):
 
     def transposes_columns(self) -> bool:
         return self.scale_block != BLOCK
+
+    def no_groups_reason(self) -> str:
+        return ""
+
+    def for_groups(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
+        return self._using(rowwise, columnwise)
 
     def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
         return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block, self.swizzled)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.float8_block import Float8BlockQuantizer
-from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 from te_dynamo.quantized.quantizers.mxfp8 import MXFP8Quantizer
 from te_dynamo.quantized.quantizers.nvfp4 import NVFP4Quantizer
 
@@ -27,14 +26,22 @@ def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
 
 def check_grouped_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
     """Raises QuantizationError unless grouped GEMMs multiply the operands of a grouped linear, weight [G, N, K]."""
-    if not x.grouped_gemms or not isinstance(weight, Float8GroupedQuantizer) or dy is None or not dy.grouped_gemms:
-        raise QuantizationError(
-            "grouped linear: expected x and dy in current scaling and the weight in Float8GroupedQuantizer, got "
-            + ", ".join(q.describe() if q else "None" for q in (x, weight, dy))
-        )
+    given = ", ".join(q.describe() if q else "None" for q in (x, weight, dy))
+    if dy is None:
+        raise QuantizationError(f"grouped linear: expected quantized gradients, got {given}")
+    for quantizer in (x, dy):
+        if reason := quantizer.no_groups_reason():
+            raise QuantizationError(f"grouped linear: {quantizer.describe()}: {reason}; got {given}")
+    if type(dy) is not type(x) or type(weight) is not type(x.for_groups(True, True)) or _scale_blocks(x, weight, dy) > 1:
+        raise QuantizationError(f"grouped linear: expected x, the weight and dy in one format, got {given}")
     for gemm, a, b in (("fprop", x, weight), ("dgrad", dy, weight), ("wgrad", dy, x)):
         if _both_e5m2(a, b):
             raise QuantizationError(f"{gemm}: e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one in e4m3")
+
+
+def _scale_blocks(*quantizers: Quantizer) -> int:
+    """How many sizes of scale blocks of MXFP8 there are."""
+    return len({getattr(quantizer, "scale_block", 0) for quantizer in quantizers})
 
 
 def _both_e5m2(a: Quantizer, b: Quantizer) -> bool:

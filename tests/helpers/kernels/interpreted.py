@@ -53,6 +53,9 @@ def create_inline_asm(
     self: Any, asm: str, constraints: str, values: list[TensorHandle], kinds: list[Any], pure: bool, pack: int
 ) -> Any:
     """Those that the kernels of block-scaled formats have, by the words of the PTX manual."""
+    if "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1" in asm:  # four values, the first in the lowest byte
+        codes = [e4m3(value.data).astype(np.uint32) << 8 * place for place, value in enumerate(values)]
+        return _results(TensorHandle(sum(codes[1:], codes[0]).view(np.int32), tl.int32))
     first, second = (value.data for value in values)
     if asm.startswith("mul.rn.f32"):
         return _results(TensorHandle(first * second, tl.float32))

@@ -4,7 +4,7 @@
     y = torch.cat([F.linear(piece, expert.weight) for piece, expert in zip(pieces, experts)])
 
 Only this form is one product: every piece, in order, is read by its linear, and what these give goes nowhere else. In
-any other loop each linear becomes a te.linear of its own. The weights are put into one tensor for the call, which costs
+any other loop, and in recipes with scales of blocks, each linear becomes a te.linear of its own. The weights are put into one tensor for the call, which costs
 a copy of them (once a step where quantized weights are kept); parameters in one tensor and F.grouped_mm do not.
 """
 
@@ -34,6 +34,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     sole_user,
     tensor_of,
 )
+from te_dynamo.recipe import Recipe
 
 __all__ = ["match_expert_loop"]
 
@@ -61,7 +62,8 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
     recipe = records[0][1]
     if recipe is None or any(other != recipe for _, other in records) or None in rows:
         return []
-    if recipe_reason(recipe) or shape_reason(tensor_of(x).shape, (len(weights), *sizes[0][:0:-1]), recipe):
+    shape = (len(weights), *sizes[0][:0:-1])
+    if recipe_reason(recipe) or shape_reason(tensor_of(x).shape, shape, recipe, False) or not _keeps_apart(recipe):
         return []
     node.meta[RECORD] = records[0]
     graph = node.graph
@@ -75,6 +77,11 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
     for record, _ in records:
         record.groups = len(weights)
     return [record for record, _ in records]
+
+
+def _keeps_apart(recipe: Recipe) -> bool:
+    """Whether what is kept of experts in one tensor has a part for each: not where scales are those of blocks of the whole."""
+    return recipe.input_quantizer().one_scale
 
 
 def _linears(node: fx.Node) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:

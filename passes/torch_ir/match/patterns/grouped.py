@@ -86,7 +86,8 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
 
 def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Recipe) -> fx.Node:
     """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, for the user's `node`."""
-    weight, transposed = _as_stored(weight, node)
+    transposed = _stored_transposed(weight)
+    weight = _as_stored(weight, node)
     grad = tensor_of(node).requires_grad
     config = GroupedLinearConfig.for_weight(
         recipe,
@@ -98,14 +99,19 @@ def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Nod
     return emit_getitem(node.graph, results, 0)
 
 
-def _as_stored(weight: fx.Node, like: fx.Node) -> tuple[fx.Node, bool]:
-    """(the weight as it lies in memory, whether that is [G, K, N]): [G, N, K] where the user transposed that."""
-    if _is_transposition(weight):
-        return weight.args[0], False  # type: ignore[return-value]
+def _stored_transposed(weight: fx.Node) -> bool:
+    """Whether the weight [G, K, N] lies in memory as such: not where the user transposed one, or made it by strides."""
     value = tensor_of(weight)
-    if value.stride(1) == 1 and value.stride(2) != 1:
-        return emit_method(like.graph, "transpose", (weight, 1, 2), like), False
-    return weight, True
+    return not _is_transposition(weight) and (value.stride(1) != 1 or value.stride(2) == 1)
+
+
+def _as_stored(weight: fx.Node, like: fx.Node) -> fx.Node:
+    """The weight as it lies in memory: [G, K, N] if `_stored_transposed`, else [G, N, K]."""
+    if _is_transposition(weight):
+        return weight.args[0]  # type: ignore[return-value]
+    if _stored_transposed(weight):
+        return weight
+    return emit_method(like.graph, "transpose", (weight, 1, 2), like)
 
 
 def _is_transposition(weight: fx.Node) -> bool:
@@ -172,7 +178,7 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
     if dtypes[0] not in FLOATS or len(set(dtypes)) > 1:
         names = ", ".join(map(dtype_name, dtypes))
         return f"its input, weight and output are {names}; te.grouped_linear takes one of bf16, fp16 and fp32 for all"
-    return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe)
+    return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe, _stored_transposed(weight))
 
 
 def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> str:
@@ -188,20 +194,30 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
 
 def recipe_reason(recipe: Recipe) -> str:
     """Why a recipe has no grouped linear, "" for one that has."""
-    if not recipe.input_quantizer().grouped_gemms:
-        return f"a grouped GEMM of a mixture's experts; {recipe.name} has none, float8_current_scaling has"
+    for quantizer in (recipe.input_quantizer(), recipe.grad_output_quantizer()):
+        if reason := quantizer.no_groups_reason():
+            return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: {reason}"
     if recipe.backward != "quantized":
         return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"
     return ""
 
 
-def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe) -> str:
-    """Why operands of those shapes, weight [G, K, N], stay what they are; "" for those that te.grouped_linear takes."""
+def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> str:
+    """Why operands of those shapes, weight [G, K, N], stay what they are; "" for those that te.grouped_linear takes.
+
+    stored_transposed: whether the weight lies in memory as [G, K, N], not as [G, N, K].
+    """
     groups, k, n = map(fixed, weight)
     if groups is None or n is None or k is None:
         return f"its weight has the dynamic shape {list(weight)}; te.grouped_linear needs G, N and K fixed"
     if n % recipe.alignment or k % recipe.alignment or not n or not k:
         return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+    name, rows, multiple = *(("K", k) if stored_transposed else ("N", n)), recipe.weight_quantizer().experts_begin_at
+    if rows % multiple:
+        return (
+            f"{name} = {rows}: {recipe.gemms} of experts need {name} to be a multiple of {multiple}, where experts share no block of "
+            "scales"
+        )
     if not groups or any(fixed(size) == 0 for size in x[:-1]):
         return "its input has no rows"
     return ""
