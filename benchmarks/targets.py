@@ -29,22 +29,31 @@ from triton import knobs
 
 from te_dynamo.inspect.fake_cuda import fake_cuda
 from te_dynamo.kernels.activation import activation, gated
-from te_dynamo.kernels.gemm import block, current, grouped, stacked
+from te_dynamo.kernels.gemm import block, current, grouped, grouped_block, grouped_mxfp8, stacked
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
-from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, COLUMNS_TILES, GROUPED_TILES, TILES, DecodeTile, Tile
+from te_dynamo.kernels.gemm.tiles import (
+    BLOCK_TILES,
+    COLUMNS_TILES,
+    GROUPED_TILES,
+    TILES,
+    DecodeTile,
+    Tile,
+    grouped_block_tiles,
+)
 from te_dynamo.kernels.norm import add, modulate, norm
-from te_dynamo.kernels.quantize import bias_grad, float8_block, mxfp8, nvfp4, transpose
+from te_dynamo.kernels.quantize import bias_grad, float8_block, group_columns, mxfp8, nvfp4, transpose
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import grouped as quantize_grouped
 from te_dynamo.kernels.quantize import stacked as quantize_stacked
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
+from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.kernels.tiles.stacking import Stacking
 
 KINDS = {name: TARGETS[name] for name in ("l40s", "h200", "b200", "gb300", "rtx5090")} | {
@@ -91,6 +100,10 @@ def f32(*shape: int) -> Tensor:
     return torch.empty(shape, device="cuda")
 
 
+def u8(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="cuda")
+
+
 def i32(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="cuda")
 
@@ -100,9 +113,9 @@ def i32(*shape: int) -> Tensor:
 
 def launches(target: Target) -> Iterator[tuple[str, Launch, int]]:
     """(case, what launches it, the bytes of shared memory that it may take) of every kernel on a target."""
-    for tiles in (_gemms, _stacked_gemms, _block_gemms, _grouped_gemms):
+    for tiles in (_gemms, _stacked_gemms, _block_gemms, _grouped_gemms, _grouped_block_gemms):
         yield from tiles(target)
-    others = itertools.chain(_hopper_gemms(target) if target.has_wgmma else (), _others())
+    others = itertools.chain(_hopper_gemms(target) if target.has_wgmma else (), _grouped_mxfp8(), _others())
     yield from ((case, launch, target.shared_bytes) for case, launch in others)
 
 
@@ -156,7 +169,7 @@ def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             name = f"{tile.name}, 1x128 by {'128' if two_d else '1'}x128"
             yield name, functools.partial(block.gemm_block_with_tile, tile, *arguments), most
         if tile.split_k == 1:
-            codes = [torch.empty(rows, K // 32, dtype=torch.uint8, device="cuda") for rows in (M, N)]
+            codes = [u8(rows, K // 32) for rows in (M, N)]
             arguments = (f8(M, K), codes[0], f8(N, K), codes[1], bf16(N), BF16, False, False)
             yield f"{tile.name}, E8M0", functools.partial(block.gemm_block_with_tile, tile, *arguments), most
 
@@ -169,6 +182,57 @@ def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     for tile, most in candidates(COLUMNS_TILES, target):
         columns = (tile, f8(N, M), one, f8(K, M), one, offs, BF16)
         yield f"{tile.name}, columns", functools.partial(grouped.gemm_grouped_columns_with_tile, *columns), most
+
+
+def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    offs, padded = i32(GROUPS), padded_rows(M, GROUPS)
+    for two_d in (True, False):
+        for tile in grouped_block_tiles(two_d, target):
+            fitted = tile.fitted(2, target)
+            if fitted is None:
+                continue
+            most, name = (
+                fitted.shared_bytes(2, target),
+                f"{fitted.name}, grouped, 1x128 by {'128' if two_d else '1'}x128",
+            )
+            for by_columns in (False, True):
+                shape = (N, GROUPS * K) if by_columns else (GROUPS * N, K)
+                scales = [
+                    f32(*block.scale_shape(*s, square, torch.float32))
+                    for s, square in (((M, K), False), (shape, two_d))
+                ]
+                arguments = (f8(M, K), scales[0], f8(*shape), scales[1], offs, BF16, two_d, by_columns)
+                call = functools.partial(grouped_block.gemm_grouped_block_with_tile, fitted, *arguments)
+                yield f"{name}, {'dgrad' if by_columns else 'fprop'}", call, most
+            if two_d:
+                continue
+            rows = (f8(M, K), u8(M, K // 32), f8(GROUPS * N, K), u8(GROUPS * N, K // 32), offs, BF16, False, False)
+            yield f"{name}, E8M0", functools.partial(grouped_block.gemm_grouped_block_with_tile, fitted, *rows), most
+            for kind, scales in (
+                ("wgrad", [f32(padded // 128, size) for size in (N, K)]),
+                ("wgrad, E8M0", [u8(size, padded // 32) for size in (N, K)]),
+            ):
+                columns = (f8(N, padded), scales[0], f8(K, padded), scales[1], offs, BF16)
+                call = functools.partial(grouped_block.gemm_grouped_block_columns_with_tile, fitted, *columns)
+                yield f"{name}, {kind}", call, most
+
+
+def _grouped_mxfp8() -> Iterator[tuple[str, Launch]]:
+    offs, padded = i32(GROUPS), padded_rows(M, GROUPS)
+    rows, weights = (f8(M, K), u8(M, K // 32)), (f8(GROUPS * N, K), u8(GROUPS * N, K // 32))
+    for name, weight, turned in (
+        ("fprop", weights, False),
+        ("dgrad", (f8(GROUPS * K, N), u8(GROUPS * K // 32, N)), True),
+        ("dgrad 128", (f8(N, GROUPS * K), u8(N, GROUPS * K // 32)), False),
+    ):
+        call = functools.partial(grouped_mxfp8.multiply_rows, *rows, *weight, offs, BF16, turned, name != "fprop")
+        yield f"grouped MXFP8, {name}", call
+    for name, sides in (
+        ("wgrad", [(f8(padded, size), u8(padded // 32, size)) for size in (N, K)]),
+        ("wgrad 128", [(f8(size, padded), u8(size, padded // 32)) for size in (N, K)]),
+    ):
+        call = functools.partial(grouped_mxfp8.multiply_columns, *sides[0], *sides[1], offs, BF16, name == "wgrad")
+        yield f"grouped MXFP8, {name}", call
 
 
 def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
@@ -243,13 +307,18 @@ def _others() -> Iterator[tuple[str, Launch]]:
                 functools.partial(gated.gated_backward_quantize, x, x, up, kind, *norms),
             )
         yield f"bias gradient, {name}", functools.partial(bias_grad.quantize_bias_grad, x, *cast)
+    for dtype in (BF16, torch.float32):
+        tokens, offs = torch.empty(M, K, dtype=dtype, device="cuda"), i32(GROUPS)
+        name = f"columns of groups, {str(dtype).removeprefix('torch.')}"
+        yield f"{name}, 1x128", functools.partial(group_columns.quantize_block_columns, tokens, offs, E4M3, True, 0.0)
+        for size in (32, 128):
+            call = functools.partial(group_columns.quantize_mxfp8_columns, tokens, offs, E4M3, size)
+            yield f"{name}, MXFP8 {size}", call
     yield "grouped", functools.partial(quantize_grouped.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
     yield "transpose", functools.partial(transpose.transpose, f8(M, K))
     yield (
         "MXFP8 to bf16",
-        functools.partial(
-            mxfp8.dequantize_mxfp8, f8(M, K), torch.empty(M, K // 32, dtype=torch.uint8, device="cuda"), False, BF16
-        ),
+        functools.partial(mxfp8.dequantize_mxfp8, f8(M, K), u8(M, K // 32), False, BF16),
     )
 
 

@@ -34,20 +34,20 @@ class GroupedLinear(QuantizedModule):
     ) -> None:
         super().__init__(recipe)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        if out_features % (multiple := self.recipe.weight_quantizer().experts_begin_at):
+            raise InvalidOptionError(
+                f"te_dynamo.nn.GroupedLinear: out_features = {out_features}: {self.recipe.describe()} needs a multiple of {multiple}"
+            )
         for group in range(num_gemms):
             weight, _ = linear_parameters(out_features, in_features, False, device, params_dtype)
             self.register_parameter(f"weight{group}", weight)
 
     def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
-        recipe, multiple = self.recipe, self.recipe.weight_quantizer().experts_begin_at
+        recipe = self.recipe
         if recipe.input_quantizer().no_groups_reason() or recipe.backward != "quantized":
             raise InvalidOptionError(
                 f"te_dynamo.nn.GroupedLinear: {recipe.describe()} has no grouped GEMM; float8_current_scaling, "
                 "float8_block_scaling and mxfp8 have"
-            )
-        if self.out_features % multiple:
-            raise InvalidOptionError(
-                f"te_dynamo.nn.GroupedLinear: out_features = {self.out_features}: {recipe.describe()} needs a multiple of {multiple}"
             )
         return GroupedLinearConfig.for_weight(
             self.recipe,

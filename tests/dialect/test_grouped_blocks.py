@@ -122,7 +122,9 @@ def test_a_kept_weight_gives_the_same_bits(recipe: Recipe, transposed: bool) -> 
     )
 
 
-@pytest.mark.parametrize("quantizer", [Float8BlockQuantizer(), MXFP8Quantizer(), MXFP8Quantizer(scale_block=128)], ids=lambda q: q.describe())
+@pytest.mark.parametrize(
+    "quantizer", [Float8BlockQuantizer(), MXFP8Quantizer(), MXFP8Quantizer(scale_block=128)], ids=lambda q: q.describe()
+)
 def test_columns_are_those_of_the_padded_order(quantizer) -> None:
     x, _, offs = operands((5, 0, 130, 128), behind=4)
     rows, columns = quantizer.with_usage(True, False), quantizer.with_usage(False, True)
@@ -133,7 +135,9 @@ def test_columns_are_those_of_the_padded_order(quantizer) -> None:
     expected_buffers = [*quantize_tensor(x, rows), *quantize_tensor(padded, columns)]
     found = quantize_groups(x.detach(), offs, quantizer)
     assert all(same_bits(a, b) for a, b in zip(found, expected_buffers, strict=True))
-    torch.library.opcheck(quantize_group_columns, (x.detach(), offs, columns), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        quantize_group_columns, (x.detach(), offs, columns), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_groups_of_another_expert_do_not_matter() -> None:
@@ -162,7 +166,9 @@ def test_bad_input() -> None:
         dataclasses.replace(config(RECIPES[2]), weight_quantizer=MXFP8Quantizer(scale_block=128))
     x, weight, offs = operands()
     for recipe in RECIPES:
-        with pytest.raises(ValueError, match=r"b \[G N, K\], N a multiple of 128, got \(135, 160\) and \(288, 160\) of 3"):
+        with pytest.raises(
+            ValueError, match=r"b \[G N, K\], N a multiple of 128, got \(135, 160\) and \(288, 160\) of 3"
+        ):
             torch.ops.te.grouped_linear(x, weight[:, :96].contiguous(), offs, config(recipe))
         with pytest.raises(ValueError, match="the end of each group, got torch.int64"):
             torch.ops.te.grouped_linear(x, weight, offs.long(), config(recipe))

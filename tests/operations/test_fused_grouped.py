@@ -21,14 +21,14 @@ from te_dynamo.operations.fuser import OperationFuser, grouped
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.program import Program
 from te_dynamo.operations.run import Call
-from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_dynamo.testing import fake_cuda, graph_text
 
 te = torch.ops.te
 G, K, F = 3, 32, 48
 FP8 = Float8CurrentScaling()
 ACTIVATIONS = [ScaledSwiGLU(), ScaledSReLU(), SwiGLU(), GELU()]
-RECIPES = pytest.mark.parametrize("recipe", [FP8, MXFP8BlockScaling(), None], ids=["fp8", "mxfp8", "none"])
+RECIPES = pytest.mark.parametrize("recipe", [FP8, NVFP4BlockScaling(), None], ids=["fp8", "nvfp4", "none"])
 
 
 def operations(activation: BasicOperation) -> list[BasicOperation]:
@@ -81,6 +81,22 @@ def test_same_bits_and_less_is_saved(activation: BasicOperation, recipe: Any) ->
     assert kept[1] - kept[0] == (F * (-(-rows // 16) * 16) + 4 if recipe is FP8 else 2 * F * rows), (
         "a by columns, or in bf16"
     )
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["blocks", "mxfp8"])
+@pytest.mark.parametrize("activation", [ScaledSwiGLU(), GELU()], ids=lambda op: type(op).__name__)
+def test_same_bits_with_scales_of_blocks(activation: BasicOperation, recipe: Any) -> None:
+    """Columns of a that are computed again begin at the groups' borders, as those that were not saved."""
+    inputs, results = tensors(activation.num_extra_inputs == 1), []
+    for fusions in (True, False):
+        torch.manual_seed(0)
+        wide = 256 if isinstance(activation, ScaledSwiGLU) else 128
+        ops = GroupedLinear(G, K, wide), activation, GroupedLinear(G, 128, 128)
+        module = Sequential(*ops, recipe=recipe, fusions=fusions, dtype=torch.bfloat16)
+        found, size = run(module, inputs, [*module.parameters()])
+        results.append((size, found))
+    (less, fused), (more, apart) = results
+    assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True)) and less < more
 
 
 @pytest.mark.parametrize("activation", [ScaledSwiGLU(), SwiGLU()], ids=lambda op: type(op).__name__)

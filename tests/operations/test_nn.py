@@ -154,7 +154,7 @@ def test_what_is_refused() -> None:
         te_nn.LayerNormMLP(32, 32, activation="mish")
     with pytest.raises(InvalidOptionError, match="a recipe is a name"):
         te_nn.Linear(32, 32, recipe=None)
-    with pytest.raises(InvalidOptionError, match="mxfp8 has no grouped GEMM"):
-        te_nn.GroupedLinear(2, 32, 32, recipe="mxfp8")
+    with pytest.raises(InvalidOptionError, match="nvfp4 has no grouped GEMM"):
+        te_nn.GroupedLinear(2, 32, 32, recipe="nvfp4")
     with pytest.raises(InputError, match=r"m_splits \[3, 4\] are not the 8 rows in 2 groups"):
         te_nn.GroupedLinear(2, 32, 32)(tokens(), [3, 4])

@@ -19,12 +19,12 @@ from te_dynamo.operations.basic import GroupedLinear, ScaledSwiGLU
 from te_dynamo.operations.fuser import grouped
 from te_dynamo.operations.program import Program
 from te_dynamo.operations.run import Call
-from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 G, N, K = 3, 32, 48
 FP8 = Float8CurrentScaling()
-UNQUANTIZED = [None, MXFP8BlockScaling(), Float8CurrentScaling(backward="high_precision")]
-IDS = ["none", "mxfp8", "high precision backward"]
+UNQUANTIZED = [None, NVFP4BlockScaling(), Float8CurrentScaling(backward="high_precision")]
+IDS = ["none", "nvfp4", "high precision backward"]
 
 
 def module_of(recipe: Any = None, dtype: torch.dtype = torch.bfloat16) -> Sequential:
@@ -125,11 +125,32 @@ def test_compiled_whole(backend: str, recipe: Any) -> None:
 def test_the_report_lists_it() -> None:
     """With its experts where it is quantized, with the reason where not."""
     x, offs, _ = inputs_of()
-    for recipe, reason in ((FP8, ""), (MXFP8BlockScaling(), "mxfp8 has none"), (None, "its Sequential has no recipe")):
+    for recipe, reason in (
+        (FP8, ""),
+        (NVFP4BlockScaling(), "nvfp4: there is no grouped GEMM"),
+        (None, "its Sequential has no recipe"),
+    ):
         told = te_dynamo.explain(module_of(recipe), x, offs, options={"codegen": "eager"}).to_dict()
         (row,) = told["linears"]
         assert (row["matched"], row["groups"], row["shape"][1:]) == (not reason, G, (str(N), str(K)))
         assert reason in row["reason"] and row["recipe"] == ("" if reason else "float8_current_scaling")
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["blocks", "mxfp8"])
+def test_scales_of_blocks_are_te_grouped_linear(recipe: Any) -> None:
+    torch.manual_seed(0)
+    module = Sequential(GroupedLinear(G, 64, 128), recipe=recipe, dtype=torch.bfloat16)
+    (weight,), x = module.parameters(), torch.randn(21, 64).bfloat16().requires_grad_()
+    offs = torch.tensor([5, 5, 19], dtype=torch.int32)
+    config = GroupedLinearConfig.for_weight(
+        recipe, weight_transposed=False, input_requires_grad=True, weight_requires_grad=True
+    )
+    results = []
+    for y in (module(x, offs), torch.ops.te.grouped_linear(x, weight, offs, config)[0]):
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, weight))))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(InvalidOptionError, match="out_features to be a multiple of 128"):
+        Sequential(GroupedLinear(G, 64, 64), recipe=recipe)(x, offs)
 
 
 def test_each_expert_starts_like_a_linear() -> None:

@@ -32,7 +32,11 @@ def check_grouped_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) 
     for quantizer in (x, dy):
         if reason := quantizer.no_groups_reason():
             raise QuantizationError(f"grouped linear: {quantizer.describe()}: {reason}; got {given}")
-    if type(dy) is not type(x) or type(weight) is not type(x.for_groups(True, True)) or _scale_blocks(x, weight, dy) > 1:
+    if (
+        type(dy) is not type(x)
+        or type(weight) is not type(x.for_groups(True, True))
+        or _scale_blocks(x, weight, dy) > 1
+    ):
         raise QuantizationError(f"grouped linear: expected x, the weight and dy in one format, got {given}")
     for gemm, a, b in (("fprop", x, weight), ("dgrad", dy, weight), ("wgrad", dy, x)):
         if _both_e5m2(a, b):

@@ -69,9 +69,7 @@ def check_block(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: t
     codes = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, 128)]
     for operands, tile in itertools.product((columns, codes), TILES):
         want = grouped_block.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
-        assert_near(
-            grouped_block.gemm_grouped_block_columns_with_tile(tile, *operands, offs, torch.float32), want
-        )
+        assert_near(grouped_block.gemm_grouped_block_columns_with_tile(tile, *operands, offs, torch.float32), want)
 
 
 def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> None:

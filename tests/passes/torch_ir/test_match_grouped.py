@@ -14,7 +14,7 @@ import te_dynamo
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason
 from te_dynamo.rates import published
-from te_dynamo.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda
 
 G, N, K = 4, 64, 32
@@ -132,10 +132,47 @@ def test_left_with_the_reason(form: str) -> None:
     assert compiled.reasons() == [reason] and "te." not in compiled.text()
 
 
+class WideExperts(nn.Module):
+    """Weights of both layouts, whose second dimension is that of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.up = nn.Parameter(torch.randn(G, 128, 32, generator=generator).to(BF16))
+        self.down = nn.Parameter(torch.randn(G, 128, 32, generator=generator).to(BF16))
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(F.silu(F.grouped_mm(x, self.up.transpose(-2, -1), offs=offs)), self.down, offs=offs)
+
+
+@pytest.mark.parametrize(
+    "recipe", [Float8BlockScaling(), MXFP8BlockScaling(), MXFP8BlockScaling(scale_block=128)], ids=Recipe.describe
+)
+def test_recipes_with_scales_of_blocks(recipe: Recipe) -> None:
+    model, x, offs = WideExperts(), tokens(12, K), ends(2, 0, 7, 3)
+    compiled = Matched(model, recipe=recipe, run="te")
+    results = []
+    for run in (model, compiled):
+        y = run(x, offs)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
+    assert [record.recipe for record in compiled.records if record.kind == "linear"] == [recipe.describe()] * 2
+    for expected, found in zip(*results, strict=True):
+        assert 0 < (found - expected).norm() <= 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        (MXFP8BlockScaling(), "a grouped GEMM of a mixture's experts; mxfp8 has none, float8_current_scaling has"),
+        (NVFP4BlockScaling(), "a grouped GEMM of a mixture's experts; nvfp4: there is no grouped GEMM for it"),
+        (
+            Float8BlockScaling(input_block_dims=2, weight_block_dims=1),
+            "a grouped GEMM of a mixture's experts; float8_block_scaling(input_block_dims=2, weight_block_dims=1): blocks of 128 "
+            "rows would be two experts'",
+        ),
+        (
+            MXFP8BlockScaling(),
+            "K = 32: MXFP8 GEMMs of experts need K to be a multiple of 128, where experts share no block of scales",
+        ),
         (
             Float8CurrentScaling(backward="high_precision"),
             "a grouped GEMM of a mixture's experts; te.grouped_linear has no backward='high_precision'",
