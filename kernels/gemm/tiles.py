@@ -215,6 +215,10 @@ BLOCK_TILES: tuple[BlockGemmTile, ...] = (
 )
 
 
+_NARROW_BLOCK = _tile(64, 128, 4, 3, 700, ctas_per_sm=2)
+"""Of products whose operands both have a scale for each row, by groups; `tflops` is an estimate."""
+
+
 class _SpecializedBlockTile(Tile):
     """Its results leave in quarters, not halves, and scales lie in the ring beside the tiles that they scale."""
 
@@ -386,6 +390,7 @@ def choose_columns_tile(
 def grouped_block_tiles(b_two_d: bool, target: Target) -> list[BlockGemmTile]:
     """Those of BLOCK_TILES that find enough registers with groups: fewer where both operands have a scale for each row."""
     tiles = [tile for tile in BLOCK_TILES if tile.split_k == 1 and (b_two_d or tile.block_m == 64)]
+    tiles += [_NARROW_BLOCK] if target.has_wgmma and not b_two_d else []
     in_registers = not (target.has_wgmma or target.has_tensor_memory)  # operands, beside the sums
     return [tile for tile in tiles if tile.block_m == tile.block_n or not in_registers]
 

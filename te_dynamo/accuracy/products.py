@@ -172,12 +172,11 @@ def backward_sums(
         held = _quantized(weight.contiguous(), of_weight)
         args["weight_saved"] = of_weight.operand(held, columnwise=not config.weight_transposed)
     dy_quantizer = quantizer.with_usage(config.input_requires_grad, config.weight_requires_grad)
-    dy_held = product.quantized_operand(dy, dy_quantizer, third)
-    found = product.quantized_gradients(args, third, dy_held)
-    if not dy_quantizer.rowwise:  # columns may be rotated, where no value can be told
-        dy_quantizer = quantizer.with_usage(True, False)
-        dy_held = _quantized(dy, dy_quantizer)
-    sums = {"dy": quantized_sums(dy, dy_quantizer, dy_held)}
+    found = product.quantized_gradients(args, third, product.quantized_operand(dy, dy_quantizer, third))
+    of_rows = quantizer.with_usage(
+        True, False
+    )  # columns may be rotated or in another order, where no value can be told
+    sums = {"dy": quantized_sums(dy, of_rows, _quantized(dy, of_rows))}
     for name, gradient, wanted in zip(("dx", "dw"), found, exact, strict=True):
         if gradient is not None and wanted is not None:
             sums[name] = error_sums(wanted, gradient)

@@ -8,8 +8,6 @@ in their padded order, of P = padded_rows(M, G) rows (kernels/tiles/groups.py).
     quantize_groups, multiply_groups, multiply_group_columns     the same for every format
 """
 
-from typing import Optional
-
 import torch
 
 from te_dynamo.dialect.define import te_op

@@ -196,3 +196,16 @@ def test_nothing_is_warned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         te_dynamo.compare(nn.Linear(32, 32), torch.randn(8, 32))
+
+
+@pytest.mark.parametrize("recipe", ["float8_block_scaling", "mxfp8"])
+def test_experts_with_scales_of_blocks_are_measured(recipe):
+    torch.manual_seed(0)
+    model = Experts()
+    model.up, model.down = (nn.Parameter(torch.randn(4, *shape) / 12) for shape in ((128, 256), (256, 128)))
+    x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
+    rows = te_dynamo.compare(model.bfloat16(), x, options={"recipe": recipe}).rows
+    assert len(rows) == 2
+    for row in rows:
+        assert row.output_snr_db > 24 and row.dw_snr_db > 24 and row.dx_snr_db > 24
+        assert row.tensors["dy"].snr_db > 24

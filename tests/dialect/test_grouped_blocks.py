@@ -170,7 +170,7 @@ def test_bad_input() -> None:
             ValueError, match=r"b \[G N, K\], N a multiple of 128, got \(135, 160\) and \(288, 160\) of 3"
         ):
             torch.ops.te.grouped_linear(x, weight[:, :96].contiguous(), offs, config(recipe))
-        with pytest.raises(ValueError, match="the end of each group, got torch.int64"):
+        with pytest.raises(ValueError, match=r"the end of each group, got torch\.int64"):
             torch.ops.te.grouped_linear(x, weight, offs.long(), config(recipe))
     with pytest.raises(QuantizationError, match="expected columns in 1x128 blocks or MXFP8"):
         quantize_group_columns(x, offs, Float8BlockQuantizer())

@@ -176,3 +176,51 @@ gemm_grouped_kernel -> c
 transpose_kernel -> transpose
 gemm_grouped_columns_kernel -> c""",
     )
+
+
+def test_blocks_begin_at_the_groups_borders() -> None:
+    """In block scaling: columns by groups beside the rows, and products by weights that are one matrix."""
+    with kernels_everywhere():
+        captured = capture_on_fake_cuda(
+            lambda: Experts().bfloat16(),
+            inputs,
+            backward=True,
+            options={"codegen": "inductor", "rules": [("", "float8_block_scaling")]},
+        )
+    assert_expected_inline(
+        captured["forward"],
+        """\
+gate_up: bf16[4, 256, 64] = input
+x: bf16[48, 64] = input
+ends: i32[4] = input
+down: bf16[4, 128, 64] = input
+quantize: (f8e4m3[48, 64], f32[1, 48]) = te.quantize(x, e4m3 1x128[row])
+quantize_1: (f8e4m3[1024, 64], f32[8, 4], f8e4m3[64, 1024], f32[1, 8]) = te.quantize(gate_up, e4m3 128x128[row+column])
+gemm_grouped_block: bf16[48, 256] = te.gemm_grouped_block(quantize[0], quantize[1], quantize_1[0], quantize_1[1], ends, bf16, b_two_d=True, b_columnwise=False)
+split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped_block, 128, -1)
+to: f32[48, 128] = split[0].to(f32)
+neg: f32[48, 128] = aten.neg(to)
+exp: f32[48, 128] = aten.exp(neg)
+add: f32[48, 128] = aten.add(exp, 1)
+div: f32[48, 128] = aten.div(to, add)
+to_1: bf16[48, 128] = div.to(bf16)
+mul: bf16[48, 128] = aten.mul(to_1, split[1])
+quantize_2: (f8e4m3[48, 128], f32[1, 48]) = te.quantize(mul, e4m3 1x128[row])
+quantize_3: (f8e4m3[512, 64], f32[4, 4], f8e4m3[64, 512], f32[1, 4]) = te.quantize(down, e4m3 128x128[row+column])
+gemm_grouped_block_1: bf16[48, 64] = te.gemm_grouped_block(quantize_2[0], quantize_2[1], quantize_3[2], quantize_3[3], ends, bf16, b_two_d=True, b_columnwise=True)
+return gemm_grouped_block_1, x, ends, quantize_1[2], quantize_1[3], gemm_grouped_block, mul, quantize_3[0], quantize_3[1]""",
+    )
+    assert_expected_inline(
+        launches(captured["lower.backward"]),
+        """\
+quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv
+gemm_grouped_block_kernel -> c
+quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+gemm_grouped_block_columns_kernel -> c
+quantize_block_kernel -> data, scale_inv
+quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+gemm_grouped_block_kernel -> c
+quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+gemm_grouped_block_columns_kernel -> c""",
+    )

@@ -8,7 +8,7 @@ columns they have; each quantization is a launch or two. So bf16 is faster below
 narrower the linear is. A weight that is kept (te_dynamo.freeze, weight_cache="step") costs nothing to quantize: FP8 is slower where few
 tiles of the product leave multiprocessors idle. For experts all is counted: each has a weight, and few rows.
 
-Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py. For another GPU
+Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py, estimated where scales are those of blocks. For another GPU
 te_dynamo/rates.py says how its memory and its tensor cores compare; fixed times stay. That a norm or an activation writes x in FP8 for less is not
 known here: such linears are left in bf16 where FP8 would be up to a tenth faster.
 """
@@ -79,6 +79,9 @@ BYTES_PER_US = 4.2e6
 # Of experts. In inference by how forward adds up; in training wgrad, whose groups begin at any token, is the slowest.
 BF16_FLOPS_PER_US = 700e6
 _GROUPED_FLOPS_PER_US = {"fast": 1300e6, "slow": 1080e6, "training": 980e6}
+# Estimates, from the tiles that products by groups have: of an operand in 128x128 blocks, of two with a scale for each row (wgrad, and
+# E8M0), and where tensor cores apply the scales.
+_GROUPED_BLOCKS, _GROUPED_ROWS, _GROUPED_NATIVE = 980e6, 700e6, 1200e6
 BY_RULE = "a rule that names it has it in FP8 all the same"
 
 LEFT_FOR_COST = "te_dynamo_left_for_cost"
@@ -194,13 +197,15 @@ def experts_cost_reason(
 ) -> str:
     """Why G experts of [N, K] on M tokens in all stay in 16 bits, "" where FP8 is faster.
 
-    recipe:   what quantizes, current scaling.
+    recipe:   what quantizes. One that the GPU emulates is slower at any size, and chosen for its numbers.
     training: whether gradients are computed: then a copy for wgrad or dgrad is written beside each forward's, dy is quantized too.
     rates:    of the GPU. kept: whether the quantized weights outlive the call.
     """
     gain = 2 * m * n * k * (3 if training else 1)
-    kind = "training" if training else "fast" if recipe.fast_accum()[0] else "slow"
-    gain_us = gain / BF16_FLOPS_PER_US / rates.bf16 - gain / _GROUPED_FLOPS_PER_US[kind] / rates.fp8
+    flops_per_us = _grouped_flops_per_us(recipe, training, rates)
+    if flops_per_us is None:
+        return ""
+    gain_us = gain / BF16_FLOPS_PER_US / rates.bf16 - gain / flops_per_us / rates.fp8
     elements = (0 if kept else groups * n * k) + m * k + (m * n if training else 0)
     cost_us = elements * (2 + 2 + (2 if training else 1)) / BYTES_PER_US / rates.quantizing
     if cost_us <= gain_us:
@@ -209,6 +214,18 @@ def experts_cost_reason(
         f"{m // groups} tokens for each of {groups} experts are too few: quantizing takes {cost_us:.0f} us, FP8 GEMMs save "
         f"{gain_us:.0f} us ({rates}); {BY_RULE}"
     )
+
+
+def _grouped_flops_per_us(recipe: Recipe, training: bool, rates: Rates) -> float | None:
+    """Of products with experts on an H200, or as many times it as the GPU's FP8 is faster; None where the GPU emulates them."""
+    if isinstance(recipe, MXFP8BlockScaling):
+        if rates.target.has_block_scales:
+            return _GROUPED_NATIVE
+        return _GROUPED_ROWS if recipe.scale_block == 128 else None
+    if isinstance(recipe, Float8BlockScaling):
+        forward = _GROUPED_BLOCKS if recipe.weight_block_dims == 2 else _GROUPED_ROWS
+        return 3 / (2 / forward + 1 / _GROUPED_ROWS) if training else forward
+    return _GROUPED_FLOPS_PER_US["training" if training else "fast" if recipe.fast_accum()[0] else "slow"]
 
 
 @contextlib.contextmanager

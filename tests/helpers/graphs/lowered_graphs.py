@@ -212,6 +212,41 @@ CASES: dict[str, Case] = {
         lambda: (f8(64, 32), f32(1), f8(128, 32), f32(1), offsets(), torch.bfloat16, False),
         "gemm_grouped_columns_kernel -> c",
     ),
+    "gemm_grouped_block": (
+        te.gemm_grouped_block,
+        lambda: (f8(19, 64), f32(1, 20), f8(384, 64), f32(3, 4), offsets(), torch.bfloat16, True, False),
+        "gemm_grouped_block_kernel -> c",
+    ),
+    "gemm_grouped_block_columns": (
+        te.gemm_grouped_block_columns,
+        lambda: (f8(64, 384), f32(3, 64), f8(128, 384), f32(3, 128), offsets(), torch.bfloat16),
+        "gemm_grouped_block_columns_kernel -> c",
+    ),
+    "gemm_grouped_mxfp8": (
+        te.gemm_grouped_mxfp8,
+        lambda: (f8(19, 64), u8(128, 4), f8(384, 64), u8(384, 4), offsets(), torch.bfloat16, False),
+        "gemm_grouped_mxfp8_kernel -> c",
+    ),
+    "gemm_grouped_mxfp8_columns": (
+        te.gemm_grouped_mxfp8_columns,
+        lambda: (f8(384, 64), u8(12, 128), f8(384, 128), u8(12, 128), offsets(), torch.bfloat16),
+        "gemm_grouped_mxfp8_kernel -> c",
+    ),
+    "quantize_group_columns 1x128": (
+        te.quantize_group_columns,
+        lambda: (bf16(19, 64), offsets(), Float8BlockQuantizer(rowwise=False)),
+        "quantize_block_columns_kernel -> transpose, columnwise_scale_inv",
+    ),
+    "quantize_group_columns mxfp8": (
+        te.quantize_group_columns,
+        lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False)),
+        "quantize_mxfp8_columns_kernel -> columnwise_data, columnwise_scale_inv",
+    ),
+    "quantize_group_columns mxfp8 128": (
+        te.quantize_group_columns,
+        lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False, scale_block=128)),
+        "quantize_mxfp8_128_columns_kernel -> columnwise_data, columnwise_scale_inv",
+    ),
     "grouped_linear": (
         te.grouped_linear,
         lambda: (bf16(19, 64), bf16(3, 32, 64), offsets(), GROUPED_LINEAR),

@@ -40,6 +40,8 @@ PRODUCTS = {
     "block, transposed": Product(8192, 4096, 4096, scaling="128x128"),
     "experts": Product(4096, 4096, 1024, m_groups=8),
     "experts' wgrad": Product(4096, 1024, 4096, k_groups=8),
+    "experts in blocks": Product(4096, 4096, 1024, scaling="1x128", m_groups=8),
+    "experts' wgrad in blocks": Product(4096, 1024, 4096, scaling="1x128 by 1x128", k_groups=8),
 }
 
 
@@ -78,6 +80,8 @@ def test_kernels_are_candidates_where_they_can_run() -> None:
         "block, transposed": "cublaslt",
         "experts": "",
         "experts' wgrad": "specialized",
+        "experts in blocks": "",
+        "experts' wgrad in blocks": "",
     }
     assert {choice.kernel for choice in candidates(PRODUCTS["large"].plain, B200)} == {"usual", "cublaslt"}
 
@@ -188,7 +192,8 @@ def test_operands_are_those_of_the_product(name: str) -> None:
     state = torch.get_rng_state()
     a, _, b, *_ = _operands(small, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers"
-    assert a.shape == (256, 256) and b.shape[-2:] == (256, 256)
+    experts = 8 if name == "experts in blocks" else 1  # one after the other, in one matrix
+    assert a.shape == (256, 256) and b.shape[-2:] == (experts * 256, 256)
 
 
 @pytest.mark.gpu

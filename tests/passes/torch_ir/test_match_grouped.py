@@ -345,6 +345,21 @@ def test_a_rule_that_names_them_has_them_in_fp8(rule, matched: bool) -> None:
     assert [record.matched for record in compiled.records] == [matched] * 2
 
 
+def test_experts_in_blocks_gain_where_the_gpu_multiplies_them_fast() -> None:
+    """Large enough experts: in blocks everywhere; in MXFP8 with block scales; in MXFP8 that is emulated for its numbers."""
+    sizes = (2**18, 4096, 4096, 8)
+    b200 = published(TARGETS["b200"])
+    for recipe, rates, left in (
+        (Float8BlockScaling(), H200, False),
+        (MXFP8BlockScaling(scale_block=128), H200, True),
+        (MXFP8BlockScaling(scale_block=128), b200, False),
+        (MXFP8BlockScaling(), b200, False),
+        (MXFP8BlockScaling(), H200, False),
+    ):
+        for training in (False, True):
+            assert bool(experts_cost_reason(*sizes, recipe, training, rates)) == left, (recipe, rates, training)
+
+
 def test_more_tokens_repay_what_fewer_do() -> None:
     """Cost grows with the experts, gain with the tokens: between none and enough of them lies one border."""
     borders = []
