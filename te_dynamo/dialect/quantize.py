@@ -1,11 +1,11 @@
 """`te.quantize`: a tensor into the buffers of its quantizer; `te.quantize_bias_grad` with column sums beside them; `te.transpose` of its codes;
-`te.amax`, what decides its one scale.
+`te.amax`, what decides its one scale; `te.amax_bits_of_parts` and `te.quantize_parts` of rows that go to several receivers.
 
 `FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Optional
 
@@ -16,7 +16,7 @@ from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.quantize import bias_grad as bias_grad_kernels
 from te_dynamo.kernels.quantize import current as kernels
-from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4
+from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, parts
 from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
@@ -141,6 +141,20 @@ def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max|x| of a tensor of any rank >= 1, fp32 [1]: what te.quantize_with_amax takes. NaN propagates, no values give 0."""
     return plain((1,), torch.float32, x)
+
+
+@te_op(reference=parts.amax_bits_of_parts)
+def amax_bits_of_parts(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """[P]: max|x| of the first sizes[0] rows, of the sizes[1] next ones and so on, each as the int32 that its fp32 bits are."""
+    return plain((len(sizes),), torch.int32, x)
+
+
+@te_op(reference=takes_quantizer(parts.quantize_parts))
+def quantize_parts(
+    x: torch.Tensor, sizes: Sequence[int], amaxes: torch.Tensor, own_amax: torch.Tensor, quantizer: Quantizer
+) -> list[torch.Tensor]:
+    """[codes in x's shape, scale_inv [1] by own_amax]: the rows of each part with one scale, by its amax in amaxes [P]."""
+    return [plain(tuple(x.shape), quantizer.dtype, x), plain((1,), torch.float32, x)]  # type: ignore[attr-defined]
 
 
 @te_op(

@@ -5,6 +5,7 @@ from te_dynamo.passes.dialect.fusions.activation_backward_quantize import (
     fuse_gated_backward_quantize,
 )
 from te_dynamo.passes.dialect.fusions.activation_quantize import fuse_activation_quantize
+from te_dynamo.passes.dialect.fusions.all_to_all_quantize import fuse_all_to_all_quantize
 from te_dynamo.passes.dialect.fusions.gated_backward_quantize_halves import fuse_gated_backward_quantize_halves
 from te_dynamo.passes.dialect.fusions.gather_quantize import fuse_gather_quantize
 from te_dynamo.passes.dialect.fusions.gemm_add import fuse_gemm_add
@@ -19,10 +20,11 @@ from te_dynamo.passes.dialect.fusions.shared_input import fuse_shared_input
 __all__ = ["SHIPPED"]
 
 SHIPPED = {
-    "joint": (fuse_shared_input,),
+    "joint": (fuse_shared_input, fuse_all_to_all_quantize),
     "forward": (
         fuse_shared_input,
         fuse_gather_quantize,
+        fuse_all_to_all_quantize,
         fuse_gemm_bias,
         fuse_norm_quantize,
         fuse_norm_add_quantize,

@@ -50,13 +50,20 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 _ALL_GATHER = _c10d.all_gather_into_tensor.default
 
+ALL_TO_ALL = _c10d.all_to_all_single.default
+
+_COLLECTIVES = {_ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
+"""Those whose results are values of the ranks' tensors: the first argument is a rank's own, the last the group."""
+
+_ORDERS = (_aten.permute.default, _aten.clone.default, _aten.index.Tensor)
+
 _SLICE = _aten.slice.Tensor
 
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 
 
 class Gathered(NamedTuple):
-    """A te.quantize of what an all-gather gives.
+    """A te.quantize of what a collective gives: an all-gather, or an all-to-all.
 
     moves: the nodes between the two, in the order of the graph. They change the order of values, and no value.
     """
@@ -77,26 +84,27 @@ def fuse_gather_quantize(graph: Graph) -> int:
 
 
 def gathers_left(graph: Graph) -> list[str]:
-    """A sentence for each all-gather of a quantized tensor that the fusion leaves in its own precision."""
-    left = ((gathered, reason_to_leave(gathered)) for gathered in gathered_quantizations(graph))
+    """A sentence for each collective of a quantized tensor that the fusions leave in its own precision."""
+    found = itertools.chain.from_iterable(gathered_quantizations(graph, collective) for collective in _COLLECTIVES)
+    left = ((gathered, reason_to_leave(gathered)) for gathered in found)
     return [
-        f"the all-gather for {source_line(gathered.quantize) or gathered.quantize.name} is in "
+        f"the {_COLLECTIVES[gathered.gather.target]} for {source_line(gathered.quantize) or gathered.quantize.name} is in "
         f"{str(gathered.gather.meta['val'].dtype).removeprefix('torch.')}: {reason}"
         for gathered, reason in left
         if reason
     ]
 
 
-def gathered_quantizations(graph: Graph) -> Iterator[Gathered]:
-    """Every te.quantize of a graph that reads what an all-gather gives, its values moved or not."""
+def gathered_quantizations(graph: Graph, collective: torch._ops.OpOverload = _ALL_GATHER) -> Iterator[Gathered]:
+    """Every te.quantize of a graph that reads what a collective gives, its values moved or not."""
     for node in calls(graph, quantize):
-        found = _before_moves(node.args[0])
+        found = _before_moves(node.args[0], collective)
         if found is not None:
             yield Gathered(node, *found)
 
 
 def reason_to_leave(gathered: Gathered) -> str:
-    """Why an all-gather stays in its own precision; "" if codes may travel."""
+    """Why a collective stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
     chain = [gathered.gather, *gathered.moves]
     aside = {*chain, gathered.quantize, *_bias_grads(gathered)}
@@ -105,6 +113,8 @@ def reason_to_leave(gathered: Gathered) -> str:
         return f"{_described(others[0])} reads it too, beside {_described(gathered.quantize)}"
     if any(move.target is _SLICE and _drops_values(move) for move in gathered.moves):
         return "the ranks' parts are of different sizes, and some are padded"
+    if any(move.target is _aten.index.Tensor and not _is_order_of_all(move) for move in gathered.moves):
+        return "tokens are picked by indices that are not known to be an order of all of them (torch.argsort)"
     if not quantizer.fused_producers:
         return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     return ""
@@ -125,23 +135,36 @@ def _drops_values(part: Node) -> bool:
     return not joined and not statically_known_true(sym_eq(part.meta["val"].shape, whole.meta["val"].shape))
 
 
+def _is_order_of_all(move: Node) -> bool:
+    """Whether an aten.index puts all rows of a tensor into an order that aten.sort gives."""
+    tensor, indices = move.args
+    index: Any = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type, index]
+    if not isinstance(index, Node) or index.target is not operator.getitem or index.args[1] != 1:
+        return False
+    rows, order = tensor.meta["val"].shape[:1], index.meta["val"].shape  # type: ignore[union-attr]
+    sort: Any = index.args[0]
+    return sort.target in (_aten.sort.default, _aten.sort.stable) and statically_known_true(sym_eq(order, rows))
+
+
 def _bias_grads(gathered: Gathered) -> list[Node]:
-    """Every te.bias_grad that reads what the te.quantize reads, where its columns are those of a rank's part."""
+    """Every te.bias_grad that reads what the te.quantize reads, where its columns are those of a rank's part of an all-gather."""
+    if gathered.gather.target is not _ALL_GATHER:
+        return []
     part: Any = gathered.gather.args[0]
     tensor: Any = gathered.quantize.args[0]
     alike = tensor.meta["val"].shape[-1] == part.meta["val"].shape[-1]
     return [user for user in tensor.users if alike and user.target is bias_grad]
 
 
-def _before_moves(value: Any) -> tuple[Node, list[Node]] | None:
-    """(the all-gather whose values `value` has, the nodes between them in order), None for anything else."""
+def _before_moves(value: Any, collective: torch._ops.OpOverload) -> tuple[Node, list[Node]] | None:
+    """(the collective whose values `value` has, the nodes between them in order), None for anything else."""
     moves: list[Node] = []
     while isinstance(value, Node):
         moves.insert(0, value)
         if value.target is _c10d.wait_tensor.default:
             gather: Any = value.args[0]
-            return (gather, moves) if gather.target is _ALL_GATHER else None
-        if value.target in (*RESHAPES, _SLICE):
+            return (gather, moves) if gather.target is collective else None
+        if value.target in (*RESHAPES, *_ORDERS, _SLICE):
             value = value.args[0]
         elif (parts := _joined_parts(value)) is not None:
             moves[:0] = parts
@@ -181,7 +204,7 @@ def _range(part: Node) -> tuple[int, range]:
 
 def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> None:
     """All readers of a te.quantize read `own`, the codes of quantize_own, gathered; what stood there goes."""
-    part, _, group = gathered.gather.args
+    part, *_, group = gathered.gather.args
     for total in _bias_grads(gathered):
         of_part = call_like(graph, bias_grad, (part,), total)
         reduced = call_like(graph, _c10d.all_reduce.default, (of_part, "sum", group), total)
@@ -213,7 +236,7 @@ def quantize_own(graph: Graph, gathered: Gathered) -> tuple[Node, Node]:
 
 def gather_codes(graph: Graph, gathered: Gathered, own: Node, start: Node, reader: Node) -> Node:
     """float8 [M, K] of all ranks: the bytes `own` are gathered before the node `start`, and moved before `reader` as the values were."""
-    again = {gathered.gather: call_like(graph, _ALL_GATHER, (own, *gathered.gather.args[1:]), start)}
+    again = {gathered.gather: call_like(graph, gathered.gather.target, (own, *gathered.gather.args[1:]), start)}
     for node in gathered.moves:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: again.get(n, n))
         again[node] = call_like(graph, node.target, args, reader, kwargs)  # type: ignore[arg-type]
