@@ -109,7 +109,7 @@ def reason_to_leave(gathered: Gathered) -> str:
     """Why a collective stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
     chain = [gathered.gather, *gathered.moves]
-    aside = {*chain, gathered.quantize, *_bias_grads(gathered)}
+    aside = {*chain, gathered.quantize, *_bias_grads(gathered), *_sizes(gathered)}
     others = [user for node in chain for user in node.users if user not in aside]
     if others:
         return f"{_described(others[0])} reads it too, beside {_described(gathered.quantize)}"
@@ -151,6 +151,11 @@ def _is_order_of_all(move: Node) -> bool:
     rows, order = tensor.meta["val"].shape[:1], index.meta["val"].shape  # type: ignore[union-attr]
     sort: Any = index.args[0]
     return sort.target in (_aten.sort.default, _aten.sort.stable) and statically_known_true(sym_eq(order, rows))
+
+
+def _sizes(gathered: Gathered) -> list[Node]:
+    """What asks a collective's result for a size that is not known."""
+    return [user for user in gathered.gather.users if user.target is _aten.sym_size.int]
 
 
 def _is_no_expansion(node: Node) -> bool:
@@ -227,6 +232,8 @@ def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> 
         total.replace_all_uses_with(call_like(graph, _c10d.wait_tensor.default, (reduced,), total))
         graph.erase_node(total)
     rows = gather_codes(graph, gathered, own, gathered.gather, gathered.quantize)
+    for size in _sizes(gathered):
+        size.replace_input_with(gathered.gather, gathered.gather.prev)  # the collective of codes
     read_instead(gathered.quantize, rows, scale_inv, gathered.quantize)
     for items in item_users(gathered.quantize).values():
         for item in items:
