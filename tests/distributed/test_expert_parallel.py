@@ -50,11 +50,15 @@ def test_codes_travel_and_the_mixture_trains(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_four_ranks_and_other_sizes_in_each_step(four_ranks: Ranks, codegen: str) -> None:
+def test_inductors_code(ranks: Ranks) -> None:
+    results = ranks.run(expert_bodies.steps, [{**options, "codegen": "inductor"} for options in ALIKE], seconds=500)
+    check_gradients(results), check_codes(results)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_other_sizes_in_each_step(four_ranks: Ranks) -> None:
     """The second step makes sizes symbols, a third graph those that were equal to others by chance; then none compiles."""
-    cases = [{**options, "codegen": codegen} for options in ALIKE]
-    results = four_ranks.run(expert_bodies.steps, cases, 5, seconds=500)
+    results = four_ranks.run(expert_bodies.steps, ALIKE, 5, seconds=500)
     check_gradients(results, 4), check_codes(results)
     assert {result["graphs"] for of_rank in results for result in of_rank} <= {2, 3}
 
