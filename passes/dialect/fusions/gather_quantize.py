@@ -108,6 +108,8 @@ def gathered_quantizations(graph: Graph, collective: torch._ops.OpOverload = _AL
 def reason_to_leave(gathered: Gathered) -> str:
     """Why a collective stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
+    if not quantizer.fused_producers:
+        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     chain = [gathered.gather, *gathered.moves]
     aside = {*chain, gathered.quantize, *_bias_grads(gathered), *_sizes(gathered)}
     others = [user for node in chain for user in node.users if user not in aside]
@@ -117,8 +119,6 @@ def reason_to_leave(gathered: Gathered) -> str:
         return "the ranks' parts are of different sizes, and some are padded"
     if any(move.target in _PICKS and not _is_order_of_all(move) for move in gathered.moves):
         return "tokens are picked by indices that are not known to be an order of all of them (torch.argsort)"
-    if not quantizer.fused_producers:
-        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     return ""
 
 
