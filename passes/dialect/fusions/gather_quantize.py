@@ -52,10 +52,12 @@ _ALL_GATHER = _c10d.all_gather_into_tensor.default
 
 ALL_TO_ALL = _c10d.all_to_all_single.default
 
-_COLLECTIVES = {_ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
+_COLLECTIVES: dict[Any, str] = {_ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
 """Those whose results are values of the ranks' tensors: the first argument is a rank's own, the last the group."""
 
-_ORDERS = (_aten.permute.default, _aten.clone.default, _aten.index.Tensor)
+_PICKS = (_aten.index.Tensor, _aten.index_select.default)
+
+_ORDERS = (_aten.permute.default, _aten.clone.default, *_PICKS)
 
 _SLICE = _aten.slice.Tensor
 
@@ -106,17 +108,17 @@ def gathered_quantizations(graph: Graph, collective: torch._ops.OpOverload = _AL
 def reason_to_leave(gathered: Gathered) -> str:
     """Why a collective stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
+    if not quantizer.fused_producers:
+        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     chain = [gathered.gather, *gathered.moves]
-    aside = {*chain, gathered.quantize, *_bias_grads(gathered)}
+    aside = {*chain, gathered.quantize, *_bias_grads(gathered), *_sizes(gathered)}
     others = [user for node in chain for user in node.users if user not in aside]
     if others:
         return f"{_described(others[0])} reads it too, beside {_described(gathered.quantize)}"
     if any(move.target is _SLICE and _drops_values(move) for move in gathered.moves):
         return "the ranks' parts are of different sizes, and some are padded"
-    if any(move.target is _aten.index.Tensor and not _is_order_of_all(move) for move in gathered.moves):
+    if any(move.target in _PICKS and not _is_order_of_all(move) for move in gathered.moves):
         return "tokens are picked by indices that are not known to be an order of all of them (torch.argsort)"
-    if not quantizer.fused_producers:
-        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     return ""
 
 
@@ -136,14 +138,31 @@ def _drops_values(part: Node) -> bool:
 
 
 def _is_order_of_all(move: Node) -> bool:
-    """Whether an aten.index puts all rows of a tensor into an order that aten.sort gives."""
-    tensor, indices = move.args
-    index: Any = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type, index]
-    if not isinstance(index, Node) or index.target is not operator.getitem or index.args[1] != 1:
+    """Whether one of _PICKS puts all rows of a tensor into an order that aten.sort gives."""
+    tensor, *dim, picked = move.args
+    index: Any = picked[0] if isinstance(picked, (list, tuple)) and len(picked) == 1 else picked
+    if (
+        dim not in ([], [0])
+        or not isinstance(index, Node)
+        or index.target is not operator.getitem
+        or index.args[1] != 1
+    ):
         return False
     rows, order = tensor.meta["val"].shape[:1], index.meta["val"].shape  # type: ignore[union-attr]
     sort: Any = index.args[0]
     return sort.target in (_aten.sort.default, _aten.sort.stable) and statically_known_true(sym_eq(order, rows))
+
+
+def _sizes(gathered: Gathered) -> list[Node]:
+    """What asks a collective's result for a size that is not known."""
+    return [user for user in gathered.gather.users if user.target is _aten.sym_size.int]
+
+
+def _is_no_expansion(node: Node) -> bool:
+    """Whether it is an aten.expand to the shape that is there, as gradients of an index have it."""
+    if node.target is not _aten.expand.default:
+        return False
+    return statically_known_true(sym_eq(node.meta["val"].shape, node.args[0].meta["val"].shape))  # type: ignore[union-attr]
 
 
 def _bias_grads(gathered: Gathered) -> list[Node]:
@@ -163,8 +182,10 @@ def _before_moves(value: Any, collective: torch._ops.OpOverload) -> tuple[Node, 
         moves.insert(0, value)
         if value.target is _c10d.wait_tensor.default:
             gather: Any = value.args[0]
-            return (gather, moves) if gather.target is collective else None
-        if value.target in (*RESHAPES, *_ORDERS, _SLICE):
+            if gather.target is not _c10d.wait_tensor.default:
+                return (gather, moves) if gather.target is collective else None
+            value = gather
+        elif value.target in (*RESHAPES, *_ORDERS, _SLICE) or _is_no_expansion(value):
             value = value.args[0]
         elif (parts := _joined_parts(value)) is not None:
             moves[:0] = parts
@@ -210,6 +231,8 @@ def gather_own(graph: Graph, gathered: Gathered, own: Node, scale_inv: Node) -> 
         total.replace_all_uses_with(call_like(graph, _c10d.wait_tensor.default, (reduced,), total))
         graph.erase_node(total)
     rows = gather_codes(graph, gathered, own, gathered.gather, gathered.quantize)
+    for size in _sizes(gathered):
+        size.replace_input_with(gathered.gather, gathered.gather.prev)  # the collective of codes
     read_instead(gathered.quantize, rows, scale_inv, gathered.quantize)
     for items in item_users(gathered.quantize).values():
         for item in items:

@@ -38,6 +38,13 @@ def _called(target: Any, of_ranks: list[Any]) -> list[Any]:
     if target is _c10d.all_reduce.default:
         stacked = torch.stack(values)
         return [stacked.amax(0) if of_ranks[0][0][1] == "max" else stacked.sum(0)] * len(values)
+    if target is _c10d.all_to_all_single.default:
+        parts = [value.split(args[2]) for value, (args, _) in zip(values, of_ranks, strict=True)]
+        return [torch.cat(received) for received in zip(*parts, strict=True)]
+    if target is _c10d.reduce_scatter_tensor.default:
+        stacked = torch.stack(values)
+        reduced = stacked.amax(0) if of_ranks[0][0][1] == "max" else stacked.sum(0)
+        return [*reduced.chunk(len(values))]
     if target is _c10d.wait_tensor.default:
         return values
     assert isinstance(target, torch._ops.OpOverload) or target is operator.getitem, target

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import te_dynamo
 from te_dynamo.testing import count_wire
@@ -57,44 +58,57 @@ def _exchanged(x: torch.Tensor, received: list[int], sent: list[int], group: Any
 
 
 def batch(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A rank's tokens, of other sizes than the others', the experts that they go to, and the gradient of the mixture's output."""
+    """A rank's tokens, larger ones than those of the rank before, the experts that they go to, and the gradient of the mixture's output."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     x, dy = (torch.randn(TOKENS, WIDTH, generator=generator) * 2.0**rank for _ in range(2))
     chosen = torch.randint(EXPERTS, (TOKENS,), generator=generator)
     return x.bfloat16().requires_grad_(), chosen, dy.bfloat16()
 
 
-def whole(ranks: int) -> dict[str, torch.Tensor]:
-    """The gradients in one process, in the model's precision."""
-    x, chosen, dy = (torch.cat(parts) for parts in zip(*map(batch, range(ranks)), strict=True))
+def whole(ranks: int, step: int = 0) -> dict[str, torch.Tensor]:
+    """The gradients of a step in one process, in the model's precision."""
+    x, chosen, dy = (torch.cat(parts) for parts in zip(*(batch(rank, step) for rank in range(ranks)), strict=True))
     x = x.detach().requires_grad_()
     model = Mixture(0, EXPERTS, None)
     model(x, chosen, chosen.sort().values, [], []).backward(dy)
     return {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def steps(rank: int, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A step of each of the options."""
+def exchange(rank: int, step: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    """(the experts of the tokens that arrive, how many tokens each rank is sent, and sends)."""
     ranks = torch.distributed.get_world_size()
     count = EXPERTS // ranks
-    of_all = [batch(each)[1] for each in range(ranks)]
-    sizes = [[int((chosen // count == to).sum()) for to in range(ranks)] for chosen in of_all]
-    arriving = torch.cat([chosen.sort().values[chosen.sort().values // count == rank] for chosen in of_all])
+    chosen = [batch(each, step)[1].sort().values for each in range(ranks)]
+    sizes = [[int((of_rank // count == to).sum()) for to in range(ranks)] for of_rank in chosen]
+    arriving = torch.cat([of_rank[of_rank // count == rank] for of_rank in chosen])
+    return arriving, sizes[rank], [of_rank[rank] for of_rank in sizes]
+
+
+def steps(rank: int, options: list[dict[str, Any]], count: int = 1) -> list[dict[str, Any]]:
+    """The last of `count` steps, of other sizes each, with each of the options."""
+    experts = EXPERTS // torch.distributed.get_world_size()
     results = []
     for each in options:
-        model = Mixture(rank * count, count, torch.distributed.group.WORLD)
-        x, chosen, dy = batch(rank)
-        with te_dynamo.capture() as graphs, count_wire() as wire:
-            compiled = torch.compile(model, backend="te", options={"codegen": "eager", **each})
-            y = compiled(x, chosen, arriving, sizes[rank], [row[rank] for row in sizes])
-            y.backward(dy)
+        torch._dynamo.reset()
+        counters["stats"].clear()
+        model = Mixture(rank * experts, experts, torch.distributed.group.WORLD)
+        compiled = torch.compile(model, backend="te", options={"codegen": "eager", **each})
+        notes, reasons = list[str](), list[str]()
+        for step in range(count):
+            x, chosen, dy = batch(rank, step)
+            model.zero_grad()
+            with te_dynamo.capture() as graphs, count_wire() as wire:
+                y = compiled(x, chosen, *exchange(rank, step))
+                y.backward(dy)
+            notes += [note for report in graphs.reports for note in report.notes]
+            reasons += [m.reason for report in graphs.reports for m in report.matches if m.kind == "linear"]
         results.append(
             {
                 "tensors": {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in model.named_parameters()}},
                 "bytes": {(op, str(dtype)): count for (op, dtype), count in wire.bytes.items()},
-                "linears": [(m.matched, m.reason) for r in graphs.reports for m in r.matches if m.kind == "linear"],
-                "notes": [note for report in graphs.reports for note in report.notes],
+                "reasons": reasons,
+                "notes": notes,
+                "graphs": counters["stats"]["unique_graphs"],
             }
         )
-        torch._dynamo.reset()
     return results

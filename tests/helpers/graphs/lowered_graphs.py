@@ -232,6 +232,8 @@ CASES: dict[str, Case] = {
         lambda: (f8(384, 64), u8(12, 128), f8(384, 128), u8(12, 128), offsets(), torch.bfloat16),
         "gemm_grouped_mxfp8_kernel -> c",
     ),
+    "amax_bits_of_parts": (te.amax_bits_of_parts, lambda: (bf16(19, 64), [7, 12]), ""),
+    "quantize_parts": (te.quantize_parts, lambda: (bf16(19, 64), [7, 12], f32(2), f32(1), ROWS), ""),
     "quantize_group_columns 1x128": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), Float8BlockQuantizer(rowwise=False)),
