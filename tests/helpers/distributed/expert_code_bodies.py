@@ -1,4 +1,4 @@
-"""What the processes of test_expert_parallel.py do: a mixture whose experts are shared out, and whose tokens travel to them and back."""
+"""What the processes of test_expert_codes.py do: a mixture whose experts are shared out, and whose tokens travel to them and back."""
 
 from __future__ import annotations
 

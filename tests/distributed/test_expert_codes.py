@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.distributed import expert_bodies
+from helpers.distributed import expert_code_bodies
 from helpers.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -22,7 +22,7 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def check_gradients(results: list[list[dict[str, Any]]], step: int = 0) -> None:
     """Those of all ranks together are those of one process in the model's precision."""
-    expected = expert_bodies.whole(len(results), step)
+    expected = expert_code_bodies.whole(len(results), step)
     for of_options in zip(*results, strict=True):
         for name, gradient in expected.items():
             found = torch.cat([result["tensors"][name] for result in of_options])
@@ -45,20 +45,22 @@ def check_codes(results: list[list[dict[str, Any]]]) -> None:
 
 
 def test_codes_travel_and_the_mixture_trains(ranks: Ranks) -> None:
-    results = ranks.run(expert_bodies.steps, ALIKE)
+    results = ranks.run(expert_code_bodies.steps, ALIKE)
     check_gradients(results), check_codes(results)
 
 
 @pytest.mark.slow
 def test_inductors_code(ranks: Ranks) -> None:
-    results = ranks.run(expert_bodies.steps, [{**options, "codegen": "inductor"} for options in ALIKE], seconds=500)
+    results = ranks.run(
+        expert_code_bodies.steps, [{**options, "codegen": "inductor"} for options in ALIKE], seconds=500
+    )
     check_gradients(results), check_codes(results)
 
 
 @pytest.mark.slow
 def test_four_ranks_and_other_sizes_in_each_step(four_ranks: Ranks) -> None:
     """The second step makes sizes symbols, a third graph those that were equal to others by chance; then none compiles."""
-    results = four_ranks.run(expert_bodies.steps, ALIKE, 5, seconds=500)
+    results = four_ranks.run(expert_code_bodies.steps, ALIKE, 5, seconds=500)
     check_gradients(results, 4), check_codes(results)
     assert {result["graphs"] for of_rank in results for result in of_rank} <= {2, 3}
 
@@ -66,7 +68,7 @@ def test_four_ranks_and_other_sizes_in_each_step(four_ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_recipes_with_scales_of_blocks(ranks: Ranks) -> None:
     """Experts are quantized as on one process, and tokens travel in the model's precision."""
-    results = ranks.run(expert_bodies.steps, OTHERS)
+    results = ranks.run(expert_code_bodies.steps, OTHERS)
     check_gradients(results)
     for result in results[0]:
         assert not any(result["reasons"]) and ("all_to_all", "torch.uint8") not in result["bytes"]
