@@ -76,8 +76,9 @@ JOINT = {SharedSwigluResidual: {"fuse_shared_input"}}
 
 
 def test_every_shipped_fusion_of_one_half_is_in_a_model() -> None:
+    """But for what several processes are needed for (tests/distributed)."""
     for place, kind in enumerate(("forward", "backward")):
-        assert set().union(*(halves[place] for halves in FUSED.values())) == set(NAMES[kind])
+        assert set().union(*(halves[place] for halves in FUSED.values())) == set(NAMES[kind]) - {"fuse_gather_quantize"}
 
 
 @pytest.mark.slow
