@@ -208,6 +208,7 @@ class Candidate:
 
     def __init__(self, row: Row, base: Layers, layout: str, x: Tensor, grad: Tensor) -> None:
         self.row, self.x, self.grad, self.times = row, x, grad, list[float]()
+        gc.collect()
         others = _allocated(x.device)
         self.provider = PROVIDERS[row.provider]()
         self.model = copy.deepcopy(base)
