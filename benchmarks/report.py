@@ -69,6 +69,9 @@ TABLES = {
     "train_blocks_memory": Table("train_blocks", ("block",), "provider", ("peak_mib", "peak_ratio")),
     "train_blocks_rows": Table("train_blocks"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
+    "train_parallel_2gpus": Table(
+        "train_parallel_2gpus", ("model", "layout", "tokens"), "provider", ("step_ms", "speedup", "peak_ratio")
+    ),
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
     "memory_rows": Table("memory"),
     "live_memory": Table(

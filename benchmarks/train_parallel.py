@@ -261,7 +261,7 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
         try:
             candidates.append(Candidate(rows[-1], base, layout, x, grad))
         except Exception as error:  # one provider's failure is a row, not the end of the run
-            rows[-1].error = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+            rows[-1].error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         _say(f"  {name}: {rows[-1].error or 'ready'}")
     for candidate in candidates * args.rounds:
         candidate.time(args.steps)
@@ -318,7 +318,7 @@ def main() -> None:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        name = f"train_parallel-{dist.get_world_size()}"
+        name = f"train_parallel_{dist.get_world_size()}gpus"
         report.write(args.out, "train_parallel", environment.collect(str(device)), rows, name, rounds=args.rounds)
     dist.destroy_process_group()
 

@@ -115,3 +115,20 @@ def test_paths_in_a_wrapped_checkpoint() -> None:
     explanation = te_dynamo.explain(model, torch.randn(4, 32), options=EAGER)
     assert explanation.coverage == 1
     assert [row.module for row in explanation.linears] == [f"0.{name}" for name in ("gate", "up", "down")]
+
+
+def test_linears_of_one_dtensor_share_what_its_quantization_costs(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, readers = "te_dynamo.passes.torch_ir.match.patterns.linear", []
+    monkeypatch.setattr(f"{linear}._has_times", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(f"{linear}.linear_cost_reason", lambda **given: readers.append(given["x_readers"]) or "")
+    weights = [shared(mesh, torch.randn(64, 32), Shard(0)) for _ in range(3)]
+    x = shared(mesh, torch.randn(4, 16, 32), Replicate())
+
+    @torch.compile(backend="te", fullgraph=True, options=EAGER)
+    def of_one(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        return [F.linear(x, weight) for weight in weights]
+
+    of_one(x, *weights)
+    assert readers == [3, 3, 3]

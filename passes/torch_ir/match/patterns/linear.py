@@ -35,7 +35,7 @@ from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
 from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
-from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, to_shards
+from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, local, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,
@@ -115,6 +115,7 @@ def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool
         return layout
     with node.graph.inserting_before(node):
         linear, whole = to_shards(layout, product.x, product.weight, product.bias, node)
+    node.meta[LEFT_FOR_COST] = ""  # x has one reader here, not two
     shards = product_of(linear)
     assert shards is not None
     if reason := _rewrite(linear, shards, recipe, named):
@@ -279,7 +280,7 @@ def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe,
         "rates": rates_of(tensor_of(node).device),
         "weight_readers": len(weight.users),
-        "x_readers": max(1, sum(_reads(user, x) for user in x.users)),
+        "x_readers": max(1, _readers(x)),
         "kept": is_kept(weight),
     }
 
@@ -302,6 +303,17 @@ def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
     gemms += ["dgrad"] if quantized and tensor_of(product.x).requires_grad else []
     gemms += ["wgrad"] if quantized and tensor_of(product.weight).requires_grad else []
     return gemms
+
+
+def _readers(x: fx.Node) -> int:
+    """How many linears share the quantized x. Each linear of a DTensor has a node of its own for this rank's shard."""
+    if x.target is local:
+        return sum(_readers_here(user) if user.target is local else _reads(user, x.args[0]) for user in x.args[0].users)
+    return _readers_here(x)
+
+
+def _readers_here(x: fx.Node) -> int:
+    return sum(_reads(user, x) for user in x.users)
 
 
 def _reads(node: fx.Node, x: fx.Node) -> bool:
