@@ -27,7 +27,7 @@ from te_dynamo.options import Options
 if TYPE_CHECKING:
     from te_dynamo.inspect.report import Report
 
-__all__ = ["assert_same", "check_ranks", "differences", "not_compared", "tell_compiled"]
+__all__ = ["assert_same", "assert_same_where_checked", "check_ranks", "differences", "not_compared", "tell_compiled"]
 
 _ENVIRONMENT = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET")
 """What turns the compiler or the kernels off."""
@@ -84,6 +84,12 @@ def assert_same(facts: Mapping[str, str], group: Any = None, details: Mapping[st
         ranks = torch.distributed.get_process_group_ranks(group)
         texts = _gathered((dict(facts), dict(details or {})), group)
         raise RanksDifferError.of(differences(dict(zip(ranks, texts, strict=True))))
+
+
+def assert_same_where_checked(facts: Mapping[str, str]) -> None:
+    """`assert_same` in each group that `check_ranks` was called for, right now: of what would hang in a collective before the next step."""
+    for group in _watches:
+        assert_same(facts, group)
 
 
 def tell_compiled(options: Options, report: Report) -> None:

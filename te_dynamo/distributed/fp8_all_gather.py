@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from te_dynamo.dialect.quantize import INPUT_DTYPES
+from te_dynamo.distributed.check_ranks import assert_same_where_checked
 from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS, GatheredWeight
 from te_dynamo.errors import UnsupportedError
@@ -33,6 +34,8 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     two modules share, DTensors of tensor parallelism, N or K that the GEMMs do not take, recipes other than current scaling and 128x128
     blocks, blocks that a shard cuts.
 
+    After `check_ranks` the ranks compare which weights travel how, and raise RanksDifferError together: every rank makes the call.
+
     Raises UnsupportedError after `fully_shard`, on a second call, and for frozen weights; in forward for a linear that travels in FP8 and is
     not compiled with the same recipe; InvalidOptionError for options that torch.compile would refuse.
     """
@@ -41,6 +44,7 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     parsed = Options.parse(options)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     amaxes: list[GatheredWeight] = []
+    travels: dict[str, str] = {}
     for path, module in model.named_modules():
         parameter = module._parameters.get("weight")
         if type(module) is not nn.Linear or parameter is None:
@@ -50,9 +54,13 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
         reason = _reason(parameter, shared, recipe) if recipe is not None else why
         quantizer = None if recipe is None else recipe.weight_quantizer().with_usage(True, False)
         weight = GatheredWeight(module, f"{path}.weight".removeprefix("."), quantizer, amaxes, reason)
+        travels[f"fp8_all_gather of {weight.name}"] = (
+            f"left in {parameter.dtype}" if quantizer is None or reason else quantizer.describe()
+        )
         if not reason:
             amaxes.append(weight)
             _wrap(module, weight)
+    assert_same_where_checked(travels)
     return model
 
 

@@ -51,6 +51,16 @@ def test_options_alone(ranks: Ranks) -> None:
     assert "save_weights='original'" in line.partition("|")[2] and "save_weights" not in line.partition("|")[0]
 
 
+def test_weights_that_travel(ranks: Ranks) -> None:
+    name = "float8_current_scaling"
+    assert ranks.run(check_bodies.gathered, name, name) == [""] * SIZE
+    first, second = ranks.run(check_bodies.gathered, name, None)
+    assert first == second
+    up, down = lines(first)
+    assert up.startswith("fp8_all_gather of up.weight: e4m3[row] on rank 0 | left in torch.bfloat16 on rank 1")
+    assert down.startswith("fp8_all_gather of down.weight")
+
+
 @pytest.mark.parametrize("fusion", [False, True], ids=["versions", "fusion"])
 def test_at_the_call(ranks: Ranks, fusion: bool) -> None:
     first, second = ranks.run(check_bodies.environment, fusion)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from helpers.models.small_models import GeluMLP
 
 import te_dynamo
-from te_dynamo.distributed import check_ranks
+from te_dynamo.distributed import check_ranks, fp8_all_gather
 from te_dynamo.distributed.check_ranks import _watches
 from te_dynamo.errors import InputError, RanksDifferError
 from te_dynamo.testing import count_wire
 
-__all__ = ["environment", "groups", "inference", "other_group", "step"]
+__all__ = ["environment", "gathered", "groups", "inference", "other_group", "step"]
 
 
 def step(rank: int, *options: dict[str, Any] | None, alone: str = "", rows: tuple[int, ...] = (32, 32)) -> str:
@@ -68,6 +68,14 @@ def environment(rank: int, fusion: bool) -> str:
             stack.enter_context(mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}))
             stack.enter_context(mock.patch("te_dynamo.__version__", "9.9"))
         return _error(check_ranks)
+
+
+def gathered(rank: int, *recipes: str | None) -> str:
+    """Ranks that give fp8_all_gather other recipes."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget)
+        check_ranks()
+        return _error(lambda: fp8_all_gather(GeluMLP().bfloat16(), options={"recipe": recipes[rank]}))
 
 
 def groups(rank: int) -> str:
