@@ -308,7 +308,8 @@ def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
 def _readers(x: fx.Node) -> int:
     """How many linears share the quantized x. Each linear of a DTensor has a node of its own for this rank's shard."""
     if x.target is local:
-        return sum(_readers_here(user) if user.target is local else _reads(user, x.args[0]) for user in x.args[0].users)
+        whole: Any = x.args[0]
+        return sum(_readers_here(user) if user.target is local else _reads(user, whole) for user in whole.users)
     return _readers_here(x)
 
 
