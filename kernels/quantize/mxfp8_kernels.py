@@ -1,7 +1,4 @@
-"""The Triton kernels of kernels/quantize/mxfp8.py, which says what they compute and launches them.
-
-x in bf16 with rows of whole 16 bytes (PACKED) is quantized as words of two neighbours: kernels/tiles/block_words.py.
-"""
+"""The kernels that mxfp8.py launches. x in bf16 with rows of whole 16 bytes (PACKED) is read as words of two: tiles/block_words.py."""
 
 from __future__ import annotations
 
