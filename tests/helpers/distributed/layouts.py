@@ -1,4 +1,4 @@
-"""What the processes of test_layouts.py do: the same training in each layout, some steps of the same batch."""
+"""What the processes of test_distributed_layouts.py do: the same training in each layout, some steps of the same batch."""
 
 from __future__ import annotations
 
