@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from types import UnionType
@@ -84,7 +85,7 @@ class Options:
             save_weights=save_weights,
             low_memory=_flag("low_memory", options, default=True),
             regather=_flag("regather", options),
-            async_tp=_flag("async_tp", options),
+            async_tp=_async_tp(options),
             require_coverage=_share("require_coverage", options),
             sm_margin=_margin(options.get("sm_margin")),
             inductor=tuple(sorted(inductor.items())),
@@ -151,6 +152,16 @@ def _flag(name: str, options: Mapping[str, Any], default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value
+
+
+def _async_tp(options: Mapping[str, Any]) -> bool:
+    asked = _flag("async_tp", options)
+    if asked and os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1":
+        raise InvalidOptionError(
+            "te_dynamo: option 'async_tp' takes TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment of each process: torch's symmetric "
+            "memory turns NVLink multicast on otherwise, which none of its operations here uses"
+        )
+    return asked
 
 
 def _share(name: str, options: Mapping[str, Any]) -> float:

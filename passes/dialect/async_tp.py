@@ -13,8 +13,8 @@
     after     r = symm_mem.fused_scaled_matmul_reduce_scatter(z as [B, P*S, K], w[0]^T, z_scale, w[1], 'sum', 1, 1, group, [B, P*S, N], ..)
 
 Tokens of one sequence, or of sequences that are gathered whole, are rows of a matrix and dimension 0 of it. The products are torch's
-(cuBLASLt): the sums of te.gemm in another order. A collective stays by itself, and `explain` says why,
-where no such product stands beside it, or where torch has no such operation for the device.
+(cuBLASLt): the sums of te.gemm in another order. A collective stays by itself, and `explain` says why, where no such product stands
+beside it, or where torch has no such operation for the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def overlap_collectives(graph: Graph) -> tuple[int, list[str]]:
 def _gather_and_multiply(graph: Graph, codes: Node) -> str | None:
     """Why an all-gather stays by itself; "" if it is part of torch's operation now, None if `codes` are not gathered to be multiplied."""
     found = before_moves(codes.args[0], ALL_GATHER)
-    readers = [user for user in codes.users if user.target is not transpose]
+    readers = [user for user in codes.users if user.target is not transpose and user.args[0] is codes]
     if found is None or not readers:
         return None
     gather, moves = found
@@ -106,7 +106,7 @@ def _multiply_and_scatter(graph: Graph, scatter: Node) -> str | None:
     if reason := _why_no_operation("fused_scaled_matmul_reduce_scatter", shape, value) or _why_no_product(product):
         return reason
     a, a_scale, b, b_scale, bias, dtype, fast = product.args
-    if dim > 1 or dim == len(shape) - 1 or shape[-1] != product.meta["val"].shape[1]:
+    if dim not in (0, 1) or dim == len(shape) - 1 or shape[-1] != product.meta["val"].shape[1]:
         return "what is scattered is not the tokens of a product"
     if not _is_read_once(product, scatter):
         return "something else reads the product too"
@@ -156,7 +156,8 @@ def _gathered_dim(gather: Node, moves: list[Node]) -> int | None:
     if joined.target is not _aten.cat.default or source is None or [*source.args[2:]] not in ([], [0]):
         return None
     same = all(item.meta["val"].shape == part.meta["val"].shape for item in joined.args[0])  # type: ignore[union-attr]
-    return dim if same and len(whole) == len(joined.args[0]) + 2 and dim < part.meta["val"].dim() - 1 else None  # type: ignore[arg-type]
+    alone = len(whole) == gather.args[1] + 2  # type: ignore[operator]
+    return dim if same and alone and 0 <= dim < part.meta["val"].dim() - 1 else None
 
 
 def _before_parts(value: Node, ranks: Any) -> tuple[Any, int]:
@@ -168,13 +169,15 @@ def _before_parts(value: Node, ranks: Any) -> tuple[Any, int]:
 
 
 def _before_join(node: Node, ranks: Any) -> tuple[Node | None, int]:
-    """(the aten.split whose items, as many as ranks and in order, an aten.cat joins, along which dimension)."""
+    """(the aten.split whose items, all of them, as many as ranks and in order, an aten.cat joins, along which dimension)."""
     if node.target is not _aten.cat.default:
         return None, 0
     parts: Any = node.args[0]
     source = parts[0].args[0]
     in_order = [(source, index) for index in range(ranks)]
-    if source.target is not _aten.split.Tensor or [part.args for part in parts] != in_order:
+    if source.target is not _aten.split.Tensor or len(source.meta["val"]) != ranks:
+        return None, 0
+    if [part.args for part in parts] != in_order:
         return None, 0
     return source, (node.args[1] if len(node.args) > 1 else 0)  # type: ignore[return-value]
 
@@ -198,6 +201,8 @@ def _operands_moved_before(first: Node, product: Node) -> bool:
     waiting = [arg for arg in product.args[2:5] if isinstance(arg, Node)]
     while waiting:
         node = waiting.pop()
+        if node is product.args[0]:
+            return False
         if node < first or node in late:
             continue
         if node.target not in _MOVABLE and not is_copy(node):

@@ -52,7 +52,7 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 
 ALL_TO_ALL = _c10d.all_to_all_single.default
 
-_COLLECTIVES = {ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
+_COLLECTIVES: dict[Any, str] = {ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
 """Those whose results are values of the ranks' tensors: the first argument is a rank's own, the last the group."""
 
 _ORDERS = (_aten.permute.default, _aten.clone.default, _aten.index.Tensor)

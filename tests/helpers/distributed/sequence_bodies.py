@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from helpers.distributed.ranks import device, mesh
@@ -15,7 +17,7 @@ import te_dynamo
 from te_dynamo.inspect.capture import Captured
 from te_dynamo.testing import count_wire
 
-__all__ = ["block", "capture_step", "operations_on_cpu", "steps", "steps_with_operations"]
+__all__ = ["block", "capture_step", "operations_on_cpu", "steps", "steps_with_operations", "without_multicast"]
 
 MLPS: dict[str, type[nn.Module]] = {"gelu": GeluMLP, "swiglu": SwiGLU}
 COLUMN = {"gelu": ["up"], "swiglu": ["gate", "up"]}
@@ -84,7 +86,7 @@ def operations_on_cpu() -> Iterator[None]:
     """Inside, torch's operations over symmetric memory run on a CPU, as a collective and products."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    with torch.library._scoped_library("symm_mem", "IMPL") as library:
+    with without_multicast(), torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("fused_all_gather_scaled_matmul", gather_and_multiply, "CPU")
         library.impl(
             "fused_scaled_matmul_reduce_scatter", symmetric._fused_scaled_matmul_reduce_scatter_fallback, "CPU"
@@ -92,8 +94,14 @@ def operations_on_cpu() -> Iterator[None]:
         yield
 
 
+def without_multicast() -> Any:
+    """Inside, async_tp is an option that is taken."""
+    return mock.patch.dict(os.environ, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
+
+
 def steps_with_operations(*args: Any) -> list[dict[str, Any]]:
-    with operations_on_cpu():
+    """steps() with the option async_tp among its options."""
+    with without_multicast() if device().type == "cuda" else operations_on_cpu():
         return steps(*args)
 
 
@@ -115,6 +123,7 @@ def steps(
                 "gathered": {str(d).removeprefix("torch."): n for (o, d), n in wire.bytes.items() if o == "all_gather"},
                 "bytes": wire.total("all_gather"),
                 "linears": [(m.module, m.reason) for r in graphs.reports for m in r.matches if m.kind == "linear"],
+                "overlapped": sum(report.overlapped or 0 for report in graphs.reports),
                 "notes": [note for report in graphs.reports for note in report.notes],
             }
         )
