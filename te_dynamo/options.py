@@ -158,7 +158,7 @@ def _async_tp(options: Mapping[str, Any]) -> bool:
     asked = _flag("async_tp", options)
     if asked and os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1":
         raise InvalidOptionError(
-            "te_dynamo: option 'async_tp' takes TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment of each process: torch's symmetric "
+            "te_dynamo: option 'async_tp' needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment of each process: torch's symmetric "
             "memory turns NVLink multicast on otherwise, which none of its operations here uses"
         )
     return asked

@@ -131,5 +131,5 @@ def test_a_device_without_operations(rank_of_two: None) -> None:
 
 def test_multicast_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
-    with pytest.raises(InvalidOptionError, match="takes TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment"):
+    with pytest.raises(InvalidOptionError, match="needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment"):
         te_dynamo.compile(torch.nn.Linear(32, 32), async_tp=True)
