@@ -43,6 +43,7 @@ from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
 from te_dynamo.options import Options
+from te_dynamo.passes.dialect.async_tp import overlap_collectives
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
@@ -129,6 +130,10 @@ class _Compilation:
                 self._simplify(graph)
             self._fuse(graph, phase)
             self.report.notes += gathers_left(graph)
+            if self.options.async_tp:
+                overlapped, left = overlap_collectives(graph)
+                self.report.overlapped = (self.report.overlapped or 0) + overlapped
+                self.report.notes += left
             drop_unread_usages(graph)
             if self.options.low_memory:
                 make_columns_late(graph)

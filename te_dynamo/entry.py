@@ -27,6 +27,7 @@ def compile(
     save_weights: Literal["original", "quantized"] | None = None,
     low_memory: bool = True,
     regather: bool = False,
+    async_tp: bool = False,
     require_coverage: float = 0.0,
     sm_margin: int | None = None,
     inductor: Mapping[str, Any] | None = None,
@@ -46,7 +47,7 @@ def compile(
     own = {
         "recipe": recipe, "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
         "weight_cache_check": weight_cache_check, "save_weights": save_weights, "low_memory": low_memory,
-        "regather": regather,
+        "regather": regather, "async_tp": async_tp,
         "require_coverage": require_coverage, "sm_margin": sm_margin,
     }  # fmt: skip
     parsed = Options.parse({**(inductor or {}), **own}, mode)

@@ -48,11 +48,11 @@ __all__ = ["fuse_gather_quantize", "gathers_left"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
-_ALL_GATHER = _c10d.all_gather_into_tensor.default
+ALL_GATHER = _c10d.all_gather_into_tensor.default
 
 ALL_TO_ALL = _c10d.all_to_all_single.default
 
-_COLLECTIVES: dict[Any, str] = {_ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
+_COLLECTIVES: dict[Any, str] = {ALL_GATHER: "all-gather", ALL_TO_ALL: "all-to-all"}
 """Those whose results are values of the ranks' tensors: the first argument is a rank's own, the last the group."""
 
 _PICKS = (_aten.index.Tensor, _aten.index_select.default)
@@ -97,10 +97,10 @@ def gathers_left(graph: Graph) -> list[str]:
     ]
 
 
-def gathered_quantizations(graph: Graph, collective: torch._ops.OpOverload = _ALL_GATHER) -> Iterator[Gathered]:
+def gathered_quantizations(graph: Graph, collective: torch._ops.OpOverload = ALL_GATHER) -> Iterator[Gathered]:
     """Every te.quantize of a graph that reads what a collective gives, its values moved or not."""
     for node in calls(graph, quantize):
-        found = _before_moves(node.args[0], collective)
+        found = before_moves(node.args[0], collective)
         if found is not None:
             yield Gathered(node, *found)
 
@@ -167,7 +167,7 @@ def _is_no_expansion(node: Node) -> bool:
 
 def _bias_grads(gathered: Gathered) -> list[Node]:
     """Every te.bias_grad that reads what the te.quantize reads, where its columns are those of a rank's part of an all-gather."""
-    if gathered.gather.target is not _ALL_GATHER:
+    if gathered.gather.target is not ALL_GATHER:
         return []
     part: Any = gathered.gather.args[0]
     tensor: Any = gathered.quantize.args[0]
@@ -175,7 +175,7 @@ def _bias_grads(gathered: Gathered) -> list[Node]:
     return [user for user in tensor.users if alike and user.target is bias_grad]
 
 
-def _before_moves(value: Any, collective: torch._ops.OpOverload) -> tuple[Node, list[Node]] | None:
+def before_moves(value: Any, collective: torch._ops.OpOverload) -> tuple[Node, list[Node]] | None:
     """(the collective whose values `value` has, the nodes between them in order), None for anything else."""
     moves: list[Node] = []
     while isinstance(value, Node):
