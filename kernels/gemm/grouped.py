@@ -36,7 +36,7 @@ from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.groups import clamped, group_bounds, load_groups, rows_of_tile
+from te_dynamo.kernels.tiles.groups import clamped, group_bounds, rows_of_tile, tiles_of_groups
 
 # --- checks and references ----------------------------------------------------------------------------------
 
@@ -254,7 +254,9 @@ def gemm_grouped_kernel(
     b_desc = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [BLOCK_N, BLOCK_K])
     c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
     tl.assume(K > 0)
-    starts, ends, tiles = load_groups(offs, M, G, BLOCK_M, GROUPS)
+    groups = tl.arange(0, GROUPS)
+    before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    starts, ends, tiles = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), M, BLOCK_M)
     after = tl.cumsum(tiles, axis=0)
     tiles_m = tl.sum(tiles, axis=0)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -278,14 +280,14 @@ def gemm_grouped_kernel(
         store_part(c, c_desc, libdevice.mul_rn(one, scale), row, column, end, N, DESCRIPTOR_STORE)
         store_part(c, c_desc, libdevice.mul_rn(two, scale), row_2, column_2, end, N, DESCRIPTOR_STORE)
 
-    store_zeros_behind(c, offs, M, N, G)
+    store_zeros_behind(c, tl.load(offs + G - 1), M, N)
 
 
 @triton.jit
-def store_zeros_behind(c, offs, M, N, G):
-    """Zeros to the rows of c [M, N] behind the last group."""
+def store_zeros_behind(c, end, M, N):
+    """Zeros to the rows of c [M, N] behind the last group, which ends at `end`."""
     columns = tl.arange(0, 1024)
-    for row in range(clamped(tl.load(offs + G - 1), M) + tl.program_id(0), M, tl.num_programs(0)):
+    for row in range(clamped(end, M) + tl.program_id(0), M, tl.num_programs(0)):
         for column in range(0, N, 1024):
             zeros = tl.zeros((1024,), c.dtype.element_ty)
             tl.store(c + tl.cast(row, tl.int64) * N + column + columns, zeros, mask=column + columns < N)

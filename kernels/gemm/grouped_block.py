@@ -36,7 +36,7 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import round_up
-from te_dynamo.kernels.tiles.groups import group_bounds, load_groups, padded_bounds, rows_of_tile
+from te_dynamo.kernels.tiles.groups import group_bounds, padded_bounds, rows_of_tile, tiles_of_groups
 
 # --- checks and references ----------------------------------------------------------------------------------
 
@@ -266,7 +266,9 @@ def gemm_grouped_block_kernel(
     width_of_b = G * K if B_COLUMNWISE else K
     b_desc = tl.make_tensor_descriptor(b, [rows_of_b, width_of_b], [width_of_b, 1], [BLOCK_N, 128])
     c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
-    starts, ends, tiles = load_groups(offs, M, G, BLOCK_M, GROUPS)
+    groups = tl.arange(0, GROUPS)
+    before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    starts, ends, tiles = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), M, BLOCK_M)
     after = tl.cumsum(tiles, axis=0)
     tiles_m = tl.sum(tiles, axis=0)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -292,7 +294,7 @@ def gemm_grouped_block_kernel(
         store_part(c, c_desc, one, row, column, end, N, DESCRIPTOR_STORE)
         store_part(c, c_desc, two, row_2, column_2, end, N, DESCRIPTOR_STORE)
 
-    store_zeros_behind(c, offs, M, N, G)
+    store_zeros_behind(c, tl.load(offs + G - 1), M, N)
 
 
 @writes("c")
@@ -321,7 +323,9 @@ def gemm_grouped_block_columns_kernel(
     a_desc = tl.make_tensor_descriptor(a, [N, P], [P, 1], [PART_M, 128])
     b_desc = tl.make_tensor_descriptor(b, [K, P], [P, 1], [BLOCK_N, 128])
     c_desc = tl.make_tensor_descriptor(c, [G * N, K], [K, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
-    _, _, group_blocks = load_groups(offs, P, G, 128, GROUPS)
+    groups = tl.arange(0, GROUPS)
+    before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    _, _, group_blocks = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), P, 128)
     after = tl.cumsum(group_blocks, axis=0)
     all_blocks = P // 128
     tiles_m = tl.cdiv(N, BLOCK_M)

@@ -31,7 +31,7 @@ from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import Size
-from te_dynamo.kernels.tiles.groups import group_bounds, load_groups, padded_bounds, rows_of_tile
+from te_dynamo.kernels.tiles.groups import group_bounds, padded_bounds, rows_of_tile, tiles_of_groups
 
 # --- checks and references ----------------------------------------------------------------------------------
 
@@ -224,7 +224,11 @@ def gemm_grouped_mxfp8_kernel(
     b_desc = operand_descriptor(b, side_of_b, depth_of_b, B_TURNED, BLOCK_N, 128)
     a_stride = tl.cdiv(M, 128) * 128 if A_TURNED else all_blocks * 4
     b_stride = tl.cdiv(side_of_b, 128) * 128 if B_TURNED else tl.cdiv(depth_of_b, 128) * 4
-    starts, ends, tiles = load_groups(offs, K if COLUMNS else M, G, 128 if COLUMNS else BLOCK_M, GROUPS)
+    groups = tl.arange(0, GROUPS)
+    before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    starts, ends, tiles = tiles_of_groups(
+        before, tl.load(offs + groups, mask=groups < G, other=0), K if COLUMNS else M, 128 if COLUMNS else BLOCK_M
+    )
     after = tl.cumsum(tiles, axis=0)
     tiles_m = tl.cdiv(M, BLOCK_M) if COLUMNS else tl.sum(tiles, axis=0)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -258,7 +262,7 @@ def gemm_grouped_mxfp8_kernel(
         store_result(c, c, right, above + row, column + BLOCK_N // 2, end, N, False)
 
     if not COLUMNS:
-        store_zeros_behind(c, offs, M, N, G)
+        store_zeros_behind(c, tl.load(offs + G - 1), M, N)
 
 
 @triton.jit

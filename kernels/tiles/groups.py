@@ -58,11 +58,12 @@ def clamped(offset, M):
 
 
 @triton.jit
-def load_groups(offs, M, G, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """(first rows, ends, tiles of BLOCK rows) of the groups, [GROUPS] each: G rounded up to a power of two, the rest empty."""
-    groups = tl.arange(0, GROUPS)
-    starts = clamped(tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0), M)
-    ends = clamped(tl.load(offs + groups, mask=groups < G, other=0), M)
+def tiles_of_groups(before, ends, M, BLOCK: tl.constexpr):
+    """(first rows, ends, tiles of BLOCK rows) of groups [GROUPS], of the offsets before them and their own, as they are in memory.
+
+    Kernels load these by themselves: torch takes the pointer that a function is given for written where its result decides a store.
+    """
+    starts, ends = clamped(before, M), clamped(ends, M)
     return starts, ends, tl.cdiv(tl.maximum(ends - starts, 0), BLOCK)
 
 
@@ -79,6 +80,8 @@ def rows_of_tile(tile, starts, ends, tiles, after, BLOCK: tl.constexpr):
 @triton.jit
 def source_of_padded(row, offs, M, G, GROUPS: tl.constexpr):
     """(first row of x, end of its group) of the 128 rows from `row` on in x's padded order; behind the last group the end is 0."""
-    starts, ends, tiles = load_groups(offs, M, G, 128, GROUPS)
+    groups = tl.arange(0, GROUPS)
+    before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    starts, ends, tiles = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), M, 128)
     _, source, end = rows_of_tile(row // 128, starts, ends, tiles, tl.cumsum(tiles, axis=0), 128)
     return source, end

@@ -57,6 +57,10 @@ def each_operation(rank: int) -> dict[str, dict[str, tuple[int, int]]]:
     return counted
 
 
+def _graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def compiled(rank: int) -> dict[str, tuple[int, int]]:
     """Functional collectives of a compiled graph, backward with them."""
     import torch.distributed._functional_collectives as funcol
@@ -65,10 +69,10 @@ def compiled(rank: int) -> dict[str, tuple[int, int]]:
     def gathered(x: torch.Tensor) -> torch.Tensor:
         return funcol.all_gather_tensor_autograd(x * 2, 0, dist.group.WORLD).sin()
 
-    x = torch.ones(N, 2, device=device(), requires_grad=True)
+    x, before = torch.ones(N, 2, device=device(), requires_grad=True), _graphs()
     with count_wire() as wire:
         gathered(x).sum().backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert _graphs() == before + 1
     return _in_words(wire)
 
 
