@@ -28,7 +28,7 @@ def writes(*always: str, **sometimes: str) -> Callable[[T], T]:
 
 
 def updates(*tensors: str) -> Callable[[T], T]:
-    """Marks a kernel: of the tensors that it writes, those that it reads."""
+    """Marks a kernel: of the tensors that it writes, those that it reads, and those of which it writes a part and leaves the rest."""
 
     def mark(kernel: T) -> T:
         kernel.te_updates = tensors  # type: ignore[attr-defined]
