@@ -391,8 +391,9 @@ def grouped_block_tiles(b_two_d: bool, target: Target) -> list[BlockGemmTile]:
     """Those of BLOCK_TILES that find enough registers with groups: fewer where both operands have a scale for each row."""
     tiles = [tile for tile in BLOCK_TILES if tile.split_k == 1 and (b_two_d or tile.block_m == 64)]
     tiles += [_NARROW_BLOCK] if target.has_wgmma and not b_two_d else []
-    in_registers = not (target.has_wgmma or target.has_tensor_memory)  # operands, beside the sums
-    return [tile for tile in tiles if tile.block_m == tile.block_n or not in_registers]
+    # Wide tiles need a multiplication whose operands or sums lie outside the registers.
+    wide = target.has_wgmma or (target.has_tensor_memory and b_two_d)
+    return [tile for tile in tiles if wide or tile.block_m == tile.block_n]
 
 
 def choose_grouped_block_tile(
