@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models.small_models import MODELS, WIDTH, Llama, SwiGLU
+from helpers.slow import slow_but
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,7 +101,7 @@ def test_the_measured_run_is_the_users_model(name):
         torch.testing.assert_close(found.gradients[key], gradient, **tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(6, CASES))
 def test_every_linear_is_measured(name):
     model, x = build(name), inputs(name)
     found = te_dynamo.compare(model, x)

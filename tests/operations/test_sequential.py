@@ -65,7 +65,10 @@ def results_of(run: Callable[..., Any], module: Sequential, rows: int = 6) -> li
         ("aot_eager", None),
         pytest.param("inductor", None, marks=pytest.mark.slow),
         pytest.param("te", None, marks=pytest.mark.slow),
-        *[(backend, Float8CurrentScaling()) for backend in ("eager", "aot_eager", "inductor", "te")],
+        ("eager", Float8CurrentScaling()),
+        ("aot_eager", Float8CurrentScaling()),
+        pytest.param("inductor", Float8CurrentScaling(), marks=pytest.mark.slow),
+        ("te", Float8CurrentScaling()),
     ],
 )
 def test_traces_whole_under_any_backend(backend: str, recipe: Any) -> None:

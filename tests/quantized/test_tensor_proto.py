@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracles.quantizer_cases import CONFIGURATIONS, QUANTIZERS, USAGES, name
+from helpers.slow import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,7 +77,7 @@ def test_the_layout_on_the_gpu(shape: tuple[int, ...], quantizer: Quantizer, dty
     "backend",
     [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=name)
+@pytest.mark.parametrize("configuration", slow_but(5, CONFIGURATIONS), ids=name)
 def test_the_layout_in_a_graph(configuration: Quantizer, backend: str) -> None:
     """What a compiled function returns, of both: Inductor's own check of sizes and strides runs too."""
 

@@ -11,6 +11,7 @@ import torch
 import triton
 from helpers.kernels import compiled_cases as compiled
 from helpers.kernels.compiled_cases import Case, compile_case
+from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -151,7 +152,7 @@ def harmful(report: PtxReport) -> list[str]:
     return [warning for warning in report.warnings if not warning.startswith("C7519")]
 
 
-@pytest.mark.parametrize("case", QUANTIZE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_but(2, QUANTIZE_CASES), ids=lambda case: case.name)
 def test_every_byte_of_a_quantization_moves_in_wide_loads_and_stores(case: Case) -> None:
     """Bytes and halves would be what a transpose through single elements looks like; scales alone are 4-byte stores."""
     ptx = compile_case(case).ptx

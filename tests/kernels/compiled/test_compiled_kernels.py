@@ -20,6 +20,7 @@ from helpers.kernels.compiled_cases import (
     written,
 )
 from helpers.oracles.fp8_merges import unwritten_merges
+from helpers.slow import slow_but
 
 from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_reduce_kernel, kernel_options
 from te_dynamo.kernels.gemm.tiles import TILES, Tile, choose_tile
@@ -135,7 +136,7 @@ CASES: list[Case] = [*gemm_cases()]
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_but(4, CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
     assert report.spills == 0, report.log

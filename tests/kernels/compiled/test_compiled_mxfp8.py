@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 from helpers.kernels.compiled_cases import SHARED_BYTES, Case, HopperDriver, compile_case, written
+from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,7 +108,7 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_but(4, CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
     assert report.spills == 0, report.log

@@ -128,7 +128,7 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
-FAST = ("quantize gradient bf16", "hadamard_amax bf16", "dequantize", "epilogue")
+FAST = ("quantize gradient bf16", "epilogue")
 
 
 def as_parameter(case: Case) -> Any:

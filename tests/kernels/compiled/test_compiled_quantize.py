@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from helpers.kernels.compiled_quantize import POINTERS, TARGET, assert_no_spills, compile_kernel, reduction_layouts
+from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -96,14 +97,14 @@ def name_of(value: Any) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("kernel, constants, warps", list(amax_cases()), ids=name_of)
+@pytest.mark.parametrize("kernel, constants, warps", slow_but(5, amax_cases()), ids=name_of)
 def test_amax_kernel_has_wide_loads_and_no_spills(kernel, constants, warps, tmp_path):
     compiled = compile_kernel(kernel, constants, warps)
     assert set(re.findall(r"ld\.global\S*?\.(v4|v2|b16|b32|b64)\b", compiled.asm["ptx"])) == {"v4"}
     assert_no_spills(compiled, tmp_path)
 
 
-@pytest.mark.parametrize("kernel, constants, warps", list(cast_cases(8192)), ids=name_of)
+@pytest.mark.parametrize("kernel, constants, warps", slow_but(5, cast_cases(8192)), ids=name_of)
 def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, warps, tmp_path):
     compiled = compile_kernel(kernel, constants, warps)
     ptx = compiled.asm["ptx"]
@@ -138,7 +139,7 @@ def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
-@pytest.mark.parametrize("columns", [300, 4096, 16384, 32768])
+@pytest.mark.parametrize("columns", slow_but(1, [4096, 300, 16384, 32768]))
 def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
     block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}

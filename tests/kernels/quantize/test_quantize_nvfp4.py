@@ -160,7 +160,7 @@ def expected_buffers(x: torch.Tensor, usages, options, key: torch.Tensor) -> lis
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 32), (35, 50), (128, 128)])
+@pytest.mark.parametrize("shape", [(1, 32), (35, 50), pytest.param((128, 128), marks=pytest.mark.slow)])
 def test_reference_equals_an_independent_formulation(shape, kind) -> None:
     for dtype, options in itertools.product(DTYPES, OPTIONS):
         x = make(kind, shape, dtype)

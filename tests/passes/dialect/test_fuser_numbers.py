@@ -33,7 +33,7 @@ def compare(model: type[nn.Module], shape: Sequence[int], dtype: torch.dtype) ->
 
 
 ALL = [
-    pytest.param(name, rows, dtype, marks=pytest.mark.slow if name == "block" and rows == 1 else ())
+    pytest.param(name, rows, dtype, marks=pytest.mark.slow if rows == 1 or dtype is torch.float16 else ())
     for name in MODELS
     for rows in (1, 19)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -151,7 +151,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("model", KEPT)
 def test_a_result_read_in_both_precisions_is_kept(model: type[nn.Module], dtype: torch.dtype) -> None:
     """One operation writes both; the numbers are those of the two by themselves."""

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from helpers.models.gated_models import TOKENS, WIDTH, WideMLP
 from helpers.models.recipe_cases import RECIPES
 from helpers.models.snapshot_models import Block, SwigluMLP, capture_training, compiled_run, kernels_everywhere
+from helpers.slow import slow_but
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
@@ -73,7 +74,7 @@ gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quanti
     "model, shape",
     [(CheckpointedMLP, (256, 64)), pytest.param(CheckpointedBlock, (2, 128, 64), marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if "high_precision" not in name])
+@pytest.mark.parametrize("recipe", slow_but(4, [name for name in RECIPES if "high_precision" not in name]))
 def test_every_bit_is_the_same(recipe: str, model: type[nn.Module], shape: tuple[int, ...]) -> None:
     x = torch.randn(*shape, dtype=torch.bfloat16)
     options = {"codegen": "eager", "recipe": None, "rules": [("", RECIPES[recipe])]}

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from helpers.models.gated_models import INNER, TOKENS, WIDTH, WideMLP
 from helpers.models.recipe_cases import RECIPES
 from helpers.models.snapshot_models import Block, SwigluMLP, capture_training, compiled_run
+from helpers.slow import slow_but
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
@@ -80,7 +81,7 @@ quantize_stacked: (f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, 
 
 
 @pytest.mark.parametrize("recipe", ["float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("model", [SwigluMLP, Checkpointed, Mixed, Transposed])
+@pytest.mark.parametrize("model", slow_but(2, [SwigluMLP, Checkpointed, Mixed, Transposed]))
 def test_every_bit_is_the_same(model: type[nn.Module], recipe: str) -> None:
     x = torch.randn(32, 64, dtype=torch.float32 if model is Mixed else torch.bfloat16)
     options = {"codegen": "eager", "recipe": next(r for name, r in RECIPES.items() if name.startswith(recipe))}
