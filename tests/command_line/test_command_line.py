@@ -193,6 +193,7 @@ def test_debug_has_the_traceback(folder: Path, capsys: pytest.CaptureFixture[str
     assert 'raise ValueError("no such checkpoint' in told and told.splitlines()[-1].startswith("te-dynamo: ")
 
 
+@pytest.mark.slow
 def test_torch_itself_adds_no_line(folder: Path) -> None:
     command = [sys.executable, "-m", "te_dynamo", "explain", "my_models:wrong_shapes"]
     done = subprocess.run(command, env=os.environ, cwd=folder, capture_output=True, text=True, timeout=300)

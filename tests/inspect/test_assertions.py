@@ -107,6 +107,7 @@ return relu""",
         assert_graph(graph, "nothing")
 
 
+@pytest.mark.slow
 def test_expecttest_accept_writes_the_callers_literal(tmp_path: Path) -> None:
     file = tmp_path / "snapshot.py"
     source = 'from te_dynamo.testing import assert_graph\n\nassert_graph("a = input\\nreturn a", """""")\n'

@@ -58,6 +58,7 @@ def artifacts(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_torch_trace(tmp_path: Path) -> None:
     run(TORCH_TRACE=str(tmp_path))
     found = artifacts(tmp_path)

@@ -289,6 +289,7 @@ WITHOUT_TRITON = """
 """
 
 
+@pytest.mark.slow
 def test_without_triton_the_reference_runs() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", textwrap.dedent(WITHOUT_TRITON)]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers.models.recipe_cases import BY_RECIPE, DEFAULTS, RECIPES, WIDTH, assert_close, build, run, te, tokens
 from helpers.oracles.fp8_oracle import relative_error
 from helpers.oracles.quantized_oracle import quantized_linears, rounded
+from helpers.slow import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +59,7 @@ def test_a_linear_of_16_bits_rounds_once_more_at_its_end(recipe: Recipe, dtype: 
     assert_close(actual, expected, torch.finfo(dtype).eps / 4)
 
 
-@pytest.mark.parametrize("model_name", ["gelu_mlp", "swiglu", "block"])
+@pytest.mark.parametrize("model_name", slow_but(1, ["block", "gelu_mlp", "swiglu"]))
 @BY_RECIPE
 def test_a_model_equals_its_recipe_written_a_second_time(recipe: Recipe, model_name: str) -> None:
     model = build(model_name)
@@ -209,7 +210,7 @@ def test_accumulation_over_microbatches_adds_up(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)
-@pytest.mark.parametrize("recipe", [*DEFAULTS, NVFP4BlockScaling()], ids=Recipe.describe)
+@pytest.mark.parametrize("recipe", slow_but(2, [*DEFAULTS, NVFP4BlockScaling()]), ids=Recipe.describe)
 def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) -> None:
     model = build("gelu_mlp")
     compiled = te(model, recipe, dynamic=True, codegen=codegen)
@@ -280,7 +281,7 @@ def test_autocast_over_fp32_weights(recipe: Recipe) -> None:
     assert_close(actual, plain, 0.35 if isinstance(recipe, NVFP4BlockScaling) else 0.15)
 
 
-@pytest.mark.parametrize("recipe", [*DEFAULTS, NVFP4BlockScaling()], ids=Recipe.describe)
+@pytest.mark.parametrize("recipe", slow_but(2, [*DEFAULTS, NVFP4BlockScaling()]), ids=Recipe.describe)
 def test_eight_steps_lower_the_loss_as_they_do_in_bf16(recipe: Recipe) -> None:
     def train(compile_step: Callable[[Any], Any]) -> list[float]:
         model, x = build("swiglu", torch.bfloat16), tokens(dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 from helpers.models.checkpointed import Checkpointed, selective
 from helpers.models.small_models import GeluMLP, QuickGeluMLP, Residual, SquaredReluMLP
 from helpers.models.training import CODEGENS, assert_close, block, gradients, te, tokens
+from helpers.slow import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -57,7 +58,7 @@ class BesideDetached(nn.Module):
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)
-@pytest.mark.parametrize("first", [True, False], ids=["checkpoint first", "checkpoint last"])
+@pytest.mark.parametrize("first", slow_but(1, [True, False]), ids=["checkpoint first", "checkpoint last"])
 @pytest.mark.parametrize(
     ("before", "norm"),
     [(nn.Identity(), False), (nn.GELU(), False), (torch.sin, False), (nn.Identity(), True)],

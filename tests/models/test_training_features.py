@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from helpers.models.small_models import GemmaRMSNorm, Residual, SwiGLU, WrittenRMSNorm
 from helpers.models.training import CODEGENS, EAGER, SAME, assert_close, block, gradients, te, tokens
 from helpers.oracles.fp8_oracle import fp8_linears, relative_error
+from helpers.slow import slow_but
 from torch import Tensor, nn
 
 import te_dynamo
@@ -219,7 +220,16 @@ def test_batch_sizes_and_lengths_compile_once() -> None:
 @pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize(
     "norm",
-    [WrittenRMSNorm, GemmaRMSNorm, lambda: nn.RMSNorm(32), lambda: nn.RMSNorm(32, eps=1e-5), lambda: nn.LayerNorm(32)],
+    slow_but(
+        2,
+        [
+            WrittenRMSNorm,
+            GemmaRMSNorm,
+            lambda: nn.RMSNorm(32),
+            lambda: nn.RMSNorm(32, eps=1e-5),
+            lambda: nn.LayerNorm(32),
+        ],
+    ),
     ids=["written", "gemma", "rms_norm", "rms_norm_eps", "layer_norm"],
 )
 def test_norms_match_under_dynamic_shapes(norm: Callable[[], nn.Module], codegen: str) -> None:

@@ -67,8 +67,7 @@ def results_of(run: Callable[..., Any], module: Sequential, rows: int = 6) -> li
         pytest.param("te", None, marks=pytest.mark.slow),
         ("eager", Float8CurrentScaling()),
         ("aot_eager", Float8CurrentScaling()),
-        pytest.param("inductor", Float8CurrentScaling(), marks=pytest.mark.slow),
-        ("te", Float8CurrentScaling()),
+        *[pytest.param(backend, Float8CurrentScaling(), marks=pytest.mark.slow) for backend in ("inductor", "te")],
     ],
 )
 def test_traces_whole_under_any_backend(backend: str, recipe: Any) -> None:

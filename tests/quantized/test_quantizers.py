@@ -104,6 +104,7 @@ with tempfile.NamedTemporaryFile() as file:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_a_process_group_is_a_type_error() -> None:
     """In a process of its own: a process group belongs to a process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.oracles.quantizer_cases import CONFIGURATIONS, QUANTIZERS, key, name, same_bits
+from helpers.slow import slow_but
 
 from te_dynamo import (
     Float8BlockQuantizer,
@@ -74,7 +75,7 @@ def test_a_storage_of_another_format() -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
-@pytest.mark.parametrize("quantizer", CONFIGURATIONS, ids=name)
+@pytest.mark.parametrize("quantizer", slow_but(5, CONFIGURATIONS), ids=name)
 def test_rebuilt_inside_a_graph(quantizer: Quantizer, backend: str) -> None:
     """By the class's name, and with nothing but tensors going in and out."""
 

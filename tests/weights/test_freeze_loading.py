@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.small_models import Attention
+from helpers.slow import slow_but
 from helpers.weights.kept_weights import WIDTH, assert_same, block, linear, product, te, tokens
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,7 +86,7 @@ FAILING = [_wrong_shape, _wrong_shape_assigned, _no_tensor, _swapped, _hook_befo
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("called", [True, False], ids=["quantized", "not quantized yet"])
+@pytest.mark.parametrize("called", slow_but(1, [True, False]), ids=["quantized", "not quantized yet"])
 @pytest.mark.parametrize("load", FAILING)
 def test_a_load_that_fails_changes_nothing(load: Callable[[nn.Module], None], called: bool, quantized) -> None:
     model, x = two_linears(), tokens(32)

@@ -27,7 +27,8 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("part", ["special", pytest.param("every", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["special", "every"])
 def test_kernels_equal_the_reference_in_the_interpreter(part: str) -> None:
     run_in_interpreter(__file__, part)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.slow import slow_but
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -67,7 +68,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 
 
 @pytest.mark.skipif(not INSTALLED, reason="compiles kernels")
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", slow_but(2, KERNELS))
 def test_an_early_kernel_waits_first(name: str) -> None:
     kernel, args, constexprs = KERNELS[name]
     lines = compile_for(kernel, args=args, constexprs={**constexprs, "EARLY": True}, num_warps=4).ptx.splitlines()

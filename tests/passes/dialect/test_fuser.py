@@ -17,6 +17,7 @@ from helpers.models.snapshot_models import (
     compiled_run,
     shape_for,
 )
+from helpers.slow import slow_but
 from torch import fx
 
 import te_dynamo
@@ -197,7 +198,7 @@ def test_phases_that_a_fusion_sees(registered: Any, monkeypatch: pytest.MonkeyPa
             assert seen == ([graph] if phase in PHASES[registered] else [])
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+@pytest.mark.parametrize("model", slow_but(2, MODELS.values()), ids=list(MODELS))
 def test_fast_sums_are_fused_as_slow_ones(model: type[torch.nn.Module]) -> None:
     fast, slow = (
         capture_training(model, shape_for(model, 32), "cuda", recipe=recipe)
@@ -268,7 +269,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fusion", WRONG)
+@pytest.mark.parametrize("fusion", slow_but(3, WRONG))
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_wrong_fusion_is_named_and_can_be_left_out(phase: Any, fusion: Any) -> None:
     """The error says which fusion it was and what compiles the model without it; that then does."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import capture_inference, capture_training, compiled_run
+from helpers.slow import slow_but
 from torch import Tensor, nn
 
 import te_dynamo
@@ -265,7 +266,7 @@ def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
     return compiled_run(model, {"codegen": "eager", "fusions": fusions})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", slow_but(1, [torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize("model", [Linears, Biased, Rotary])
 def test_numbers_are_those_apart(model: type[nn.Module], dtype: torch.dtype) -> None:
     """Forward and the weights' gradients in every bit; the input's gradient is rounded once in place of three times."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graphs.matching import Matched
+from helpers.slow import slow_but
 from torch import nn
 
 import te_dynamo
@@ -175,7 +176,7 @@ def test_a_dropped_weight_stays_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     [Float8CurrentScaling(), FAST_SUMS, Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)],
     ids=Recipe.describe,
 )
-@pytest.mark.parametrize("gemms", [TRAINING, ("fprop", "dgrad"), ("fprop",)], ids=len)
+@pytest.mark.parametrize("gemms", slow_but(1, [(TRAINING,), (("fprop", "dgrad"),), (("fprop",),)]), ids=len)
 def test_more_rows_repay_what_fewer_do(recipe: Recipe, gemms: tuple[str, ...]) -> None:
     """Between none and enough of them lies one border, at fewer rows where N and K are large; a narrow linear has none."""
     borders = []
