@@ -86,7 +86,7 @@ def build(name):
     return model.bfloat16() if name == "experts" else model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(6, CASES))
 def test_the_measured_run_is_the_users_model(name):
     """Outputs and gradients of the graph with probes, which measure, are those of the model itself."""
     model, x = build(name), inputs(name)

@@ -48,7 +48,7 @@ def test_a_linear_equals_its_recipe_written_a_second_time(name: str) -> None:
     assert relative_error(plain["y"], expected["y"]) > 0.01, "nothing was rounded"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but(1, [torch.bfloat16, torch.float16]))
 @BY_RECIPE
 def test_a_linear_of_16_bits_rounds_once_more_at_its_end(recipe: Recipe, dtype: torch.dtype) -> None:
     model, x = build("linear", dtype), tokens(dtype=dtype)
@@ -79,7 +79,7 @@ def test_a_block_through_inductor(recipe: Recipe) -> None:
     assert_close(actual, expected, SAME)
 
 
-@pytest.mark.parametrize("rows", [1, 17, 129])
+@pytest.mark.parametrize("rows", slow_but(1, [17, 1, 129]))
 @BY_RECIPE
 def test_any_number_of_rows(recipe: Recipe, rows: int) -> None:
     model, x = build("linear"), torch.randn(rows, WIDTH)

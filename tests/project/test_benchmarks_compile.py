@@ -130,6 +130,7 @@ def test_the_warm_up_leaves_the_models_shapes_static(compile_time: ModuleType) -
 
 
 @pytest.mark.cost_rule
+@pytest.mark.slow
 def test_what_is_compiled_is_in_fp8(compile_time: ModuleType) -> None:
     """By itself the backend leaves linears as narrow as these in bf16, and there would be nothing to measure."""
     from te_dynamo.testing import capture_on_fake_cuda

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.oracles.quantizer_cases import CONFIGURATIONS, ONE_EACH, QUANTIZERS, key, name, same_bits
+from helpers.slow import slow_but
 
 from te_dynamo import Float8CurrentScalingQuantizer, NVFP4Quantizer, QuantizedTensor, Quantizer, to_tensor_proto
 from te_dynamo.errors import InputError, QuantizationError, UnsupportedError
@@ -336,7 +337,7 @@ def test_a_graph_input(what: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("quantizer", CONFIGURATIONS, ids=name)
+@pytest.mark.parametrize("quantizer", slow_but(5, CONFIGURATIONS), ids=name)
 def test_a_graph_output(quantizer: Quantizer, backend: str) -> None:
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         held = quantizer.quantize(x)
