@@ -20,7 +20,7 @@ _CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
 
 
 def pytest_configure() -> None:
-    """Caches of the session's own: a warm one would skip the passes that the tests are about."""
+    """Caches of the session's own: a warm one would skip the passes that the tests are about. And what makes small tests quick."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE.name, "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_CACHE.name, "triton"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,13 +28,12 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
     # What a CI machine has; more only makes the small tests slower.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    # Compiling makes many objects, and a collection goes over all that torch has imported.
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish() -> None:
     """Refuses to test another checkout's code, which an editable install can bring in unnoticed."""
-    # Compiling makes many objects, and each full collection goes over all that torch has imported: a tenth of the time.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
     kernels = sys.modules.get("te_dynamo.kernels")
     if kernels is not None and (found := pathlib.Path(kernels.__path__[0]).resolve()) != ROOT / "kernels":
         raise pytest.UsageError(f"te_dynamo.kernels comes from {found}, not from {ROOT}: run `pip install -e .` here")
