@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import te_dynamo
+from te_dynamo.recipe import MXFP8BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import models
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, INNER, GROUPS = 256, 384, 6
 RULES = [("", "float8_current_scaling")]
 """Named by a rule: experts this small are left in bf16 otherwise."""
+RECIPES = ["float8_current_scaling", "float8_block_scaling", "mxfp8", MXFP8BlockScaling(scale_block=128)]
 
 
 class Mixture(nn.Module):
@@ -68,13 +70,13 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def test_experts_against_bf16_and_against_the_graphs() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_against_bf16_and_against_the_graphs(recipe: str | Recipe) -> None:
     model, ends = experts()
-    x = tokens(500)
-    exact, fused, through_inductor = (
-        step(m, x, ends) for m in (model, compiled(model, codegen="eager"), compiled(model))
-    )
-    unfused = step(compiled(model, codegen="eager", fusions=False), x, ends)
+    x, rules = tokens(500), [("", recipe)]
+    fused, through_inductor = (compiled(model, rules=rules, codegen=codegen) for codegen in ("eager", "inductor"))
+    exact, fused, through_inductor = (step(m, x, ends) for m in (model, fused, through_inductor))
+    unfused = step(compiled(model, rules=rules, codegen="eager", fusions=False), x, ends)
     for which, reference in enumerate(exact):
         assert 0 < relative(fused[which], reference) < (0.08 if which == 0 else 0.15)
         assert torch.equal(fused[which], unfused[which])

@@ -1,0 +1,100 @@
+"""Products and columns of groups with scales of blocks against their references, for the interpreter and for a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from helpers.kernels.grouped_operands import offsets
+from helpers.kernels.kernel_cases import assert_same_bits
+
+from te_dynamo.kernels.gemm import grouped_block, grouped_mxfp8
+from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.quantize.float8_block import quantize_block_reference
+from te_dynamo.kernels.quantize.group_columns import (
+    quantize_block_columns,
+    quantize_block_columns_reference,
+    quantize_mxfp8_columns,
+    quantize_mxfp8_columns_reference,
+)
+from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8_reference
+
+E4M3 = torch.float8_e4m3fn
+SIZES = [[5, 0, 130, 61], [0, 0, 1], [128, 256, 0], [127, 2, 129, 0]]
+BEHIND = 9
+"""Rows behind the last group."""
+N, K = 128, 160
+
+
+def check(part: str, tiles_of: Callable[[bool], Sequence[Tile]], device: str) -> None:
+    """Checks "block", "mxfp8" or "columns" for all SIZES; `tiles_of` gives the tiles of weights with 2D scales, and of those with 1D."""
+    for sizes in SIZES:
+        generator = torch.Generator().manual_seed(len(sizes))
+        rows = sum(sizes) + BEHIND
+        shapes = (rows, K), (rows, N), (len(sizes) * N, K)
+        x, dy, weight = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+        offs = offsets(sizes, device)
+        if part == "block":
+            check_block(x, dy, weight, offs, tiles_of)
+        elif part == "mxfp8":
+            check_mxfp8(x, dy, weight, offs)
+        else:
+            check_columns(x, dy, offs)
+
+
+def check_block(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    tiles_of: Callable[[bool], Sequence[Tile]],
+) -> None:
+    for two_d, tile in [(wide, tile) for wide in (True, False) for tile in tiles_of(wide)]:
+        data, scales, turned, turned_scales = quantize_block_reference(weight, E4M3, True, True, two_d, True, 0.0)
+        for rows, of_weight, by_columns in ((x, (data, scales), False), (dy, (turned, turned_scales), True)):
+            operands = *quantize_block_reference(rows, E4M3, True, False, False, True, 0.0), *of_weight, offs
+            form = torch.float32, two_d, by_columns
+            want = grouped_block.gemm_grouped_block_reference(*operands, *form)
+            assert_near(grouped_block.gemm_grouped_block_with_tile(tile, *operands, *form), want)
+    columns = [t for rows in (dy, x) for t in quantize_block_columns_reference(rows, offs, E4M3, True, 0.0)]
+    codes = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, 128)]
+    for operands, tile in itertools.product((columns, codes), tiles_of(False)):
+        want = grouped_block.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
+        assert_near(grouped_block.gemm_grouped_block_columns_with_tile(tile, *operands, offs, torch.float32), want)
+
+
+def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> None:
+    for block in (32, 128):
+        row, row_scales, column, column_scales = quantize_mxfp8_reference(weight, E4M3, True, True, block)
+        for rows, of_weight, by_columns in ((x, (row, row_scales), False), (dy, (column, column_scales), True)):
+            operands = *quantize_mxfp8_reference(rows, E4M3, True, False, block), *of_weight, offs, torch.float32
+            got = grouped_mxfp8.multiply_rows(*operands, by_columns and block == 32, by_columns)
+            if block == 32:
+                want = grouped_mxfp8.gemm_grouped_mxfp8_reference(*operands, by_columns)
+            else:
+                want = grouped_block.gemm_grouped_block_reference(*operands, False, by_columns)
+            assert_near(got, want)
+        operands = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, block)]
+        got = grouped_mxfp8.multiply_columns(*operands, offs, torch.float32, block == 32)
+        if block == 32:
+            want = grouped_mxfp8.gemm_grouped_mxfp8_columns_reference(*operands, offs, torch.float32)
+        else:
+            want = grouped_block.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
+        assert_near(got, want)
+
+
+def check_columns(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> None:
+    for values in (x, dy):
+        for block in (32, 128):
+            want = quantize_mxfp8_columns_reference(values, offs, E4M3, block)
+            assert_same_bits(quantize_mxfp8_columns(values, offs, E4M3, block), want, (block, offs.tolist()))
+        for power_of_two in (True, False):
+            want = quantize_block_columns_reference(values, offs, E4M3, power_of_two, 0.0)
+            assert_same_bits(quantize_block_columns(values, offs, E4M3, power_of_two, 0.0), want, offs.tolist())
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Sums in another order; a GPU's tensor cores keep some bits fewer of a sum than fp32 has."""
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    assert error < (1e-3 if got.is_cuda else 1e-6), error
