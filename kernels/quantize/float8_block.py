@@ -151,7 +151,7 @@ def quantize_block_kernel(
     if row >= M:
         return
     if PACKED:
-        quantize_words(
+        quantize_block_words(
             x,
             data,
             scale_inv,
@@ -171,7 +171,7 @@ def quantize_block_kernel(
             WHOLE,
         )
     else:
-        quantize_elements(
+        quantize_block_elements(
             x,
             data,
             scale_inv,
@@ -225,7 +225,7 @@ def high_value(words):
 
 
 @triton.jit
-def quantize_words(
+def quantize_block_words(
     x,
     data,
     scale_inv,
@@ -293,7 +293,7 @@ def quantize_words(
 
 
 @triton.jit
-def quantize_elements(
+def quantize_block_elements(
     x,
     data,
     scale_inv,

@@ -11,7 +11,14 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.quantize import float8_block, mxfp8, mxfp8_kernels
+from te_dynamo.kernels.quantize import float8_block, mxfp8
+from te_dynamo.kernels.quantize.float8_block import quantize_block_elements, quantize_block_words
+from te_dynamo.kernels.quantize.mxfp8_kernels import (
+    quantize_elements,
+    quantize_elements_128,
+    quantize_words,
+    quantize_words_128,
+)
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
@@ -130,12 +137,12 @@ def quantize_block_columns_kernel(
         return
     x, last = in_padded_order(x, row, offs, M, K, G, GROUPS)
     if PACKED:
-        float8_block.quantize_words(
+        quantize_block_words(
             *(x, transpose, transpose, transpose, columnwise_scale_inv, row, column, last, P, K),
             *(FMAX, EPS, False, False, True, 128, False),
         )
     else:
-        float8_block.quantize_elements(
+        quantize_block_elements(
             *(x, transpose, transpose, transpose, columnwise_scale_inv, row, column, last, P, K),
             *(FMAX, EPS, POWER_OF_TWO, LARGEST, False, False, True, 128),
         )
@@ -163,12 +170,12 @@ def quantize_mxfp8_128_columns_kernel(
         return
     x, last = in_padded_order(x, row, offs, M, K, G, GROUPS)
     if PACKED:
-        mxfp8_kernels.quantize_words_128(
+        quantize_words_128(
             *(x, columnwise_data, columnwise_data, columnwise_data, columnwise_scale_inv, row, column, last, P, K),
             *(FMAX, False, True, False, False),
         )
     else:
-        mxfp8_kernels.quantize_elements_128(
+        quantize_elements_128(
             *(x, columnwise_data, columnwise_data, columnwise_data, columnwise_scale_inv, row, column, last, P, K),
             *(FMAX, False, True, False),
         )
@@ -196,12 +203,12 @@ def quantize_mxfp8_columns_kernel(
     row = first + tl.program_id(1) * BLOCK_M
     x, last = in_padded_order(x, first, offs, M, K, G, GROUPS)
     if PACKED:
-        mxfp8_kernels.quantize_words(
+        quantize_words(
             *(x, columnwise_data, columnwise_data, columnwise_data, columnwise_scale_inv, row, column, last, P, K),
             *(FMAX, False, True, False, 32, BLOCK_M, BLOCK_K, False),
         )
     else:
-        mxfp8_kernels.quantize_elements(
+        quantize_elements(
             *(x, columnwise_data, columnwise_data, columnwise_data, columnwise_scale_inv, row, column, last, P, K),
             *(FMAX, False, True, False, 32, BLOCK_M, BLOCK_K),
         )
