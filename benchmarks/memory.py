@@ -24,7 +24,7 @@ import train_blocks
 from models import BLOCKS, Block
 from train_blocks import Candidate, Inputs, Row, Step
 
-PROVIDERS = ("bf16", "te", "te without low_memory")
+PROVIDERS = "bf16,te,te without low_memory,te block,te MXFP8/128"
 BYTES_WORTH_NAMING = 8 * 2**20
 
 
@@ -42,14 +42,16 @@ def warm_cublas(device: str) -> None:
     torch.mm(weight, weight).sum().backward()
 
 
-def measure(block: Block, rounds: int, device: str, kernels: bool) -> tuple[list[Row], list[Held]]:
+def measure(
+    block: Block, providers: list[str], rounds: int, device: str, kernels: bool
+) -> tuple[list[Row], list[Held]]:
     """A row for each provider, bf16 first, and with `kernels` what each held at its peak."""
     torch.manual_seed(0)
     base = block.make().to(device, torch.bfloat16)
     inputs = Inputs.make(block, device)
     candidates: list[Candidate] = []
     reference, held = None, []
-    for provider in PROVIDERS:
+    for provider in providers:
         candidate, reference = train_blocks.prepare(block, provider, base, inputs, reference)
         candidates.append(candidate)
         if kernels:
@@ -92,11 +94,12 @@ def _place(event: dict[str, Any]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--blocks", default="swiglu,llama8b", help=f"of: {','.join(BLOCKS)}")
+    parser.add_argument("--providers", default=PROVIDERS, help="of train_blocks, the first is compared to: %(default)s")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kernels", action="store_true", help="print what is alive at each provider's peak")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    report.split_choices(parser, args, blocks=BLOCKS)
+    report.split_choices(parser, args, blocks=BLOCKS, providers=train_blocks.PROVIDERS)
     return args
 
 
@@ -109,7 +112,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.blocks:
         print(BLOCKS[name].name, flush=True)
-        measured, held = measure(BLOCKS[name], args.rounds, args.device, args.kernels)
+        measured, held = measure(BLOCKS[name], args.providers, args.rounds, args.device, args.kernels)
         rows += measured
         for row in measured:
             print(f"  {row.provider:22s} {row.peak_mib or 0:8.0f} MiB {row.step_ms:8.3f} ms", flush=True)

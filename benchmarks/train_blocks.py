@@ -57,7 +57,7 @@ def torchao(recipe: str) -> Callable[[nn.Module], Callable]:
 
 
 def te(
-    recipe: str = "Float8CurrentScaling", low_memory: bool = True, **recipe_fields: Any
+    recipe: str = "Float8CurrentScaling", low_memory: bool = True, mode: str | None = None, **recipe_fields: Any
 ) -> Callable[[nn.Module], Callable]:
     """This package, this recipe's class with these fields set."""
 
@@ -65,7 +65,7 @@ def te(
         import te_dynamo.recipe
 
         made = getattr(te_dynamo.recipe, recipe)(**recipe_fields)
-        return torch.compile(module, backend="te", options={"recipe": made, "low_memory": low_memory})
+        return te_dynamo.compile(module, recipe=made, mode=mode, low_memory=low_memory)
 
     return compile_
 
@@ -76,6 +76,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
     "te without low_memory": te(low_memory=False),
+    "te max-autotune": te(mode="max-autotune-no-cudagraphs"),
     "te fast forward": te(fprop_fast_accum=True),
     "te fast": te(fprop_fast_accum=True, dgrad_fast_accum=True, wgrad_fast_accum=True),
     "te block": te("Float8BlockScaling"),
