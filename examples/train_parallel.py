@@ -135,9 +135,7 @@ def share_out(model: Llama, mesh: DeviceMesh, options: dict[str, object], bf16: 
         parallelize_module(model, mesh["tensor"], plan)
     policy = MixedPrecisionPolicy(*([torch.bfloat16, torch.float32] if bf16 else []))
     for layer in model.layers:
-        te_dynamo.distributed.fp8_all_gather(
-            layer, options=options
-        )  # the parts that tensor parallelism made travel as they are
+        te_dynamo.distributed.fp8_all_gather(layer, options=options)
         layer.compile(backend="te", options=options)
         fully_shard(layer, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)

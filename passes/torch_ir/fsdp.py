@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS, weight_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.report import RECORD, Report
+from te_dynamo.passes.torch_ir.match.patterns.shards import local, of_shards
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.quantized.tensor import QuantizedTensor
@@ -39,7 +41,9 @@ def check_gathered(gm: fx.GraphModule, example_inputs: Sequence[Any], report: Re
         f"FSDP gathers {w.name} in the model's precision: {w.reason}" for w in weights.values() if w and w.reason
     ]
     travelling = {
-        p: weight for p, weight in weights.items() if weight and isinstance(example_inputs[p], QuantizedTensor)
+        p: weight
+        for p, weight in weights.items()
+        if weight and isinstance(local_of(example_inputs[p]), QuantizedTensor)
     }
     for region in regions(gm) if travelling else []:
         for placeholder, positions in region.inputs.items():
@@ -57,9 +61,9 @@ def check_gathered(gm: fx.GraphModule, example_inputs: Sequence[Any], report: Re
 
 def _readers_of_values(weight: fx.Node) -> Iterator[fx.Node]:
     for user in weight.users:
-        if user.target == "to":  # autocast's, for the gradient's dtype
+        if user.target in ("to", local):  # autocast's, for the gradient's dtype; this rank's part
             yield from _readers_of_values(user)
-        elif user.target not in (getattr, torch.ops.te.linear_with_workspace.default) and not isinstance(
+        elif user.target not in (getattr, of_shards, torch.ops.te.linear_with_workspace.default) and not isinstance(
             user.target, torch._ops.HigherOrderOperator
         ):
             yield user

@@ -11,7 +11,7 @@ from torch import nn
 
 from te_dynamo.dialect.quantize import INPUT_DTYPES
 from te_dynamo.distributed.check_ranks import assert_same_where_checked
-from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
+from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight, local_of
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS, GatheredWeight
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.options import Options
@@ -21,18 +21,19 @@ from te_dynamo.weights.frozen import FROZEN
 
 
 def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None) -> nn.Module:
-    """The weights of `model`'s linears travel in FP8 from then on where FSDP2 gathers them; returns the model. Call it before `fully_shard`.
+    """The weights of `model`'s linears travel in FP8 from then on where FSDP2 gathers them; returns the model. Call it before `fully_shard`
+    and behind `parallelize_module`.
 
     options: those of torch.compile(..., backend="te"). "recipe" and "rules" say which weights travel, and how. Rules are asked with paths in
              `model`; linears of a compiled block have paths in the block there.
 
     A rank casts its shard (to MixedPrecisionPolicy.param_dtype first) with the scale of the whole weight and sends the codes. The gathered
     QuantizedTensor has the bits of the gathered weight quantized. It is multiplied as it is, whatever FP8 costs. Parameters, gradients,
-    optimizer states and state dicts stay what they are.
+    optimizer states and state dicts stay what they are. Of a DTensor (tensor parallelism) the whole weight is the rank's own part.
 
     These travel in the model's precision, and `explain` notes the reason: what a rule leaves, weights of another module than nn.Linear, those that
-    two modules share, DTensors of tensor parallelism, N or K that the GEMMs do not take, recipes other than current scaling and 128x128
-    blocks, blocks that a shard cuts.
+    two modules share, DTensors other than shards and replicas, N or K (of a DTensor's part) that the GEMMs do not take, recipes other than
+    current scaling and 128x128 blocks, blocks that a shard cuts.
 
     After `check_ranks` the ranks compare which weights travel how, and raise RanksDifferError together: every rank makes the call.
 
@@ -85,15 +86,21 @@ def _check(model: nn.Module) -> None:
 
 def _reason(weight: nn.Parameter, shared: bool, recipe: Recipe) -> str:
     """Why a weight whose linear is in a recipe travels in the model's precision, "" if it does not."""
-    if type(weight) is not nn.Parameter:
-        return f"it is a {type(weight).__name__}, not a plain parameter"
+    from torch.distributed.tensor import Replicate, Shard
+
+    part = local_of(weight)
+    if type(part) not in (nn.Parameter, torch.Tensor):
+        return f"it is a {type(part).__name__}, not a plain parameter"
+    placements = () if part is weight else weight.placements  # type: ignore[attr-defined]
+    if any(type(each) not in (Replicate, Shard) for each in placements):
+        return f"it is a DTensor of {placements}; te.linear takes shards and replicas"
     if shared:
         return "another module holds it too"
     if weight.dtype not in INPUT_DTYPES:
         return f"it is {weight.dtype}; te.quantize takes bf16, fp16 and fp32"
-    n, k = weight.shape
+    n, k = part.shape
     if n % recipe.alignment or k % recipe.alignment or not n or not k:
-        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+        return f"N = {n}, K = {k}{' of this rank' if placements else ''}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
     if not recipe.weight_quantizer().columns_are_rows():
         return (
             f"{recipe.describe()}: dgrad reads columns that are not the rows' codes, so that both would have to travel"
@@ -106,7 +113,8 @@ def _reason(weight: nn.Parameter, shared: bool, recipe: Recipe) -> str:
 def _wrap(module: nn.Module, weight: GatheredWeight) -> None:
     parameter = module._parameters["weight"]
     assert parameter is not None
-    module._parameters["weight"] = nn.Parameter(ShardedWeight(parameter.data, weight), parameter.requires_grad)
+    shard = _with_local(parameter.data, lambda values: ShardedWeight(values, weight))
+    module._parameters["weight"] = nn.Parameter(shard, parameter.requires_grad)
     module.register_state_dict_post_hook(_save_plain)
     module.register_load_state_dict_pre_hook(_assign_shards)
     module.register_forward_pre_hook(_refuse_eager)
@@ -139,9 +147,9 @@ def _with_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
+        local = change(local_of(tensor))
         if not isinstance(tensor, DTensor):
-            return change(tensor)  # type: ignore[no-any-return]
-        local = change(tensor._local_tensor)
+            return local  # type: ignore[no-any-return]
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
@@ -149,7 +157,7 @@ def _with_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
 
 def _refuse_eager(module: nn.Module, _: Any) -> None:
     """Nothing computes with the rounded values where the user's line says F.linear: compiled code runs no such hook."""
-    if not torch.compiler.is_compiling() and isinstance(module._parameters["weight"], QuantizedTensor):
+    if not torch.compiler.is_compiling() and isinstance(local_of(module._parameters["weight"]), QuantizedTensor):
         raise UnsupportedError(
             f"te_dynamo: {WEIGHTS[module].name} travels in FP8 (fp8_all_gather), and its linear is not compiled. Compile the module with backend "
             '"te", or leave it out by a rule: options={"rules": [(path, None)]} (te_dynamo.explain lists what is compiled)'

@@ -114,7 +114,7 @@ class ShardedWeight(torch.Tensor):
         outer_size, codes_dtype, scale_inv = metadata
         if out is not None:
             if scale_inv is not None:
-                out._scale_inv = scale_inv
+                local_of(out)._scale_inv = scale_inv
             return None
         whole = outputs[0].view(-1)[: outer_size.numel()].view(outer_size)
         if codes_dtype is None:
@@ -130,6 +130,13 @@ class ShardedWeight(torch.Tensor):
 
 # FSDP2 asks for it before every gather; to find it takes the CPU as long as a launch.
 ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardedWeight.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
+
+def local_of(tensor: Any) -> Any:
+    """What this rank has of a DTensor, the tensor itself: to_local() may be a view of it, at another address. Any other value as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _padded(values: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from te_dynamo.dialect.define import direct
 from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_with_amax
-from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
+from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
 
@@ -41,7 +41,9 @@ class GatheredWeight:
         WEIGHTS[module] = self
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
-        raise UnsupportedError(f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather")
+        raise UnsupportedError(
+            f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather, and call fully_shard before it is compiled"
+        )
 
     def travels(self, size: torch.Size, outer_size: torch.Size, ranks: int, dtype: torch.dtype) -> bool:
         """Whether a weight of that outer size and dtype, shared out among so many ranks, travels in FP8; else `reason` says why not.
@@ -84,17 +86,15 @@ class GatheredWeight:
             weight._amax, weight._known = amax, shard.state()
 
     def _shard(self) -> ShardedWeight:
-        shard = self._parameter()._local_tensor  # to_local() may be a view of it, at another address
+        shard = local_of(self._parameter())
         assert isinstance(shard, ShardedWeight)
         return shard
 
     def _parameter(self) -> Any:
-        """The parameter that the optimizer has; a module that is gathered holds another. None of what FSDP does not manage."""
-        from torch.distributed.tensor import DTensor
-
+        """The parameter that the optimizer has; a module that is gathered holds another. Of FSDP's it is a DTensor."""
         module = self._module()
         parameter = None if module is None else module._parameters["weight"]
-        if isinstance(parameter, DTensor):
+        if isinstance(local_of(parameter), ShardedWeight):
             self._sharded = parameter
         return self._sharded
 

@@ -52,7 +52,14 @@ def assert_trains(ranks: Ranks, size: int, layout: str, checkpoint: bool, expect
         assert after_two_steps == at_the_end, "compiled again"
 
 
-@pytest.mark.parametrize("layout", [name for name in layouts.LAYOUTS if not name.startswith("alone")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "fsdp2 in fp8 x tensor" else name
+        for name in layouts.LAYOUTS
+        if not name.startswith("alone")
+    ],
+)
 def test_two_ranks(ranks: Ranks, expected: dict[Any, Any], layout: str) -> None:
     assert_trains(ranks, SIZE, layout, False, expected)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import re
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers.distributed import fp8_bodies, rank_bodies
+from helpers.distributed import fp8_bodies, layouts, rank_bodies
 from helpers.distributed.plans import BLOCK, assert_trained_as, names, one_process
 from helpers.distributed.ranks import SIZE, Ranks
 from helpers.models.training import SAME
@@ -30,6 +32,28 @@ def test_bits_of_four_shards(four_ranks: Ranks, recipe: str, param_dtype: torch.
     for one in four_ranks.run(fp8_bodies.bits, recipe, torch.float32, param_dtype):
         left = {name for name, kind in one.items() if kind}
         assert left == {f"parts.{i}.weight" for i in ([5] if recipe == CURRENT else [0, 1, 2, 5])}
+
+
+LEFT = {
+    "short": "N = 40, K = 32 of this rank: FP8 GEMMs need N and K to be multiples of 16",
+    "narrow": "N = 64, K = 24 of this rank: FP8 GEMMs need N and K to be multiples of 16",
+    "sums": "it is a DTensor of (Partial(sum),); te.linear takes shards and replicas",
+}
+"""Why a weight travels as it is where two ranks of tensor parallelism share it."""
+
+
+def test_bits_of_tensor_parallel_parts(ranks: Ranks) -> None:
+    assert ranks.run(fp8_bodies.tensor_bits, CURRENT) == [LEFT] * SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
+def test_bits_of_shards_of_parts(four_ranks: Ranks, recipe: str) -> None:
+    """Two by two."""
+    left = LEFT | {"columns of FSDP": "it is not shared out by rows"}
+    if recipe == BLOCKS:
+        left["column"] = "2 shards of its 128 rows end inside of blocks of 128: N has to be a multiple of 256"
+    assert four_ranks.run(fp8_bodies.tensor_bits, recipe) == [left] * 2 * SIZE
 
 
 def test_no_scale_is_stale(ranks: Ranks) -> None:
@@ -95,12 +119,87 @@ backward gemm_4: bf16[256, 64] = te.gemm(activation_backward_quantize[2], activa
     )
 
 
+def test_graph_of_tensor_parallel_parts(ranks: Ranks) -> None:
+    """FSDP2's codes are this rank's part of a DTensor; those of activations are gathered in the graph."""
+    shown = [
+        re.sub(r"\((primals|view|cat).*", "", f"{phase} {line}")
+        for phase, text in ranks.run(fp8_bodies.tensor_graphs)[0].items()
+        for line in text.splitlines()
+        if re.search(r"QuantizedTensor|_functional\.(all|reduce)|te\.transpose\(primals", line)
+    ]
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
+match local_1: QuantizedTensor(bf16[16, 32]) = local(parts.0.q.weight, ('S0',))
+match local_3: QuantizedTensor(bf16[16, 32]) = local(parts.0.k.weight, ('S0',))
+match local_5: QuantizedTensor(bf16[16, 32]) = local(parts.0.v.weight, ('S0',))
+match local_7: QuantizedTensor(bf16[32, 16]) = local(parts.0.o.weight, ('S1',))
+match local_9: QuantizedTensor(bf16[32, 32]) = local(parts.1.gate.weight, ('S0',))
+match local_11: QuantizedTensor(bf16[32, 32]) = local(parts.1.up.weight, ('S0',))
+match local_13: QuantizedTensor(bf16[32, 32]) = local(parts.1.down.weight, ('S1',))
+forward all_reduce: i32[1] = _c10d_functional.all_reduce
+forward all_gather_into_tensor: u8[8, 12, 32] = _c10d_functional.all_gather_into_tensor
+forward reduce_scatter_tensor: bf16[4, 12, 32] = _c10d_functional.reduce_scatter_tensor
+forward all_reduce_1: i32[1] = _c10d_functional.all_reduce
+forward all_gather_into_tensor_1: u8[8, 12, 32] = _c10d_functional.all_gather_into_tensor
+forward reduce_scatter_tensor_1: bf16[4, 12, 32] = _c10d_functional.reduce_scatter_tensor
+backward all_reduce: i32[1] = _c10d_functional.all_reduce
+backward all_gather_into_tensor: u8[8, 12, 32] = _c10d_functional.all_gather_into_tensor
+backward transpose_6: f8e4m3[32, 32] = te.transpose
+backward transpose_7: f8e4m3[32, 32] = te.transpose
+backward transpose_8: f8e4m3[32, 32] = te.transpose
+backward reduce_scatter_tensor: bf16[4, 12, 32] = _c10d_functional.reduce_scatter_tensor
+backward all_reduce_1: i32[1] = _c10d_functional.all_reduce
+backward all_gather_into_tensor_1: u8[8, 12, 32] = _c10d_functional.all_gather_into_tensor
+backward transpose_10: f8e4m3[16, 32] = te.transpose
+backward transpose_13: f8e4m3[32, 16] = te.transpose
+backward transpose_15: f8e4m3[32, 16] = te.transpose
+backward transpose_17: f8e4m3[32, 16] = te.transpose
+backward reduce_scatter_tensor_1: bf16[4, 12, 32] = _c10d_functional.reduce_scatter_tensor""",
+    )
+
+
+@pytest.mark.slow
+def test_wire_of_two_by_two(four_ranks: Ranks) -> None:
+    """All of a step's all-gathers, those of activations, the embedding and the head too."""
+    shown = []
+    for layout in ("tensor", "sequence"):
+        fp8, bf16 = (
+            four_ranks.run(
+                layouts.train, f"fsdp2{way} x {layout}", False, 2, {"recipe": recipe}, 2, 256, True, seconds=240
+            )[0]["wire"]
+            for way, recipe in ((" in fp8", CURRENT), ("", None))
+        )
+        shown += [
+            f"{layout}: {operation} {dtype} {count}" for (operation, dtype), count in sorted(fp8.items(), key=str)
+        ]
+        gathered, expected = (sum(n for (kind, _), n in each.items() if kind == "all_gather") for each in (fp8, bf16))
+        assert gathered <= 0.53 * expected
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
+tensor: all_gather torch.bfloat16 19712
+tensor: all_gather torch.uint8 657408
+tensor: all_reduce torch.bfloat16 393216
+tensor: all_reduce torch.float32 56
+tensor: reduce_scatter torch.bfloat16 673024
+sequence: all_gather torch.bfloat16 44288
+sequence: all_gather torch.uint8 706560
+sequence: all_reduce torch.bfloat16 2560
+sequence: all_reduce torch.float32 56
+sequence: all_reduce torch.int32 32
+sequence: reduce_scatter torch.bfloat16 795904""",
+    )
+
+
 def test_what_is_refused(ranks: Ranks) -> None:
     """On every rank, before a step ends."""
     for said in ranks.run(fp8_bodies.refused):
         assert (
             "'the model' is sharded already: call fp8_all_gather(model) before fully_shard" in said["after fully_shard"]
         )
+        assert "is gathered in FP8" in said["without fully_shard"]
+        assert "call fully_shard before it is compiled" in said["without fully_shard"]
         assert "'layers.0.parts.0.q' was given to it before" in said["twice"]
         assert "'layers.0.parts.0.q.weight' is a ShardedWeight" in said["freeze"]
         assert "embedding.weight is frozen: te_dynamo.unfreeze(model) before" in said["frozen"]
@@ -108,7 +207,9 @@ def test_what_is_refused(ranks: Ranks) -> None:
         assert "its weight is e4m3[row]; float8_block_scaling multiplies by" in said["another recipe"]
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule"]
         assert "rule 'up' leaves it in the model's precision" in said["a rule"]
-        assert "travels in FP8 (fp8_all_gather), and its linear is not compiled" in said["not compiled"]
+        assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule for parts"]
+        for name in ("not compiled", "not compiled parts"):
+            assert "travels in FP8 (fp8_all_gather), and its linear is not compiled" in said[name]
         assert "did you mean 'recipe'" in said["option"]
 
 
@@ -143,7 +244,18 @@ def test_with_checkpoints_and_microbatches(ranks: Ranks, codegen: str) -> None:
 @pytest.mark.parametrize("reshard", [False, True])
 def test_steps_are_those_of_weights_that_are_quantized_afterwards(ranks: Ranks, reshard: bool, policy: bool) -> None:
     """Bit by bit: losses, norms of clipped gradients, weights."""
-    for one in ranks.run(fp8_bodies.steps, reshard, policy, seconds=240):
+    _assert_same_steps(ranks.run(fp8_bodies.steps, reshard, policy, seconds=240))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reshard", "policy"), [(True, False), (False, True)])
+def test_steps_of_two_by_two(four_ranks: Ranks, reshard: bool, policy: bool) -> None:
+    """The same of sequence-parallel blocks, whose weights are DTensors."""
+    _assert_same_steps(four_ranks.run(fp8_bodies.steps, reshard, policy, 2, seconds=240))
+
+
+def _assert_same_steps(each: list[dict[str, Any]]) -> None:
+    for one in each:
         (losses, norms, weights), expected = one["fp8"], one["bf16"]
         assert (losses, norms) == expected[:2]
         assert weights.keys() == expected[2].keys()
@@ -152,18 +264,19 @@ def test_steps_are_those_of_weights_that_are_quantized_afterwards(ranks: Ranks, 
 
 
 @pytest.mark.slow
-def test_checkpoint_of_four_ranks(ranks: Ranks, four_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_checkpoint_of_four_ranks(ranks: Ranks, four_ranks: Ranks, tmp_path: pathlib.Path, tensor: int) -> None:
     """Two ranks, one process, and another recipe go on from it; it holds the names and dtypes of the plain model."""
     import torch.distributed.checkpoint as dcp
 
     folder = str(tmp_path / "checkpoint")
-    saved = four_ranks.run(fp8_bodies.save, folder, CURRENT, seconds=240)[0]
-    for one in ranks.run(fp8_bodies.load, folder, CURRENT, seconds=240):
+    saved = four_ranks.run(fp8_bodies.save, folder, CURRENT, tensor, seconds=240)[0]
+    for one in ranks.run(fp8_bodies.load, folder, CURRENT, tensor, seconds=240):
         assert one["loss"] == pytest.approx(saved["loss"], rel=1e-3)
         assert one["assigned"] == pytest.approx(saved["loss"], rel=0.05)
         for name, weight in saved["weights"].items():
             assert torch.equal(one["weights"][name], weight), name
-    for one in ranks.run(fp8_bodies.load, folder, BLOCKS, seconds=240):
+    for one in ranks.run(fp8_bodies.load, folder, BLOCKS, 1, seconds=240):
         assert one["loss"] == pytest.approx(saved["loss"], rel=1e-2)
     plain = rank_bodies.model()
     state = {"model": {name: torch.zeros_like(p) for name, p in plain.state_dict().items()}}

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.distributed.rank_bodies import batch, loss_of, model
+from helpers.distributed.rank_bodies import _sequence_plan, batch, loss_of, model
 from helpers.distributed.ranks import device, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dynamo
 from te_dynamo.distributed import fp8_all_gather
+from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS
 from te_dynamo.errors import TeError
 from te_dynamo.passes.dialect.live_memory import peak_bytes
 from te_dynamo.testing import count_wire
 
-__all__ = ["bits", "load", "refused", "save", "stale", "steps", "wire"]
+__all__ = ["bits", "load", "refused", "save", "stale", "steps", "tensor_bits", "tensor_graphs", "wire"]
 
 RULES = [("head", None)]
 """The head is not compiled: FSDP's hooks break the graph before each block."""
 
 
-def sharded(fp8: bool = True, dtype: torch.dtype = torch.bfloat16, mp_policy: Any = None, **options: Any) -> nn.Module:
+def sharded(
+    fp8: bool = True, dtype: torch.dtype = torch.bfloat16, mp_policy: Any = None, tensor: int = 1, **options: Any
+) -> nn.Module:
     """Blocks that are compiled by themselves, each a group of FSDP2; options: of the backend."""
-    shared, ranks = model(dtype).to(device()), mesh()
+    shared, ranks = _parallel(dtype, tensor)
     of_fsdp: dict[str, Any] = {"mesh": ranks} | ({"mp_policy": mp_policy} if mp_policy else {})
     for layer in shared.layers:
         layer.compile(backend="te", fullgraph=True, options={"codegen": "eager", **options})
@@ -38,8 +43,18 @@ def sharded(fp8: bool = True, dtype: torch.dtype = torch.bfloat16, mp_policy: An
     return fully_shard(shared, **of_fsdp)
 
 
-def _part(rank: int) -> tuple[Tensor, Tensor]:
-    ids, wanted = (t.chunk(dist.get_world_size())[rank].to(device()) for t in batch())
+def _parallel(dtype: torch.dtype, tensor: int) -> tuple[nn.Module, Any]:
+    """(a model, the mesh of FSDP2). So many ranks of tensor have a part of each weight, and of the tokens between the linears."""
+    shared, ranks = model(dtype).to(device()), mesh(dist.get_world_size() // tensor, tensor, names=("data", "tensor"))
+    if tensor > 1:
+        parallelize_module(shared, ranks["tensor"], _sequence_plan(shared))
+    for layer in shared.layers:
+        layer.parts[0].heads //= tensor
+    return shared, ranks["data"]
+
+
+def _part(rank: int, tensor: int = 1) -> tuple[Tensor, Tensor]:
+    ids, wanted = (t.chunk(dist.get_world_size() // tensor)[rank // tensor].to(device()) for t in batch())
     return ids, wanted
 
 
@@ -132,16 +147,71 @@ def bits(rank: int, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | 
     return found
 
 
-def steps(rank: int, reshard: bool, policy: bool) -> dict[str, Any]:
+PLACEMENTS = {
+    "column": ((256, 48), Shard(0)),
+    "row": ((512, 96), Shard(1)),
+    "whole": ((256, 32), Replicate()),
+    "short": ((80, 32), Shard(0)),
+    "narrow": ((64, 48), Shard(1)),
+    "sums": ((32, 32), Partial()),
+    "columns of FSDP": ((64, 64), Shard(0)),
+}
+"""Name -> (N, K), how two ranks of tensor parallelism share it."""
+
+
+def tensor_bits(rank: int, recipe: str) -> dict[str, str]:
+    """Two ranks have a part of each weight, which FSDP2 shares out: the gathered part is what its quantizer makes of it. Returns the reasons
+    of those that are plain."""
+    both = mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict((name, nn.Linear(k, n, bias=False)) for name, ((n, k), _) in PLACEMENTS.items()))
+    for linear, (_, placement) in zip(model.to(device()), PLACEMENTS.values(), strict=True):
+        whole = DTensor.from_local(linear.weight.data, both["tensor"], [Replicate()])
+        linear.weight = nn.Parameter(
+            DTensor.from_local(whole.to_local(), both["tensor"], [placement])
+            if isinstance(placement, Partial)
+            else whole.redistribute(placements=[placement])
+        )
+    parts = {name: linear.weight.to_local().detach().clone() for name, linear in model.named_children()}
+    fp8_all_gather(model, options={"recipe": recipe})
+    of_columns = model[-1].weight
+    fully_shard(model, mesh=both["data"], shard_placement_fn=lambda p: Shard(1) if p is of_columns else None)
+    quantizer = te_dynamo.recipe.by_name(recipe).weight_quantizer().with_usage(True, False)
+    for _ in range(2):  # the second gather writes to the tensors of the first
+        model.unshard()
+        for name, values in parts.items():
+            gathered = model.get_submodule(name).weight.to_local()
+            if isinstance(gathered, te_dynamo.QuantizedTensor):
+                for one, other in zip(gathered.buffers(), quantizer.quantize(values).buffers(), strict=True):
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+            else:
+                assert torch.equal(gathered, values), name
+        model.reshard()
+        with torch.no_grad():
+            for name, linear in model.named_children():
+                linear.weight.mul_(2)
+                parts[name] = parts[name] * 2
+    return {name: WEIGHTS[linear].reason for name, linear in model.named_children() if WEIGHTS[linear].reason}
+
+
+def tensor_graphs(rank: int) -> dict[str, str]:
+    """Of a block whose tokens and weights two ranks share."""
+    shared = sharded(tensor=2)
+    with te_dynamo.capture() as graphs:
+        shared(_part(rank, 2)[0]).sum().backward()
+    return {phase: graphs.all(phase)[-1] for phase in ("match", "forward", "backward")}
+
+
+def steps(rank: int, reshard: bool, policy: bool, tensor: int = 1) -> dict[str, Any]:
     """AdamW with clipping; two microbatches a step, of which the last one's gradients meet."""
     mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if policy else None
     told: dict[str, Any] = {}
     for name, fp8 in (("fp8", True), ("bf16", False)):
         torch._dynamo.reset()
-        shared = sharded(fp8, torch.float32, mp_policy, fusions=False)
+        shared = sharded(fp8, torch.float32, mp_policy, tensor, fusions=["-fuse_shared_input"])
         shared.set_reshard_after_forward(reshard)
         optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-2)
-        ids, wanted = _part(rank)
+        ids, wanted = _part(rank, tensor)
         losses, norms = [], []
         for _ in range(4):
             for last in (False, True):
@@ -161,8 +231,8 @@ def steps(rank: int, reshard: bool, policy: bool) -> dict[str, Any]:
 # ---- checkpoints
 
 
-def _objects(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    shared = sharded(True, torch.float32, recipe=recipe)
+def _objects(recipe: str, tensor: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    shared = sharded(True, torch.float32, tensor=tensor, recipe=recipe)
     return shared, torch.optim.AdamW(shared.parameters(), lr=1e-2)
 
 
@@ -175,12 +245,12 @@ def _step(rank: int, shared: nn.Module, optimizer: torch.optim.Optimizer) -> flo
     return loss.item()
 
 
-def save(rank: int, folder: str, recipe: str) -> dict[str, Any]:
+def save(rank: int, folder: str, recipe: str, tensor: int) -> dict[str, Any]:
     """A step, a checkpoint, and the loss of the next."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    shared, optimizer = _objects(recipe)
+    shared, optimizer = _objects(recipe, tensor)
     _step(rank, shared, optimizer)
     state, of_optimizer = get_state_dict(shared, optimizer)
     assert {type(v.to_local()) for v in state.values()} == {Tensor}
@@ -188,18 +258,18 @@ def save(rank: int, folder: str, recipe: str) -> dict[str, Any]:
     return {"weights": {n: p.full_tensor() for n, p in state.items()}, "loss": _step(rank, shared, optimizer)}
 
 
-def load(rank: int, folder: str, recipe: str) -> dict[str, Any]:
+def load(rank: int, folder: str, recipe: str, tensor: int) -> dict[str, Any]:
     """The same after a load into a model that has trained already, and once more after load_state_dict(assign=True)."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    shared, optimizer = _objects(recipe)
+    shared, optimizer = _objects(recipe, tensor)
     _step(rank, shared, optimizer)
     state, of_optimizer = get_state_dict(shared, optimizer)
     loaded = {"model": state, "optimizer": of_optimizer}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(shared, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
-    told = {"weights": {n: p.full_tensor() for n, p in shared.state_dict().items()}}
+    told = {"weights": {n: p.full_tensor().clone() for n, p in shared.state_dict().items()}}
     kept = {name: p.clone() for name, p in shared.state_dict().items()}
     told["loss"] = _step(rank, shared, optimizer)
     shared.load_state_dict(kept, assign=True)
@@ -252,12 +322,15 @@ def refused(rank: int) -> dict[str, str]:
     """What is said of each mistake."""
     mistakes: dict[str, Callable[[], Any]] = {
         "after fully_shard": lambda: fp8_all_gather(sharded(False)),
+        "without fully_shard": lambda: torch.compile(fp8_all_gather(model()), backend="te")(_part(rank)[0]),
         "twice": lambda: fp8_all_gather(fp8_all_gather(model())),
         "freeze": lambda: te_dynamo.freeze(fp8_all_gather(model())),
         "frozen": lambda: fp8_all_gather(te_dynamo.freeze(model())),
         "another recipe": lambda: _forward(rank, _with_options({"recipe": "float8_block_scaling"})),
         "a rule": lambda: _forward(rank, _with_options({"rules": [("up", None)]})),
         "not compiled": lambda: _forward(rank, _with_options(None)),
+        "not compiled parts": lambda: _forward(rank, _with_options(None, 2), 2),
+        "a rule for parts": lambda: _forward(rank, _with_options({"rules": [("up", None)]}, 2), 2),
         "option": lambda: fp8_all_gather(model(), options={"recpie": None}),
     }
     said = {}
@@ -271,9 +344,9 @@ def refused(rank: int) -> dict[str, str]:
     return said
 
 
-def _with_options(options: dict[str, Any] | None) -> nn.Module:
+def _with_options(options: dict[str, Any] | None, tensor: int = 1) -> nn.Module:
     """Compiled with other options than its weights travel with."""
-    shared, ranks = model(), mesh()
+    shared, ranks = _parallel(torch.float32, tensor)
     fp8_all_gather(shared, options={"rules": RULES})
     for layer in shared.layers:
         if options is not None:
@@ -282,5 +355,5 @@ def _with_options(options: dict[str, Any] | None) -> nn.Module:
     return fully_shard(shared, mesh=ranks)
 
 
-def _forward(rank: int, shared: nn.Module) -> None:
-    shared(_part(rank)[0])
+def _forward(rank: int, shared: nn.Module, tensor: int = 1) -> None:
+    shared(_part(rank, tensor)[0])

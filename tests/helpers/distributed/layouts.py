@@ -156,7 +156,7 @@ def _shard(plain: Llama, ranks: Any) -> None:
     fully_shard(plain, mesh=ranks)
 
 
-def _tensor(sequence: bool, fsdp: bool) -> Callable[..., tuple[Step, nn.Module]]:
+def _tensor(sequence: bool, fsdp: bool, fp8: bool = False) -> Callable[..., tuple[Step, nn.Module]]:
     def build(plain: Llama, checkpoint: bool, options: dict[str, Any]) -> tuple[Step, nn.Module]:
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -166,6 +166,8 @@ def _tensor(sequence: bool, fsdp: bool) -> Callable[..., tuple[Step, nn.Module]]
         for layer in plain.layers:
             layer.parts[0].heads //= tensor
         parallelize_module(plain, both["tensor"], _sequence_plan(plain) if sequence else _tensor_plan(plain))
+        for layer in plain.layers if fp8 else ():
+            te_dynamo.distributed.fp8_all_gather(layer, options=options)
         _blocks(plain, checkpoint, options)
         if fsdp:
             _shard(plain, both["data"])
@@ -245,6 +247,8 @@ LAYOUTS: dict[str, Callable[[Llama, bool, dict[str, Any]], tuple[Step, nn.Module
     "sequence": _tensor(sequence=True, fsdp=False),
     "fsdp2 x tensor": _tensor(sequence=False, fsdp=True),
     "fsdp2 x sequence": _tensor(sequence=True, fsdp=True),
+    "fsdp2 in fp8 x tensor": _tensor(sequence=False, fsdp=True, fp8=True),
+    "fsdp2 in fp8 x sequence": _tensor(sequence=True, fsdp=True, fp8=True),
     "pipeline": _pipeline,
     "experts": _experts,
 }
