@@ -1,9 +1,9 @@
-"""Peak memory of a training step of Llama's blocks beside bf16's, counted to the byte from lowered graphs: no GPU.
+"""Peak memory of a training step of Llama's blocks beside bf16's, counted to the byte from Inductor's code: no GPU.
 
     python benchmarks/live_memory.py                                          # some minutes
     python benchmarks/live_memory.py --models 8B --blocks 32 --tokens 2048    # plain and checkpointed graphs of 32 blocks
 
-The peak is the larger one of the forward and of the backward graph that are made for an H200, beside what the caller keeps:
+The peak is the larger one of the forward and of the backward code that is written for an H200, beside what the caller keeps:
 parameters, the input and the gradient of the output. Gradients of weights are in it. All linears are in FP8, also where the backend
 would leave them in bf16 because that is faster.
 
@@ -11,8 +11,8 @@ would leave them in bf16 because that is faster.
     checkpointed    the same, each block under torch.utils.checkpoint
     FSDP            a graph for each block, as FSDP2 has it: the peak of one, and what the others have saved
 
-bf16 is torch's own Inductor. Of its kernels those that can be one are counted as one, and results take the place of arguments that end
-there; the kernels' own scratch and cuBLAS's workspaces are not in it.
+bf16 is torch's own Inductor. The code runs without its kernels (generated_code.py): their own scratch and cuBLAS's workspaces are not
+in it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import report
 import torch
 from compile_time import kernels_everywhere
 from environment import collect
+from generated_code import generated_code, peak_bytes
 from models import llama_block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -106,7 +107,7 @@ def peak_of(model: str, graphs: str, blocks: int, tokens: int, provider: str) ->
 @functools.cache
 def counted(model: str, graphs: str, blocks: int, tokens: int, provider: str) -> tuple[int, int]:
     """(bytes at the peak of one graph of so many blocks, bytes from its forward to its backward)"""
-    from te_dynamo.passes.dialect.live_memory import peak_bytes, saved_bytes
+    from te_dynamo.passes.dialect.live_memory import saved_bytes
     from te_dynamo.testing import capture_on_fake_cuda
 
     warnings.simplefilter("ignore")
@@ -123,10 +124,13 @@ def counted(model: str, graphs: str, blocks: int, tokens: int, provider: str) ->
     options: dict[str, Any] = {"recipe": None, "rules": [("", PROVIDERS[provider])]}
     if graphs == "FSDP":
         options["save_weights"] = "original"  # what the backend takes under FSDP
-    with kernels_everywhere(), mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
+    with (
+        kernels_everywhere(),
+        generated_code() as written,
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
+    ):
         captured = capture_on_fake_cuda(make, inputs, options=options)
-    forward, backward = (captured.graph(f"lower.{phase}") for phase in ("forward", "backward"))
-    return max(peak_bytes(forward), peak_bytes(backward)), saved_bytes(backward)
+    return max(peak_bytes(written)), saved_bytes(captured.graph("lower.backward"))
 
 
 def rows_of(model: str, graphs: str, blocks: list[int], tokens: int) -> list[Row]:

@@ -12,6 +12,7 @@ import torch
 
 from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.errors import UnsupportedError
+from te_dynamo.lowering.inductor.allocate_late import allocate_late
 from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
 from te_dynamo.lowering.inductor.define_kernel import define_kernel
 from te_dynamo.lowering.inductor.fake_values import incremental_update
@@ -69,6 +70,13 @@ TABLE = (
             "torch._inductor.async_compile.get_compile_threads",
             "torch._inductor.async_compile.AsyncCompile.use_process_pool",
         ),
+    ),
+    Private(
+        "torch._inductor.memory.reorder_for_peak_memory",
+        "what a kernel of ours fills is allocated when it runs, not before its operands are made",
+        "memory: 224 MiB of a step of a Llama-8B block with scales of blocks",
+        allocate_late,
+        needs=("torch._inductor.scheduler.NopKernelSchedulerNode",),
     ),
     WORKERS,
     Private(

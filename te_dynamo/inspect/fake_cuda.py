@@ -7,7 +7,7 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
   place (te_dynamo/inspect/device_guard.py).
 - the C++ engine asks for a CUDA context before it runs a backward pass, so AOTAutograd's call of
   `torch.autograd.grad` is answered by a walk over the same autograd nodes in Python (`grad`).
-- donated buffers are off: AOTAutograd refuses them when the engine is not what calls its backward.
+- buffers that backward may overwrite are donated by the engine's word alone that nobody keeps the graph: it is given in its place.
 - Inductor stops after its last graph pass, before it generates code, and the graph runs as it is.
 - torch finds out which arguments a Triton kernel writes by compiling it for Triton's active device: that, and
   what torch tells of the device, is one of `TARGETS`, an H200 normally.
@@ -51,7 +51,8 @@ def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
         FakeTensorMode(shape_env=ShapeEnv()),
         mock.patch("torch.autograd.grad", grad),
         # Backward is compiled with forward: what is compiled later is copied first, with the real tensors of torch.tensor(1.0).
-        torch._functorch.config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        mock.patch("torch._C._autograd._get_current_graph_task_keep_graph", lambda: False),
         torch._inductor.config.patch(joint_graph_constant_folding=False),  # it makes real tensors
         mock.patch("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT", -1),  # so does this, of torch.tensor(1.0)
         mock.patch("torch.cuda._lazy_init", lambda: None),  # torch.tensor(..., device="cuda") and x[[0, 1]] call it
@@ -275,6 +276,7 @@ def _described_as(target: Target) -> Iterator[None]:
         minor=minor,
         multi_processor_count=target.multiprocessors,
         shared_memory_per_block_optin=target.shared_bytes,
+        gcnArchName="",  # Inductor asks before it compares algorithms
     )
     triton_target = GPUTarget("cuda", 10 * major + minor, 32)
     active = SimpleNamespace(get_current_target=lambda: triton_target, get_current_device=lambda: 0)

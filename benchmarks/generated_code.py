@@ -1,0 +1,211 @@
+"""The code that Inductor writes for a GPU, on a machine without one, and the bytes that are alive while it runs.
+
+    with kernels_everywhere(), generated_code() as graphs:
+        capture_on_fake_cuda(make_model, make_inputs, options=...)
+    peak_bytes(graphs)
+
+The code is run on meta tensors with launches that do nothing: allocations, reuse and releases are Inductor's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
+from torch.utils.weak import WeakIdKeyDictionary
+
+from te_dynamo.kernels.runtime.target import TARGETS, Target
+
+
+@dataclasses.dataclass
+class Generated:
+    """text: a module of Python, whose `call` takes the list of `inputs`."""
+
+    text: str
+    inputs: dict[str, Any]
+
+
+def peak_bytes(graphs: Sequence[Generated]) -> list[int]:
+    """Of the forward graph and of its backward: the most that is alive at once, but parameters, inputs and gradients of outputs.
+
+    The model's outputs are gone in backward; what forward has saved is there.
+    """
+    peaks, saved = [], []
+    with contextlib.ExitStack() as stack:
+        for patch in _WITHOUT_A_GPU:
+            stack.enter_context(patch())
+        callers = [
+            {name: _like(x) for name, x in graph.inputs.items() if name.startswith(_CALLERS)} for graph in graphs
+        ]
+        alive = stack.enter_context(_Alive(tree_leaves(callers)))
+        for graph, given in zip(graphs, callers, strict=True):
+            module: dict[str, Any] = {}
+            exec(compile(graph.text, "<generated>", "exec"), module)
+            module.update(_STAND_INS)
+            names = [name for name in graph.inputs if not name.startswith("tangents_")]
+            arguments = saved[len(saved) - len(names) :] if saved else []
+            arguments += [given[name] for name in list(graph.inputs)[len(arguments) :]]
+            saved = []
+            alive.most = alive.now
+            saved += module["call"](arguments)
+            peaks.append(alive.most)
+    return peaks
+
+
+def _like(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+_CALLERS = ("primals_", "tangents_")
+"""What the names of inputs begin with that the caller holds."""
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of the storages of all results, each until nothing holds it; but not those of `held`."""
+
+    def __init__(self, held: Sequence[Any]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen = WeakIdKeyDictionary()
+        for x in held:
+            if isinstance(x, Tensor):
+                self._seen[x.untyped_storage()] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor):
+                self._count(x)
+        return results
+
+    def _count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage not in self._seen:
+            self._seen[storage] = True
+            size = storage.nbytes()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+class _Kernels:
+    """In the place of the kernels that Inductor's code calls: ours write to `out`, or make their results; torch's run on meta tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        from torch._inductor.select_algorithm import extern_kernels
+
+        function = getattr(extern_kernels, name)
+        if not name.startswith("te_"):
+            return function
+
+        def call(*args: Any, out: Tensor | None = None, **keywords: Any) -> Any:
+            return function(*args, **keywords) if out is None else out
+
+        return call
+
+
+class _Launch:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+_STAND_INS: dict[str, Any] = {
+    "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="meta"),
+    "reinterpret_tensor": lambda x, size, stride, offset=0: torch.as_strided(x, size, stride, offset),
+    "assert_size_stride": lambda *args: None,
+    "assert_alignment": lambda *args: None,
+    "get_raw_stream": lambda index: 0,
+    "extern_kernels": _Kernels(),
+}
+
+_WITHOUT_A_GPU = (
+    lambda: mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: 0, create=True),
+    lambda: mock.patch("torch.cuda._DeviceGuard", lambda index: contextlib.nullcontext()),
+    lambda: mock.patch("torch.cuda.set_device", lambda index: None),
+    lambda: mock.patch("torch._inductor.async_compile.AsyncCompile.triton", lambda *args, **kwargs: _Launch()),
+    lambda: mock.patch("torch._inductor.async_compile.AsyncCompile.wait", lambda *args: None),
+    lambda: mock.patch("te_dynamo.kernels.gemm.specialized.gated.launch", lambda *args, **kwargs: None),
+)
+
+
+@contextlib.contextmanager
+def generated_code(target: Target = TARGETS["h200"]) -> Iterator[list[Generated]]:
+    """Inside, `fake_cuda` goes on to Inductor's code for that GPU; gives the list of it, in the order of compilation."""
+    made: list[Generated] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("te_dynamo.inspect.fake_cuda._inductor_passes_only", lambda: _codegen(made)))
+        for patch in _as_on(target):
+            stack.enter_context(patch)
+        stack.callback(has_triton.cache_clear)
+        has_triton.cache_clear()
+        yield made
+
+
+@contextlib.contextmanager
+def _codegen(made: list[Generated]) -> Iterator[None]:
+    """Inductor goes on to its code, appends that to `made`, and stops before it loads it: the graph runs as it is."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    compile_inner: Any = compile_fx._compile_fx_inner  # type: ignore[attr-defined]
+
+    class Written(BaseException):
+        """Not an Exception: Inductor wraps those into its own."""
+
+    def write(graph: Any) -> None:
+        code = graph.codegen()[0]
+        inputs = zip(graph.graph_input_names, graph.example_inputs, strict=True)
+        made.append(Generated(getattr(code, "value", code), dict(inputs)))
+        raise Written
+
+    def without_loading(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return compile_inner(gm, *args, **kwargs)
+        except Written:
+            gm.recompile()
+            return make_boxed_func(gm.forward)
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", write),
+        mock.patch.object(compile_fx, "_compile_fx_inner", without_loading),
+        mock.patch.object(compile_fx, "_check_triton_bf16_support", lambda graph: None),
+    ):
+        yield
+
+
+def _as_on(target: Target) -> Sequence[contextlib.AbstractContextManager[Any]]:
+    """Torch's code generation is told of this GPU what it asks."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    major, minor = target.capability
+    told = DeviceProperties("cuda", 0, target.multiprocessors, 10 * major + minor, major, 65536, 2048, 1024, 32)
+    properties = SimpleNamespace(**told._asdict(), gcnArchName="", total_memory=2**37, shared_memory_per_block=49152)
+    static = {
+        "is_available": lambda: True,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "current_device": lambda: 0,
+        "get_compute_capability": lambda device=None: told.cc,
+        "get_device_properties": lambda device=None: properties,
+    }
+    return [
+        mock.patch.object(DeviceProperties, "create", lambda device: told),
+        mock.patch("torch.cuda.current_device", lambda: 0),
+        *(mock.patch.object(CudaInterface, name, staticmethod(function)) for name, function in static.items()),
+        mock.patch.object(CudaInterface.Worker, "get_device_properties", staticmethod(static["get_device_properties"])),
+    ]

@@ -1,0 +1,77 @@
+"""lowering/inductor/allocate_late.py: Inductor's code for a GPU needs no more memory than the graph that it is written from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor.scheduler import NopKernelSchedulerNode
+
+from te_dynamo.lowering.inductor import install
+from te_dynamo.lowering.inductor.allocate_late import allocate_late
+from te_dynamo.passes.dialect import live_memory
+from te_dynamo.testing import capture_on_fake_cuda
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import generated_code
+import models
+from compile_time import kernels_everywhere
+
+TOKENS, WIDTH, INNER = 1024, 512, 2048
+WIDE = TOKENS * INNER * 2
+"""The bytes of one tensor of the width between, in bf16."""
+
+
+def peaks(recipe: str) -> tuple[list[int], list[int]]:
+    """(of the graphs, of Inductor's code): forward's and backward's of a gated MLP."""
+
+    def inputs(device: str) -> tuple[Any, ...]:
+        return (torch.empty(1, TOKENS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True),)
+
+    with kernels_everywhere(), generated_code.generated_code() as graphs:
+        captured = capture_on_fake_cuda(
+            lambda: models.GatedMLP(WIDTH, INNER).bfloat16(), inputs, options={"recipe": None, "rules": [("", recipe)]}
+        )
+    of_graphs = [live_memory.peak_bytes(captured.graph(f"lower.{phase}")) for phase in ("forward", "backward")]
+    return of_graphs, generated_code.peak_bytes(graphs)
+
+
+@pytest.mark.parametrize("recipe", ["float8_block_scaling", "float8_current_scaling"])
+def test_the_code_needs_what_the_graph_needs(recipe: str) -> None:
+    of_graphs, of_code = peaks(recipe)
+    for graph, code in zip(of_graphs, of_code, strict=True):
+        assert abs(graph - code) < WIDE / 16, (of_graphs, of_code)
+
+
+def test_without_it_the_code_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above is one."""
+    monkeypatch.setattr("te_dynamo.lowering.inductor.private.Private.wrap", lambda self: None)
+    with mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", _own()):
+        (_, graph), (_, code) = peaks("float8_block_scaling")
+    assert code - graph >= WIDE - WIDE / 16, (graph, code)
+
+
+def _own() -> Any:
+    return getattr(
+        torch._inductor.memory.reorder_for_peak_memory, "__wrapped__", torch._inductor.memory.reorder_for_peak_memory
+    )
+
+
+def test_only_buffers_without_operands_move() -> None:
+    def node(kind: type, name: str, *reads: str) -> Any:
+        made = mock.Mock(spec=kind) if kind is NopKernelSchedulerNode else SimpleNamespace()
+        made.read_writes = SimpleNamespace(reads=[SimpleNamespace(name=read) for read in reads])
+        made.get_buffer_names = lambda: [name]
+        return made
+
+    empty, unread = node(NopKernelSchedulerNode, "a"), node(NopKernelSchedulerNode, "z")
+    parts = node(NopKernelSchedulerNode, "cat", "b")
+    first, reader = node(object, "b"), node(object, "c", "b", "a", "cat")
+    nodes = [unread, empty, parts, first, reader]
+    assert allocate_late(lambda given: given, nodes) == [parts, first, empty, reader, unread]
+    assert any(row.wrapper is allocate_late for row in install.TABLE)
