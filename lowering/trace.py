@@ -170,6 +170,7 @@ def _copy_into(graph: Graph, traced: GraphModule, node: Node, inputs: list[Node]
             with graph.inserting_before(node):
                 copied = graph.node_copy(original, lambda n: copies[n])
             copied.meta = {**kept, **original.meta}
+            copied.meta.pop("eager_input_vals", None)  # of the trace's own arguments
             if again and "val" in original.meta:
                 copied.meta["val"] = _value(copied)
             copies[original] = copied

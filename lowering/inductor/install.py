@@ -12,10 +12,10 @@ import torch
 
 from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.lowering.inductor.allocate_late import allocate_late
 from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
 from te_dynamo.lowering.inductor.define_kernel import define_kernel
 from te_dynamo.lowering.inductor.fake_values import incremental_update
+from te_dynamo.lowering.inductor.launch_buffers import allocate_late, operands_once
 from te_dynamo.lowering.inductor.mutation import analyse
 from te_dynamo.lowering.inductor.private import Private, warn_skipped
 from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
@@ -77,6 +77,13 @@ TABLE = (
         "memory: 224 MiB of a step of a Llama-8B block with scales of blocks",
         allocate_late,
         needs=("torch._inductor.scheduler.NopKernelSchedulerNode",),
+    ),
+    Private(
+        "torch._inductor.graph.constrain_to_fx_strides",
+        "an operand of a kernel of ours is computed once, not for each argument that it is",
+        "time and memory: two more copies of each activation of which rows or columns alone are quantized",
+        operands_once,
+        needs=("torch._inductor.ir.TensorBox",),
     ),
     WORKERS,
     Private(

@@ -1,7 +1,8 @@
-"""lowering/inductor/allocate_late.py: Inductor's code for a GPU needs no more memory than the graph that it is written from."""
+"""lowering/inductor/launch_buffers.py: Inductor's code for a GPU needs no more memory than the graph that it is written from."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from torch._inductor.scheduler import NopKernelSchedulerNode
 
 from te_dynamo.lowering.inductor import install
-from te_dynamo.lowering.inductor.allocate_late import allocate_late
+from te_dynamo.lowering.inductor.launch_buffers import allocate_late
 from te_dynamo.passes.dialect import live_memory
 from te_dynamo.testing import capture_on_fake_cuda
 
@@ -46,6 +47,21 @@ def test_the_code_needs_what_the_graph_needs(recipe: str) -> None:
     of_graphs, of_code = peaks(recipe)
     for graph, code in zip(of_graphs, of_code, strict=True):
         assert abs(graph - code) < WIDE / 16, (of_graphs, of_code)
+
+
+def test_an_operand_is_computed_once() -> None:
+    """Of a forward pass alone, of which rows are quantized: the operand stands in for the columns."""
+
+    def inputs(device: str) -> tuple[Any, ...]:
+        return (torch.empty(1, TOKENS, WIDTH, dtype=torch.bfloat16, device=device),)
+
+    with kernels_everywhere(), generated_code.generated_code() as graphs:
+        options = {"recipe": None, "rules": [("", "float8_block_scaling")]}
+        capture_on_fake_cuda(lambda: models.GatedMLP(WIDTH, INNER).bfloat16(), inputs, backward=False, options=options)
+    # x, its codes and scales, and x in the place of the columns' two
+    launches = re.findall(r"quantize_block_kernel_\d+\.run\((\w+), \w+, \w+, (\w+), (\w+),", graphs[0].text)
+    assert len(launches) == 5  # of two activations and three weights
+    assert all(len(set(operands)) == 1 for operands in launches), launches
 
 
 def test_without_it_the_code_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
