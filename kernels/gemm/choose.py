@@ -63,10 +63,12 @@ from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stac
 
 __all__ = [
     "TUNED",
+    "Asked",
     "Choice",
     "Product",
     "Stacking",
     "asked_products",
+    "can_fuse",
     "choose",
     "choose_for",
     "product_us",
@@ -134,9 +136,10 @@ class Choice:
 TUNED: dict[tuple[Product, Target], Choice] = {}
 """What was fastest on a device, of products as `Product.plain` writes them. `use_tuned` adds to it."""
 
-_asked: contextvars.ContextVar[dict[tuple[Product, Target], None] | None] = contextvars.ContextVar(
-    "te_dynamo_asked_products", default=None
-)
+Asked = dict[tuple[Product, Target], set[str]]
+"""The epilogues of each plain product on a device."""
+
+_asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("te_dynamo_asked_products", default=None)
 
 
 def use_tuned(choices: Mapping[tuple[Product, Target], Choice]) -> None:
@@ -146,9 +149,9 @@ def use_tuned(choices: Mapping[tuple[Product, Target], Choice]) -> None:
 
 
 @contextlib.contextmanager
-def asked_products() -> Iterator[dict[tuple[Product, Target], None]]:
+def asked_products() -> Iterator[Asked]:
     """Collects what `choose_for` is asked inside, on this thread, as `TUNED` has it."""
-    asked: dict[tuple[Product, Target], None] = {}
+    asked: Asked = {}
     token = _asked.set(asked)
     try:
         yield asked
@@ -182,7 +185,7 @@ def choose_for(
     )
     target, asked = gemm_target(a.device), _asked.get()
     if asked is not None:
-        asked[product.plain, target] = None
+        asked.setdefault((product.plain, target), set()).add(product.epilogue)
     return choose(product, target, recorded)
 
 
@@ -205,6 +208,13 @@ def choose(product: Product, target: Target, recorded: bool = False) -> Choice:
     if decode is not None:
         return Choice("decode", decode)
     return Choice("usual", _usual_tile(product, target))
+
+
+def can_fuse(choice: Choice, product: Product) -> bool:
+    """Whether the kernel of a choice for the plain product does this one's epilogue too."""
+    tile = choice.tile if isinstance(choice.tile, Tile) and choice.kernel == "specialized" else None
+    decode = choice.tile if isinstance(choice.tile, DecodeTile) else None
+    return product.epilogue == "none" or (choice.kernel != "cublaslt" and _fuses(product, tile, decode, recorded=False))
 
 
 def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None, recorded: bool) -> bool:

@@ -2,6 +2,7 @@
 
     candidates(product, target)                 all that can run it: Choices
     timed_us(product, candidates, device)       the time of each
+    passes_us(choice, product, epilogues, ...)  and of what it leaves to other kernels
     facts(choices), choices_of(facts, target)   as JSON holds them, and back
 
 The fastest are for `use_tuned` of choose.py. lowering/tune.py times the products of a graph.
@@ -13,12 +14,21 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from te_dynamo.kernels.gemm.block import gemm_block_with_tile, scale_shape
-from te_dynamo.kernels.gemm.choose import CALL_US, Choice, Product, Stacking, can_decode, can_specialize, usual_tiles
+from te_dynamo.kernels.gemm.choose import (
+    CALL_US,
+    Choice,
+    Product,
+    Stacking,
+    can_decode,
+    can_fuse,
+    can_specialize,
+    usual_tiles,
+)
 from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_with_tile
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
@@ -51,6 +61,16 @@ def best_of(times: Mapping[Choice, float]) -> Choice | None:
     """The fastest by microseconds of each, None of none. What Inductor's code calls and does not launch has to take CALL_US or more."""
     launched = {c: us for c, us in times.items() if us >= CALL_US or c.kernel in ("usual", "decode")}
     return min(launched, key=launched.__getitem__, default=None)
+
+
+PASSES = {"none": 0, "add": 3, "amax": 1, "gated": 1}
+"""How often a pass that does the epilogue moves the bytes of C."""
+
+
+def passes_us(choice: Choice, product: Product, epilogues: Iterable[str], target: Target) -> float:
+    """Microseconds, by bytes, of the passes over C in 16 bits that do those epilogues which the choice's kernel does not."""
+    left = [e for e in epilogues if not can_fuse(choice, dataclasses.replace(product, epilogue=e))]
+    return sum(PASSES[e] for e in left) * product.m * product.n * 2 / (1e6 * target.bandwidth)
 
 
 def timed_us(product: Product, choices: list[Choice], device: torch.device) -> dict[Choice, float]:
