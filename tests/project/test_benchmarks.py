@@ -51,10 +51,11 @@ def test_a_failing_or_wrong_provider_is_a_row_with_its_error(train_blocks: Modul
 
 def test_memory_reports_each_provider_beside_bf16(train_blocks: ModuleType, tiny, monkeypatch) -> None:
     memory = pytest.importorskip("memory")
-    for provider in memory.PROVIDERS:
+    providers = memory.PROVIDERS.split(",")[:3]
+    for provider in providers:
         monkeypatch.setitem(train_blocks.PROVIDERS, provider, lambda m: m)
-    rows, held = memory.measure(tiny, rounds=1, device="cpu", kernels=False)
-    assert [row.provider for row in rows] == list(memory.PROVIDERS) and held == []
+    rows, held = memory.measure(tiny, providers, rounds=1, device="cpu", kernels=False)
+    assert [row.provider for row in rows] == providers and held == []
     rows[0].peak_mib, rows[1].peak_mib, rows[2].peak_mib = 2.0, 3.0, 1.0
     train_blocks.summarize([train_blocks.Candidate(row, lambda: None, [[1.0]]) for row in rows])
     assert [row.peak_ratio for row in rows] == [1.0, 1.5, 0.5]
