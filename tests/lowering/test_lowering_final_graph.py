@@ -37,8 +37,7 @@ def in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def described(gm: fx.GraphModule) -> list[Any]:
-    """Every node by number: target, arguments, the value's layout; of a launch also the kernel, its constants and what it was
-    traced with."""
+    """Every node by number: target, arguments, the value's layout; of a launch also the kernel and its constants."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     numbers: dict[fx.Node, int] = {}
@@ -52,7 +51,6 @@ def described(gm: fx.GraphModule) -> list[Any]:
                 kwargs["configs"], kernel = str(kernel.configs[0]), kernel.fn
             kwargs["kernel_idx"] = kernel.__name__
             kwargs["constant_args_idx"] = kernel_side_table.get_constant_args(kwargs["constant_args_idx"])
-            kwargs["eager"] = sorted(node.meta["eager_input_vals"][1])
         value = node.meta.get("val")
         layout = (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else None
         args, kwargs = fx.map_arg((node.args, kwargs), lambda n: numbers[n])
