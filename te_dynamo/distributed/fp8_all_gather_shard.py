@@ -43,11 +43,15 @@ _STAY_SHARDS = {
 
 
 class ShardedWeight(torch.Tensor):
-    """plain: the values. weight: what is known of the whole weight. base: whose version counter a write through any view of the shard raises."""
+    """plain: the values. weight: what is known of the whole weight. base: whose version counter a write through any view of the shard raises.
+
+    made: (what its codes were made of, what FSDP2 was given) of a gather, for the next one: backward casts nothing.
+    """
 
     plain: torch.Tensor
     weight: GatheredWeight
     base: torch.Tensor
+    made: tuple[Any, Any] | None = None
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, weight: GatheredWeight, base: torch.Tensor | None = None) -> ShardedWeight:
@@ -90,22 +94,25 @@ class ShardedWeight(torch.Tensor):
             torch.autograd.graph.increment_version(shard.base)
         return args[0] if written and result is plain_args[0] else result
 
-    def state(self) -> tuple[int, int, int]:
-        """What a write to the values changes, by the shard, a view of it or the plain tensor."""
-        return self.base._version, self.plain._version, self.plain.data_ptr()
-
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """((what travels of this rank, ...), what it takes to read it), as FSDP2 asks for it."""
         dtype = mp_policy.param_dtype or self.dtype
+        # Memory that is freed goes back to the stream it was made on, which another one's reads do not hold up.
+        stream = None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
+        made, self.made, made_of = self.made, None, (self.weight.state(), dtype, stream)
+        if made is not None and made[0] == made_of:
+            return made[1]  # type: ignore[no-any-return]
         values = _padded(self.plain.to(dtype), outer_size, mesh.size())
         if not self.weight.travels(self.shape, outer_size, mesh.size(), dtype):
             return (values,), (outer_size, None, None)
         codes, scale_inv = self.weight.quantize(values, mesh)
         read_by = outer_size, codes.dtype, scale_inv if scale_inv.dim() == 1 else None
         sent = (codes.view(torch.uint8),)
-        return (*sent, scale_inv) if read_by[2] is None else sent, read_by
+        given = (*sent, scale_inv) if read_by[2] is None else sent, read_by
+        self.made = made_of, given
+        return given
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

@@ -6,7 +6,9 @@ gather compares the shard's version counter and address with those whose amax is
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +38,9 @@ class GatheredWeight:
         self.name, self.quantizer, self.reason = name, quantizer, reason
         self._module, self._amaxes = weakref.ref(module), amaxes
         self._sharded: Any = None
-        self._amax: torch.Tensor | None = None  # fp32 [1], of the values in the state `_known`
-        self._known: tuple[int, int, int] | None = None
+        self._amaxes_in: Callable[[torch.dtype], tuple[torch.Tensor, ...]] | None = None  # fp32 [1] each, by dtype
+        self._place = 0  # of its own one, that of the values in the state `_known`
+        self._known: tuple[int, ...] | None = None
         WEIGHTS[module] = self
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
@@ -66,24 +69,31 @@ class GatheredWeight:
         assert self.quantizer is not None
         if not self.quantizer.one_scale:
             return direct(quantize, values, self.quantizer)  # type: ignore[no-any-return]
-        if self._known != self._shard().state():
+        if self._known != self.state():
             self._reduce(mesh, values.device)
-        assert self._amax is not None
-        # Rounding keeps the order of values, so that this is the amax of what was rounded.
-        amax = self._amax.to(values.dtype).float()
+        assert self._amaxes_in is not None
+        amax = self._amaxes_in(values.dtype)[self._place]
         return direct(quantize_with_amax, values, self.quantizer, amax)  # type: ignore[no-any-return]
+
+    def state(self) -> tuple[int, ...]:
+        """What a write to the values changes, by the parameter, its shard, a view of that or the plain tensor. Inductor's code raises the
+        parameter's counter alone."""
+        parameter, shard = self._parameter(), self._shard()
+        return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr()
 
     def _reduce(self, mesh: Any, device: torch.device) -> None:
         """Makes the amaxes of all weights on this one's mesh known."""
         own_mesh = self._parameter().device_mesh
         these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
-        own = [torch.linalg.vector_norm(s.plain, torch.inf) if s.numel() else s.plain.new_zeros(()) for s in shards]
-        amaxes = torch.stack([each.float() for each in own]).to(device)
+        own = torch._foreach_norm([s.plain if s.numel() else s.plain.new_zeros(1) for s in shards], torch.inf)
+        amaxes = torch.stack(own).float().to(device)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
-        for weight, shard, amax in zip(these, shards, amaxes.split(1), strict=True):
-            weight._amax, weight._known = amax, shard.state()
+        # Rounding keeps the order of values, so that these are the amaxes of what was rounded.
+        amaxes_in = functools.cache(lambda dtype: amaxes.to(dtype).float().split(1))
+        for place, weight in enumerate(these):
+            weight._amaxes_in, weight._place, weight._known = amaxes_in, place, weight.state()
 
     def _shard(self) -> ShardedWeight:
         shard = local_of(self._parameter())

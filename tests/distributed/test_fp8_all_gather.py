@@ -62,6 +62,12 @@ def test_no_scale_is_stale(ranks: Ranks) -> None:
         assert by_scale == pytest.approx(of_values) and len(set(of_values)) == len(one)
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
+def test_a_step_casts_each_weight_once(ranks: Ranks, recipe: str) -> None:
+    """Backward gathers forward's codes; no gather asks a subclass's Python dispatch anything."""
+    assert ranks.run(fp8_bodies.work, recipe) == [[{"casts": n, "dispatches": 0} for n in (3, 0, 3)]] * SIZE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
 def test_wire_and_memory(ranks: Ranks, recipe: str) -> None:

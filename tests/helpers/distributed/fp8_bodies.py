@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dynamo
-from te_dynamo.distributed import fp8_all_gather
+from te_dynamo.distributed import fp8_all_gather, fp8_all_gather_weight
+from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS
 from te_dynamo.errors import TeError
 from te_dynamo.passes.dialect.live_memory import peak_bytes
 from te_dynamo.testing import count_wire
 
-__all__ = ["bits", "load", "refused", "save", "stale", "steps", "tensor_bits", "tensor_graphs", "wire"]
+__all__ = ["bits", "load", "refused", "save", "stale", "steps", "tensor_bits", "tensor_graphs", "wire", "work"]
 
 RULES = [("head", None)]
 """The head is not compiled: FSDP's hooks break the graph before each block."""
@@ -202,6 +204,32 @@ def tensor_graphs(rank: int) -> dict[str, str]:
     return {phase: graphs.all(phase)[-1] for phase in ("match", "forward", "backward")}
 
 
+def work(rank: int, recipe: str) -> list[dict[str, int]]:
+    """Of forward's gather, backward's and the next step's forward's: weights that are cast, and calls of the subclasses' Python dispatch."""
+    linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(3))).to(device())
+    fp8_all_gather(linears, options={"recipe": recipe})
+    fully_shard(linears, mesh=mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    linears.unshard()  # makes the parameters
+    told = []
+    for write in (True, False, True):
+        linears.reshard()
+        with torch.no_grad():
+            for weight in linears.parameters() if write else ():
+                weight.mul_(2)
+        with (
+            mock.patch.object(fp8_all_gather_weight, "direct", side_effect=fp8_all_gather_weight.direct) as cast,
+            _counted(ShardedWeight) as of_shards,
+            _counted(te_dynamo.QuantizedTensor) as of_gathered,
+        ):
+            linears.unshard()
+        told.append({"casts": cast.call_count, "dispatches": of_shards.call_count + of_gathered.call_count})
+    return told
+
+
+def _counted(subclass: Any) -> Any:
+    return mock.patch.object(subclass, "__torch_dispatch__", side_effect=subclass.__torch_dispatch__)
+
+
 def steps(rank: int, reshard: bool, policy: bool, tensor: int = 1) -> dict[str, Any]:
     """AdamW with clipping; two microbatches a step, of which the last one's gradients meet."""
     mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if policy else None
@@ -298,6 +326,13 @@ def stale(rank: int) -> list[tuple[float, float]]:
     def by_load(amax: float) -> None:
         linear.load_state_dict({"weight": torch.full_like(linear.state_dict()["weight"], amax)}, assign=amax == 64)
 
+    def by_inductor(amax: float) -> None:
+        """A graph of a DTensor writes to its buffers and raises the counter of what it was given."""
+        shard = linear.weight.to_local().plain
+        with torch.autograd._unsafe_preserve_version_counter(shard):
+            shard.fill_(amax)
+        torch.autograd.graph.increment_version(linear.weight)
+
     ways: list[Callable[[float], Any]] = [
         lambda amax: parameter.detach().fill_(amax),
         lambda amax: parameter.to_local().detach().fill_(amax),
@@ -305,6 +340,7 @@ def stale(rank: int) -> list[tuple[float, float]]:
         by_state_dict,
         by_load,
         by_load,
+        by_inductor,
         lambda amax: nn.init.constant_(linear.weight, amax),
     ]
     scales = []
