@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_dynamo.inspect.fake_cuda import inductor_until
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 
 
@@ -43,7 +45,7 @@ def peak_bytes(graphs: Sequence[Generated]) -> list[int]:
     peaks, saved = [], []
     with contextlib.ExitStack() as stack:
         for patch in _WITHOUT_A_GPU:
-            stack.enter_context(patch())
+            stack.enter_context(patch)
         callers = [
             {name: _like(x) for name, x in graph.inputs.items() if name.startswith(_CALLERS)} for graph in graphs
         ]
@@ -132,59 +134,36 @@ _STAND_INS: dict[str, Any] = {
 }
 
 _WITHOUT_A_GPU = (
-    lambda: mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: 0, create=True),
-    lambda: mock.patch("torch.cuda._DeviceGuard", lambda index: contextlib.nullcontext()),
-    lambda: mock.patch("torch.cuda.set_device", lambda index: None),
-    lambda: mock.patch("torch._inductor.async_compile.AsyncCompile.triton", lambda *args, **kwargs: _Launch()),
-    lambda: mock.patch("torch._inductor.async_compile.AsyncCompile.wait", lambda *args: None),
-    lambda: mock.patch("te_dynamo.kernels.gemm.specialized.gated.launch", lambda *args, **kwargs: None),
+    mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: 0, create=True),
+    mock.patch("torch.cuda._DeviceGuard", lambda index: contextlib.nullcontext()),
+    mock.patch("torch.cuda.set_device", lambda index: None),
+    mock.patch("torch._inductor.async_compile.AsyncCompile.triton", lambda *args, **kwargs: _Launch()),
+    mock.patch("torch._inductor.async_compile.AsyncCompile.wait", lambda *args: None),
+    mock.patch("te_dynamo.kernels.gemm.specialized.gated.launch", lambda *args, **kwargs: None),
 )
 
 
 @contextlib.contextmanager
-def generated_code(target: Target = TARGETS["h200"]) -> Iterator[list[Generated]]:
-    """Inside, `fake_cuda` goes on to Inductor's code for that GPU; gives the list of it, in the order of compilation."""
-    made: list[Generated] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("te_dynamo.inspect.fake_cuda._inductor_passes_only", lambda: _codegen(made)))
-        for patch in _as_on(target):
-            stack.enter_context(patch)
-        stack.callback(has_triton.cache_clear)
-        has_triton.cache_clear()
-        yield made
-
-
-@contextlib.contextmanager
-def _codegen(made: list[Generated]) -> Iterator[None]:
-    """Inductor goes on to its code, appends that to `made`, and stops before it loads it: the graph runs as it is."""
-    from functorch.compile import make_boxed_func
-    from torch._inductor import compile_fx
+def generated_code() -> Iterator[list[Generated]]:
+    """Inside, `fake_cuda` goes on to Inductor's code for an H200; gives the list of it, in the order of compilation."""
     from torch._inductor.graph import GraphLowering
 
-    compile_inner: Any = compile_fx._compile_fx_inner  # type: ignore[attr-defined]
-
-    class Written(BaseException):
-        """Not an Exception: Inductor wraps those into its own."""
+    made: list[Generated] = []
 
     def write(graph: Any) -> None:
         code = graph.codegen()[0]
         inputs = zip(graph.graph_input_names, graph.example_inputs, strict=True)
         made.append(Generated(getattr(code, "value", code), dict(inputs)))
-        raise Written
 
-    def without_loading(gm: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return compile_inner(gm, *args, **kwargs)
-        except Written:
-            gm.recompile()
-            return make_boxed_func(gm.forward)
-
-    with (
-        mock.patch.object(GraphLowering, "compile_to_module", write),
-        mock.patch.object(compile_fx, "_compile_fx_inner", without_loading),
-        mock.patch.object(compile_fx, "_check_triton_bf16_support", lambda graph: None),
-    ):
-        yield
+    until_loading = functools.partial(inductor_until, GraphLowering, "compile_to_module", write)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("te_dynamo.inspect.fake_cuda._inductor_passes_only", until_loading))
+        stack.enter_context(mock.patch("torch._inductor.compile_fx._check_triton_bf16_support", lambda graph: None))
+        for patch in _as_on(TARGETS["h200"]):
+            stack.enter_context(patch)
+        stack.callback(has_triton.cache_clear)
+        has_triton.cache_clear()
+        yield made
 
 
 def _as_on(target: Target) -> Sequence[contextlib.AbstractContextManager[Any]]:

@@ -65,7 +65,8 @@ def tune(graph: Graph, timer: Timer = timed_us) -> None:
             times = timer(product, choices, device)
         except torch.OutOfMemoryError:
             times = {}
-        best = best_of({c: us + passes_us(c, product, asked[product, target], target) for c, us in times.items()})
+        left = functools.partial(passes_us, product=product, epilogues=asked[product, target], target=target)
+        best = best_of(times, left)
         if best is not None:
             found[product, target] = best
         else:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -57,20 +57,21 @@ def candidates(product: Product, target: Target) -> list[Choice]:
     return found
 
 
-def best_of(times: Mapping[Choice, float]) -> Choice | None:
-    """The fastest by microseconds of each, None of none. What Inductor's code calls and does not launch has to take CALL_US or more."""
-    launched = {c: us for c, us in times.items() if us >= CALL_US or c.kernel in ("usual", "decode")}
+def best_of(times: Mapping[Choice, float], others_us: Callable[[Choice], float]) -> Choice | None:
+    """The fastest by microseconds of each and of what it leaves to others, None of none. What Inductor's code calls and does not launch
+    has to take CALL_US or more itself."""
+    launched = {c: us + others_us(c) for c, us in times.items() if us >= CALL_US or c.kernel in ("usual", "decode")}
     return min(launched, key=launched.__getitem__, default=None)
 
 
-PASSES = {"none": 0, "add": 3, "amax": 1, "gated": 1}
+_PASSES = {"add": 3, "amax": 1, "gated": 1}
 """How often a pass that does the epilogue moves the bytes of C."""
 
 
 def passes_us(choice: Choice, product: Product, epilogues: Iterable[str], target: Target) -> float:
     """Microseconds, by bytes, of the passes over C in 16 bits that do those epilogues which the choice's kernel does not."""
     left = [e for e in epilogues if not can_fuse(choice, dataclasses.replace(product, epilogue=e))]
-    return sum(PASSES[e] for e in left) * product.m * product.n * 2 / (1e6 * target.bandwidth)
+    return sum(_PASSES[e] for e in left) * product.m * product.n * 2 / (1e6 * target.bandwidth)
 
 
 def timed_us(product: Product, choices: list[Choice], device: torch.device) -> dict[Choice, float]:

@@ -86,8 +86,8 @@ class GatheredWeight:
         own_mesh = self._parameter().device_mesh
         these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
-        own = torch._foreach_norm([s.plain if s.numel() else s.plain.new_zeros(1) for s in shards], torch.inf)
-        amaxes = torch.stack(own).float().to(device)
+        own = [torch.linalg.vector_norm(s.plain, torch.inf) if s.numel() else s.plain.new_zeros(()) for s in shards]
+        amaxes = torch.stack([each.float() for each in own]).to(device)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
         # Rounding keeps the order of values, so that these are the amaxes of what was rounded.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -191,32 +191,39 @@ def _accumulate(arrived: dict[Node, dict[int, Tensor]], edge: tuple[Node, int], 
     slots[slot] = value if slot not in slots else slots[slot] + value
 
 
-class _PassesDone(BaseException):
+class _Stopped(BaseException):
     """Not an Exception: Inductor wraps those into its own."""
 
 
+def _inductor_passes_only() -> contextlib.AbstractContextManager[None]:
+    from torch._inductor import compile_fx
+
+    name = "_recursive_post_grad_passes"
+    return inductor_until(compile_fx, name, getattr(compile_fx, name))
+
+
 @contextlib.contextmanager
-def _inductor_passes_only() -> Iterator[None]:
+def inductor_until(owner: Any, name: str, last: Callable[..., object]) -> Iterator[None]:
+    """Inside, Inductor compiles until it calls `owner.name`: `last` is called in its place, and the graph runs as it is then."""
     from functorch.compile import make_boxed_func
     from torch._inductor import compile_fx
 
     compile_inner: Any = compile_fx._compile_fx_inner  # type: ignore[attr-defined]
-    post_grad: Any = compile_fx._recursive_post_grad_passes  # type: ignore[attr-defined]
 
-    def passes_then_stop(gm: Any, *args: Any, **kwargs: Any) -> None:
-        post_grad(gm, *args, **kwargs)
-        raise _PassesDone
+    def last_then_stop(*args: Any, **kwargs: Any) -> None:
+        last(*args, **kwargs)
+        raise _Stopped
 
-    def without_codegen(gm: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_the_rest(gm: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return compile_inner(gm, *args, **kwargs)
-        except _PassesDone:
+        except _Stopped:
             gm.recompile()
             return make_boxed_func(gm.forward)
 
     with (
-        mock.patch.object(compile_fx, "_recursive_post_grad_passes", passes_then_stop),
-        mock.patch.object(compile_fx, "_compile_fx_inner", without_codegen),
+        mock.patch.object(owner, name, last_then_stop),
+        mock.patch.object(compile_fx, "_compile_fx_inner", without_the_rest),
     ):
         yield
 

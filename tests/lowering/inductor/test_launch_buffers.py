@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.models.snapshot_models import kernels_everywhere
 from torch._inductor.scheduler import NopKernelSchedulerNode
 
 from te_dynamo.lowering.inductor import install
@@ -21,7 +22,6 @@ from te_dynamo.testing import capture_on_fake_cuda
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import generated_code
 import models
-from compile_time import kernels_everywhere
 
 TOKENS, WIDTH, INNER = 1024, 512, 2048
 WIDE = TOKENS * INNER * 2
@@ -66,16 +66,12 @@ def test_an_operand_is_computed_once() -> None:
 
 def test_without_it_the_code_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test above is one."""
+    install.install()
+    own = torch._inductor.memory.reorder_for_peak_memory.__wrapped__
     monkeypatch.setattr("te_dynamo.lowering.inductor.private.Private.wrap", lambda self: None)
-    with mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", _own()):
+    with mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", own):
         (_, graph), (_, code) = peaks("float8_block_scaling")
     assert code - graph >= WIDE - WIDE / 16, (graph, code)
-
-
-def _own() -> Any:
-    return getattr(
-        torch._inductor.memory.reorder_for_peak_memory, "__wrapped__", torch._inductor.memory.reorder_for_peak_memory
-    )
 
 
 def test_only_buffers_without_operands_move() -> None:
