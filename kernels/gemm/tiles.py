@@ -15,7 +15,6 @@ Which kernel runs is choose.py's to say.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -331,7 +330,6 @@ def choose_gated_decode_tile(whole: DecodeTile) -> DecodeTile:
     return dataclasses.replace(whole, block_k=128, num_stages=3 if whole.block_m > 32 else 4)
 
 
-@functools.cache
 def stages_that_fit(specialized: Tile, out_bytes: int) -> int:
     """As many stages of a specialized kernel's tile as fit beside results of `out_bytes` each, on any Hopper."""
     return specialized.num_stages if specialized.fits(out_bytes) else specialized.num_stages - 1

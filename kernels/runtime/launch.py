@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from te_dynamo.kernels.runtime._triton import triton
-from te_dynamo.kernels.runtime.known_launches import launch_known
 from te_dynamo.kernels.runtime.target import target_of
 
 
@@ -36,10 +35,8 @@ def launch(
         kernel.warmup(*(_untouched(x) for x in args), grid=grid, **{name: _untouched(x) for name, x in kwargs.items()})
         return
     triton.set_allocator(_scratch)
-    if recorded:
-        torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
-    else:
-        launch_known(kernel, grid, args, kwargs)
+    # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
+    (torch.library.wrap_triton(kernel) if recorded else kernel)[grid](*args, **kwargs)
 
 
 _compiling_only: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_compiling_only", default=False)
