@@ -9,9 +9,10 @@ steps. `tokens` are a data-parallel rank's. All providers of a row are made firs
 the median of the rounds, of the slowest rank; the peak is rank 0's without the other providers' bytes, and `wire MiB` is what comes to rank 0 from the
 others in a step, as `te_dynamo.testing.count_wire` counts it.
 
-    te            FP8 products; weights and activations travel in bf16
-    te on wire    and they travel in FP8
-    torchao       tensorwise scales with its FP8 all-gather, and its styles of tensor parallelism
+    te                  FP8 products; weights and activations travel in bf16
+    te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
+    te on wire          and they travel in FP8
+    torchao             tensorwise scales with its FP8 all-gather, and its styles of tensor parallelism
 """
 
 from __future__ import annotations
@@ -133,9 +134,9 @@ class Provider:
     enter: Callable[..., Any] = PrepareModuleInput
 
 
-def te(on_wire: bool) -> Provider:
+def te(on_wire: bool, margin: int = 0) -> Provider:
     if not on_wire:
-        options = {"fusions": ("-fuse_gather_quantize",)}
+        options = {"fusions": ("-fuse_gather_quantize",), "sm_margin": margin}
         return Provider(lambda layer: layer.compile(backend="te", options=options))
     from te_dynamo.distributed import fp8_all_gather
 
@@ -168,6 +169,8 @@ def torchao() -> Provider:
 PROVIDERS: dict[str, Callable[[], Provider]] = {
     "bf16": lambda: Provider(lambda layer: layer.compile()),
     "te": lambda: te(on_wire=False),
+    "te 16 SMs left": lambda: te(on_wire=False, margin=16),
+    "te 32 SMs left": lambda: te(on_wire=False, margin=32),
     "te on wire": lambda: te(on_wire=True),
     "torchao": torchao,
 }

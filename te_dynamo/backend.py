@@ -37,7 +37,7 @@ from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
-from te_dynamo.lowering.inductor.install import install, launch_options
+from te_dynamo.lowering.inductor.install import inductor_options, install
 from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
@@ -267,7 +267,7 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         finally:
             _phase.reset(token)
 
-    patches: dict[str, Any] = {**launch_options(), **dict(compilation.options.inductor)}
+    patches: dict[str, Any] = {**inductor_options(), **dict(compilation.options.inductor)}
     _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
     key = cache_key(compilation.options, fusion_key(), tuned_key())

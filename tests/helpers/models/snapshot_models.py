@@ -182,6 +182,7 @@ def kernels_everywhere() -> Iterator[None]:
         for module in (
             "te_dynamo.lowering.lower",
             "te_dynamo.dialect.define",
+            "te_dynamo.lowering.extern.gemm",
             "te_dynamo.kernels.runtime.availability",
         ):
             stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
