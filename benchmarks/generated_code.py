@@ -84,7 +84,8 @@ class _Alive(TorchDispatchMode):
                 self._seen[x.untyped_storage()] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
+        # NVFP4's random words are made on a device.
+        results = func(*args, **{name: "meta" if name == "device" else x for name, x in (kwargs or {}).items()})
         for x in tree_leaves(results):
             if isinstance(x, Tensor):
                 self._count(x)
