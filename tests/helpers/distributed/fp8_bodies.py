@@ -358,7 +358,9 @@ def refused(rank: int) -> dict[str, str]:
     """What is said of each mistake."""
     mistakes: dict[str, Callable[[], Any]] = {
         "after fully_shard": lambda: fp8_all_gather(sharded(False)),
-        "without fully_shard": lambda: torch.compile(fp8_all_gather(model()), backend="te", options={"codegen": "eager"})(_part(rank)[0]),
+        "without fully_shard": lambda: torch.compile(
+            fp8_all_gather(model()), backend="te", options={"codegen": "eager"}
+        )(_part(rank)[0]),
         "twice": lambda: fp8_all_gather(fp8_all_gather(model())),
         "freeze": lambda: te_dynamo.freeze(fp8_all_gather(model())),
         "frozen": lambda: fp8_all_gather(te_dynamo.freeze(model())),
