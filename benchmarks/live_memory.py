@@ -122,6 +122,8 @@ def counted(model: str, graphs: str, blocks: int, tokens: int, provider: str) ->
         return (torch.empty(1, tokens, MODELS[model][0], dtype=torch.bfloat16, device=device, requires_grad=True),)
 
     options: dict[str, Any] = {"recipe": None, "rules": [("", PROVIDERS[provider])]}
+    if provider == "bf16":
+        options["allow_buffer_reuse"] = True  # as in torch's own Inductor
     if graphs == "FSDP":
         options["save_weights"] = "original"  # what the backend takes under FSDP
     with (
