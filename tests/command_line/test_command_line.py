@@ -117,6 +117,7 @@ def test_a_gpu_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("on an NVIDIA H200, where it was not run: coverage")
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     small = {

@@ -34,6 +34,7 @@ def run(**environment: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_torch_logs() -> None:
     told = run(TORCH_LOGS="+te_dynamo")
     assert "1 of 2 linears of this graph are in a recipe, 91.4% of their FLOPs" in told

@@ -187,7 +187,7 @@ FEW_ROWS = 4 * SAME
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)
-@pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic", "automatic"])
+@pytest.mark.parametrize("how", ["dynamic=True", pytest.param("mark_dynamic", marks=pytest.mark.slow), "automatic"])
 def test_sequence_lengths_compile_once(how: str, codegen: str) -> None:
     model = block(torch.float32)
     compiled = te(model, dynamic=True if how == "dynamic=True" else None, codegen=codegen)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.models.snapshot_models import kernels_everywhere
+from helpers.slow import slow_but
 from torch._inductor.scheduler import NopKernelSchedulerNode
 
 from te_dynamo.lowering.inductor import install
@@ -43,7 +44,7 @@ def peaks(recipe: str) -> tuple[list[int], list[int]]:
     return of_graphs, generated_code.peak_bytes(graphs)
 
 
-@pytest.mark.parametrize("recipe", ["float8_block_scaling", "float8_current_scaling"])
+@pytest.mark.parametrize("recipe", slow_but(1, ["float8_block_scaling", "float8_current_scaling"]))
 def test_the_code_needs_what_the_graph_needs(recipe: str) -> None:
     of_graphs, of_code = peaks(recipe)
     for graph, code in zip(of_graphs, of_code, strict=True):
