@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from helpers.kernels.compiled_cases import SPILLS_UNDER_TRITON_3_9
 from helpers.kernels.compiled_quantize import assert_no_spills, compile_kernel
 from helpers.kernels.interpreted import install
 from helpers.kernels.interpreter_process import run_in_interpreter
@@ -57,7 +58,7 @@ def test_reference(dtype, zero_centered):
     assert_same_bits(actual, [y, mean, rstd, *quantize_reference(y, *BOTH)])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=SPILLS_UNDER_TRITON_3_9)])
 def test_nothing_spills(dtype, tmp_path):
     block, warps = norms.row_block(4096, 4 if dtype == "fp32" else 2, True)
     flags = {"ZERO_CENTERED": True, "EPS_NORM": 1e-5, "ONE_BLOCK": True, "BLOCK": block, "PARTIALS": 1024}
