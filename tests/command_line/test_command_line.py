@@ -162,7 +162,7 @@ WRONG = [
     (["explain", "hf:LlamaForCausalLMM"], 2, "transformers has no model class 'LlamaForCausalLMM'; did you mean"),
     (["explain", "hf:none.json"], 2, "hf:none.json: no configuration of transformers with a model_type can be read"),
     (["explain", "my_models:wrong_shapes"], 1, "the model itself fails on these inputs: RuntimeError: "),
-    (["explain", "my_models:no_linear"], 1, "the model has no linear, and te_dynamo quantizes nothing else"),
+    pytest.param(["explain", "my_models:no_linear"], 1, "the model has no linear, and te_dynamo quantizes nothing else", marks=pytest.mark.slow),
     (["bench", "my_models:make", "--device", "cpu"], 1, "bench times a model on a CUDA GPU, and this is none: run it where"),
     (["bench", "my_models:make", "--rounds", "0"], 2, "--rounds 0: expected 1 or more"),
 ]  # fmt: skip
