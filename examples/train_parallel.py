@@ -195,7 +195,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def parse_args(device: str) -> argparse.Namespace:
-    processes = dist.get_world_size()
+    processes = int(os.environ.get("WORLD_SIZE", 1))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor", type=int, default=2 - processes % 2, help="processes that share one copy's linears")
     parser.add_argument("--recipe", default="float8_current_scaling", choices=names())
@@ -206,6 +206,8 @@ def parse_args(device: str) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/parallel"))
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it is started by torchrun: torchrun --nproc-per-node 2 examples/train_parallel.py")
     if processes % args.tensor:
         parser.error(f"{processes} processes are no multiple of --tensor {args.tensor}")
     if args.batch % (processes // args.tensor) or args.seq % args.tensor:
@@ -215,12 +217,13 @@ def parse_args(device: str) -> argparse.Namespace:
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
+    args = parse_args("cuda" if on_gpu else "cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     te_dynamo.distributed.check_ranks()
-    train(parse_args(device.type), device)
+    train(args, device)
     dist.destroy_process_group()
 
 

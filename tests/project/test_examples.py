@@ -105,6 +105,18 @@ def train_parallel(out: pathlib.Path, processes: int, steps: int) -> float:
 
 
 @pytest.mark.slow
+def test_train_parallel_says_how_it_is_started() -> None:
+    command, environment = (
+        [sys.executable, str(EXAMPLES / "train_parallel.py")],
+        os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    asked = subprocess.run([*command, "--help"], capture_output=True, text=True, env=environment)
+    assert asked.returncode == 0 and "--tensor" in asked.stdout
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert alone.returncode == 2 and "it is started by torchrun: torchrun --nproc-per-node 2" in alone.stderr
+
+
+@pytest.mark.slow
 def test_train_parallel_goes_on_with_another_number_of_processes(tmp_path: pathlib.Path) -> None:
     """Two by two, then one by two: the losses of a run of one by two."""
     pytest.importorskip("tqdm")
