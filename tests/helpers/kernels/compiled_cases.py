@@ -19,7 +19,7 @@ from te_dynamo.kernels.runtime.compiled_code import PtxReport, compile_for
 SPILLS_UNDER_TRITON_3_9 = pytest.mark.xfail(
     tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9), strict=True, reason="8 to 24 bytes; docs/targets.md"
 )
-"""Of a kernel that the compilers of 3.6 to 3.8 find registers for."""
+"""Of a kernel that the compiler of 3.7 finds registers for."""
 
 SHARED_BYTES = 227 * 1024
 
