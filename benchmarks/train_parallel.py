@@ -7,7 +7,8 @@
 A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
 steps. `tokens` are a data-parallel rank's. All providers of a row are made first and then timed in turn, round after round. `step ms` is
 the median of the rounds, of the slowest rank; the peak is rank 0's without the other providers' bytes, and `wire MiB` is what comes to rank 0 from the
-others in a step, as `te_dynamo.testing.count_wire` counts it.
+others in a step, as `te_dynamo.testing.count_wire` counts it. Of one more step rank 0's profiler gives the ms in which the GPU computes, in
+which it sends or waits for another rank (`wire ms`), in which it does that alone, and in which it waits for the CPU (`idle ms`).
 
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
@@ -117,6 +118,10 @@ class Row:
     peak_mib: float | None = None
     peak_ratio: float | None = None
     wire_mib: float | None = None
+    compute_ms: float | None = None
+    wire_ms: float | None = None
+    wire_alone_ms: float | None = None
+    idle_ms: float | None = None
     error: str = ""
 
 
@@ -226,6 +231,20 @@ class Candidate:
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
             row.peak_mib = (torch.cuda.max_memory_allocated(x.device) - others) / 2**20
+            self.profile()
+
+    def profile(self) -> None:
+        from torch.autograd import DeviceType
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self.step()
+            torch.cuda.synchronize(self.x.device)
+        ran = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        wire, compute = ([_span(e) for e in ran if ("nccl" in e.name) is sends] for sends in (True, False))
+        busy = _union_ms(wire + compute)
+        first, last = min(start for start, _ in wire + compute), max(end for _, end in wire + compute)
+        self.row.compute_ms, self.row.wire_ms = _union_ms(compute), _union_ms(wire)
+        self.row.wire_alone_ms, self.row.idle_ms = busy - self.row.compute_ms, (last - first) / 1e3 - busy
 
     def step(self) -> None:
         self.x.grad = None
@@ -245,6 +264,20 @@ class Candidate:
         took = torch.tensor([1000 * (time.perf_counter() - start) / steps], device=self.x.device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         self.times.append(took.item())
+
+
+def _span(event: Any) -> tuple[float, float]:
+    """us."""
+    return event.time_range.start, event.time_range.end
+
+
+def _union_ms(spans: list[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e3
 
 
 def _allocated(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.define import REFERENCE_ONLY
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.gemm.cublaslt import SCALED_MM
-from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.lowering.extern.gemm import is_extern
 from te_dynamo.lowering.inductor.fake_values import values_are_right
 from te_dynamo.lowering.inductor.install import install
@@ -43,15 +43,15 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         if node.target in REFERENCE_ONLY:
             waiting.extendleft(reversed(_te_nodes(inliner.inline(node))))  # te.linear is made of te operations
             done.append((name, "Inductor"))
-        elif kernels_available(device).ok and is_extern(node):
+        elif availability.kernels_available(device).ok and is_extern(node):
             done.append((name, "Gluon"))
-        elif kernels_available(device).ok:
+        elif availability.kernels_available(device).ok:
             traced = inliner.inline(node)
             waiting.extendleft(reversed(_te_nodes(traced)))  # an opaque operation calls others
             by_cublaslt = any(n.target is SCALED_MM for n in traced)
             done.append((name, "cuBLASLt" if by_cublaslt else "Triton"))
         else:
-            done.append((name, f"reference ({kernels_available(device).reason})"))
+            done.append((name, f"reference ({availability.kernels_available(device).reason})"))
     inliner.finish()
     graph.lint()
     return done

@@ -32,7 +32,7 @@ from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated,
 from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, record_before, uncached
 from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
 from te_dynamo.inspect.report import Report
-from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
@@ -300,7 +300,7 @@ def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
         return
     for node in (node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes):
         value = next((x.meta.get("example_value") for x in node.all_input_nodes), None) if is_te(node.target) else None
-        available = kernels_available(value.device) if isinstance(value, torch.Tensor) else None
+        available = availability.kernels_available(value.device) if isinstance(value, torch.Tensor) else None
         if available is not None and not available.ok:
             line = source_line(node)
             raise InvalidOptionError(

@@ -26,7 +26,7 @@ from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out, stacked_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
-from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
@@ -146,7 +146,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
     def lowered(*arguments: Any) -> Any:
         a, tensors = arguments[0], arguments[: extern.tensors]
         given = [x and ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in tensors]
-        if not kernels_available(a.get_device()).ok:
+        if not availability.kernels_available(a.get_device()).ok:
             return opaque(*given, *arguments[extern.tensors :])
         _compile_kernel_of(V.graph.current_node, extern)
         operands, inputs = ([x for x in each if x is not None] for each in (tensors, given))

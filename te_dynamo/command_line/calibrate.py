@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from te_dynamo.command_line.failure import Failure
-from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.rates import H200, KIND, QUANTIZED
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.remembered import remember
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     device = torch.device("cuda")
     if not torch.cuda.is_available():
         raise Failure("calibrate measures the GPU at hand, and there is none: run it where there is one")
-    if not (available := kernels_available(device)).ok:
+    if not (available := availability.kernels_available(device)).ok:
         raise Failure(f"calibrate measures FP8 kernels, which do not run here: {available.reason}")
     facts = measure(_GpuClock())
     try:

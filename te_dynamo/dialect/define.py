@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime import availability
 
 NAMESPACE = "te"
 
@@ -115,7 +115,7 @@ def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., An
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(a.device for a in tree_leaves(args) if isinstance(a, torch.Tensor))
-        return (kernel if kernels_available(device).ok else reference)(*args, **kwargs)
+        return (kernel if availability.kernels_available(device).ok else reference)(*args, **kwargs)
 
     return run
 

@@ -30,7 +30,7 @@ from torch import fx, nn
 
 from te_dynamo.errors import CoverageError
 from te_dynamo.inspect.report import MatchRecord, Report, coverage
-from te_dynamo.kernels.runtime.availability import kernels_available
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.options import Options
 
 __all__ = ["advise", "require_coverage", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
@@ -97,7 +97,7 @@ def warn_if_emulated(gm: fx.GraphModule, report: Report) -> None:
         return
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-    if device is not None and not (available := kernels_available(device)).ok:
+    if device is not None and not (available := availability.kernels_available(device)).ok:
         text = f"te_dynamo: {available.reason}: the reference path runs, with the same numbers and no speed"
         _warn_once(available.reason, text)
 

@@ -15,6 +15,7 @@ from te_dynamo.command_line import calibrate
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.main import main
 from te_dynamo.inspect import doctor
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.rates import H200, KIND, calibrated, rates_of
@@ -49,7 +50,7 @@ def an_h100(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(calibrate, "kernels_available", lambda device: Availability(True))
+    monkeypatch.setattr(availability, "kernels_available", lambda device: Availability(True))
     monkeypatch.setattr(calibrate, "_GpuClock", MadeUp)
     monkeypatch.setattr("te_dynamo.rates.target_of", lambda device: TARGETS["h100"])
     files._read.cache_clear()
@@ -102,9 +103,8 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_on_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(
-        calibrate, "kernels_available", lambda device: Availability(False, "compute capability 8.0 is below 9.0")
-    )
+    reason = "compute capability 8.0 is below 9.0"
+    monkeypatch.setattr(availability, "kernels_available", lambda device: Availability(False, reason))
     assert main(["calibrate"]) == 1
     assert "which do not run here: compute capability 8.0 is below 9.0" in capsys.readouterr().err
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.kernels.gemm_operands import operands
+from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from torch import Tensor
 
 from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.runtime.availability import Availability
-from te_dynamo.lowering.extern import gemm as extern_gemm
 
 te = torch.ops.te
 BF16 = torch.bfloat16
@@ -32,8 +31,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         *bias, addend = bias_and_addend
         out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast) + addend)
 
-    extern_gemm.register()
-    monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
+    calls_to_gemms_everywhere(monkeypatch)
     monkeypatch.setattr(extern_kernels, "te_gemm", te_gemm)
     monkeypatch.setattr(extern_kernels, "te_gemm_add", te_gemm_add)
     with torch._inductor.config.patch(force_disable_caches=True):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from torch import Tensor, nn
 
 from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.tracing import named_in_profiles
 
@@ -39,8 +39,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         te_gemm(*operands, fast=fast, out=out)
         out.add_(addend)
 
-    extern_gemm.register()
-    monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
+    calls_to_gemms_everywhere(monkeypatch)
     for call in (te_gemm, te_gemm_add):
         monkeypatch.setattr(extern_kernels, call.__name__, named_in_profiles(call))
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.snapshot_models import SwigluMLP, capture_training, kernels_everywhere
+from helpers.models.snapshot_models import SwigluMLP, calls_to_gemms_everywhere, capture_training, kernels_everywhere
 from torch import Tensor, nn
 
 from te_dynamo import backend
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, gemm_multiprocessors, gemm_target, sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.extern import gemm as extern_gemm
@@ -86,8 +85,7 @@ def margins_of_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         margins.append(current_sm_margin())
         out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast))
 
-    extern_gemm.register()
-    monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
+    calls_to_gemms_everywhere(monkeypatch)
     monkeypatch.setattr(extern_kernels, "te_gemm", extern_gemm._with_margin(te_gemm))
     with torch._inductor.config.patch(force_disable_caches=True):
         yield margins

@@ -9,16 +9,19 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_dynamo import capture
 from te_dynamo.inspect.capture import Captured
-from te_dynamo.kernels.runtime.availability import Availability
+from te_dynamo.kernels.runtime import availability
+from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.testing import capture_on_fake_cuda
 
 HIDDEN, FFN, HEADS = 64, 128, 2
@@ -178,15 +181,15 @@ def snapshot(model: type[nn.Module], shape: Sequence[int], device: str, **option
 @contextlib.contextmanager
 def kernels_everywhere() -> Iterator[None]:
     """Inside, the package takes every device for one with kernels: what lowering writes for a GPU shows without one."""
-    with contextlib.ExitStack() as stack:
-        for module in (
-            "te_dynamo.lowering.lower",
-            "te_dynamo.dialect.define",
-            "te_dynamo.lowering.extern.gemm",
-            "te_dynamo.kernels.runtime.availability",
-        ):
-            stack.enter_context(mock.patch(f"{module}.kernels_available", lambda device: Availability(True)))
+    with mock.patch.object(availability, "kernels_available", lambda device: availability.Availability(True)):
         yield
+
+
+def calls_to_gemms_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on Inductor's code calls the specialized GEMMs by name on every device. All other operations stay what they are there."""
+    extern_gemm.register()
+    everywhere = SimpleNamespace(kernels_available=lambda device: availability.Availability(True))
+    monkeypatch.setattr(extern_gemm, "availability", everywhere)
 
 
 def launches(text: str) -> str:

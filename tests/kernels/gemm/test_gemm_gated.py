@@ -10,7 +10,7 @@ import torch
 from helpers.kernels.compiled_cases import SHARED_BYTES
 from helpers.kernels.gemm_operands import E4M3, E5M2, operands
 from helpers.kernels.kernel_cases import assert_same_bits
-from helpers.models.snapshot_models import SwigluMLP, compiled_run, kernels_everywhere
+from helpers.models.snapshot_models import SwigluMLP, calls_to_gemms_everywhere, compiled_run, kernels_everywhere
 from torch import fx
 
 from te_dynamo.kernels.activation.activation import value_reference
@@ -32,9 +32,7 @@ from te_dynamo.kernels.gemm.specialized.gated import (
     gemm_gated_specialized,
 )
 from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference
-from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.kernels.runtime.compiled_code import compile_for
-from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
 
@@ -202,8 +200,7 @@ def test_inductors_code_calls_it_and_takes_both_results(monkeypatch: pytest.Monk
     from torch._inductor.select_algorithm import extern_kernels
     from torch._inductor.utils import run_and_get_code
 
-    extern_gemm.register()
-    monkeypatch.setattr(extern_gemm, "kernels_available", lambda device: Availability(True))
+    calls_to_gemms_everywhere(monkeypatch)
     called = lambda a, sa, b, sb, *, fast, gate, kind, name: gemm_gated_reference(a, sa, b, sb, fast, gate, kind)  # noqa: E731
     monkeypatch.setattr(extern_kernels, "te_gemm_gated", called)
     given = stacked(48, 128, 64)
