@@ -8,7 +8,8 @@ A step is forward and backward of bf16 layers, each compiled by itself, on rando
 steps. `tokens` are a data-parallel rank's. All providers of a row are made first and then timed in turn, round after round. `step ms` is
 the median of the rounds, of the slowest rank; the peak is rank 0's without the other providers' bytes, and `wire MiB` is what comes to rank 0 from the
 others in a step, as `te_dynamo.testing.count_wire` counts it. Of one more step rank 0's profiler gives the ms in which the GPU computes, in
-which it sends or waits for another rank (`wire ms`), in which it does that alone, and in which it waits for the CPU (`idle ms`).
+which it sends or waits for another rank (`wire ms`), in which it does that alone, and in which it waits for the CPU (`idle ms`). FSDP2
+gathers a layer's weights when the CPU has come to the layer; "a layer ahead" is its set_modules_to_forward_prefetch.
 
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
@@ -22,6 +23,7 @@ import argparse
 import copy
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -100,7 +102,12 @@ MODELS = {
     "llama70b": ("Llama-70B", (8192, 28672, 64, 8)),
     "tiny": ("tiny", (256, 512, 8, 4)),
 }
-LAYOUTS = {"fsdp": "FSDP2", "tp": "TP + SP", "fsdp_tp": "FSDP2 x TP + SP"}
+LAYOUTS = {
+    "fsdp": "FSDP2",
+    "fsdp_ahead": "FSDP2, gathers a layer ahead",
+    "tp": "TP + SP",
+    "fsdp_tp": "FSDP2 x TP + SP",
+}
 TENSOR_RANKS = 2  # of FSDP2 x TP
 
 
@@ -185,7 +192,7 @@ def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> N
     """Shares the model out among the ranks, and compiles its layers."""
     provider.convert(model)
     size = dist.get_world_size()
-    tensor = {"fsdp": 1, "tp": size, "fsdp_tp": TENSOR_RANKS}[layout]
+    tensor = {"tp": size, "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
     mesh = init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=("data", "tensor"))
     for layer in model.layers:
         if tensor > 1:
@@ -195,6 +202,9 @@ def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> N
         provider.before_fsdp(model)
         for part in (*model.layers, model):
             fully_shard(part, mesh=mesh["data"])
+    if layout == "fsdp_ahead":
+        for layer, following in itertools.pairwise(model.layers):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def plan(provider: Provider) -> dict[str, Any]:
@@ -289,7 +299,7 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
     title, sizes = MODELS[model]
     torch.manual_seed(0)
     base = Layers(args.layers, *sizes).to(device, torch.bfloat16)
-    share = 1 if layout == "fsdp" else dist.get_world_size() if layout == "tp" else TENSOR_RANKS
+    share = {"tp": dist.get_world_size(), "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
     x = torch.randn(max(1, tokens // 4096), min(tokens, 4096) // share, sizes[0], device=device, dtype=torch.bfloat16)
     x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
     for name in args.providers:
