@@ -63,15 +63,19 @@ class Table:
     cells: tuple[str, ...] = ()
 
 
+PARALLEL = ("layout", "tokens"), "provider", ("step_ms", "speedup", "peak_ratio")
+OVERLAP = ("layout", "tokens"), "provider", ("compute_ms", "wire_alone_ms", "idle_ms")
+
 TABLES = {
     "train_blocks": Table("train_blocks", ("block",), "provider", ("step_ms", "speedup")),
     "train_blocks_speedups": Table("train_blocks", ("block",), "provider", ("speedup",)),
     "train_blocks_memory": Table("train_blocks", ("block",), "provider", ("peak_mib", "peak_ratio")),
     "train_blocks_rows": Table("train_blocks"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
-    "train_parallel_2gpus": Table(
-        "train_parallel_2gpus", ("model", "layout", "tokens"), "provider", ("step_ms", "speedup", "peak_ratio")
-    ),
+    "train_parallel_llama8b_2gpus": Table("train_parallel_llama8b_2gpus", *PARALLEL),
+    "train_parallel_llama8b_2gpus_overlap": Table("train_parallel_llama8b_2gpus", *OVERLAP),
+    "train_parallel_llama70b_2gpus": Table("train_parallel_llama70b_2gpus", *PARALLEL),
+    "train_parallel_llama70b_2gpus_overlap": Table("train_parallel_llama70b_2gpus", *OVERLAP),
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
     "memory_rows": Table("memory"),
     "live_memory": Table(

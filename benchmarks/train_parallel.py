@@ -351,8 +351,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rows: list[Row] = []
     for model in args.models:
+        rows: list[Row] = []
         for layout in args.layouts:
             if layout == "fsdp_tp" and dist.get_world_size() < 2 * TENSOR_RANKS:
                 continue
@@ -363,9 +363,10 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        name = f"train_parallel_{dist.get_world_size()}gpus"
-        report.write(args.out, "train_parallel", environment.collect(str(device)), rows, name, rounds=args.rounds)
+        if dist.get_rank() == 0:
+            name = f"train_parallel_{model}_{dist.get_world_size()}gpus"
+            facts = environment.collect(str(device))
+            report.write(args.out, "train_parallel", facts, rows, name, rounds=args.rounds, steps=args.steps)
     dist.destroy_process_group()
 
 

@@ -56,7 +56,8 @@ from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views
 from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
-from te_dynamo.passes.torch_ir.fsdp import check_gathered, managed_by_fsdp
+from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
+from te_dynamo.passes.torch_ir.gathered_weights import check_gathered
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.root import compiled_model

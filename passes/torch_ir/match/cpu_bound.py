@@ -8,6 +8,8 @@ makes the greater of the two no smaller, the graph's linears stay what they are,
 CUDA graphs (mode="reduce-overhead") replay all launches of a graph at once: forward alone is not asked then. A training step still has
 two calls between which autograd and the saved tensors of each linear keep the CPU as busy, so that it is asked all the same.
 
+Where FSDP manages a weight of a training step, the CPU also gathers the weights and shares out the gradients.
+
 Attention and products of activations are counted by their FLOPs, everything else by its bytes, as if nothing were fused, so that a graph is
 rather taken to be bound by the GPU. A graph with something else that may take long (a convolution, a loop) is not asked.
 """
@@ -18,12 +20,14 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from te_dynamo.options import Options
+from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYTES_PER_US, is_kept, waiting_for_cpu
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, becomes_fp8, estimated_times, hint, named_by_rule
@@ -40,22 +44,27 @@ __all__ = ["cpu_known"]
 # of ours. Of benchmarks/inference.py at one token and of the small MLP of train_blocks.py on the fastest CPU that it was measured on.
 _CALL, _STEP, _LAUNCH, _OUR_PRODUCT = 100, 800, 5, 20
 _LAUNCHES_OF_QUANTIZE = 2
+# FSDP2's of a training step of one layer, of benchmarks/train_parallel.py: 22 ms for four layers of Llama-8B on the faster of two machines,
+# less the four steps and their launches.
+_FSDP = 4500
 
 _PRODUCTS = re.compile("matmul|^b?mm$|attention")
 _UNKNOWN = re.compile("conv|einsum|tensordot|bilinear|lstm|gru|rnn|grouped|multi_head|triton_kernel")
 
 
 @contextlib.contextmanager
-def cpu_known(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor) -> Iterator[None]:
+def cpu_known(
+    gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]
+) -> Iterator[None]:
     """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the CPU is the bound."""
-    token = waiting_for_cpu.set(cpu_bound_reason(gm, options, recipe_for))
+    token = waiting_for_cpu.set(cpu_bound_reason(gm, options, recipe_for, example_inputs))
     try:
         yield
     finally:
         waiting_for_cpu.reset(token)
 
 
-def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor) -> str:
+def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]) -> str:
     """Why the linears of a graph stay what they are, "" where FP8 shortens the graph, and where nobody knows."""
     devices = (value.device for node in gm.graph.nodes if (value := tensor_of(node)) is not None)
     device = next((device for device in devices if device.type == "cuda"), None)
@@ -65,12 +74,16 @@ def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor
     found = _time_of(gm, recipe_for, rates)
     if found is None or not found.chosen or (not found.learns and dict(options.inductor).get("triton.cudagraphs")):
         return ""
+    by_fsdp = found.learns and bool(managed_by_fsdp(gm, example_inputs))
+    if by_fsdp:
+        found.cpu += _FSDP * rates.cpu
+        found.cpu_in_fp8 += _FSDP * rates.cpu
     before, after = max(found.gpu, found.cpu), max(found.gpu_in_fp8, found.cpu_in_fp8)
     if after < before:
         return ""
     out = "" if found.learns else 'mode="reduce-overhead" takes it out of the way; '
     return (
-        f"the CPU is the bound: to call the graph and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
+        f"the CPU is the bound: to call the graph{', gather its weights' if by_fsdp else ''} and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
         f"in 16 bits the kernels take {found.gpu:.0f} us ({rates}); {out}{BY_RULE}"
     )
 

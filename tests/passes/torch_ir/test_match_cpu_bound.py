@@ -104,3 +104,14 @@ def test_what_else_is_in_the_graph(function, shape: tuple[int, ...], left: bool)
         x = torch.empty(*shape, 4096, dtype=BF16, device="cuda")
         compiled(x, torch.empty(4096, 4096, dtype=BF16, device="cuda"))
     assert [reason.startswith("the CPU") for reason in compiled.reasons()[:1]] == [left]
+
+
+@pytest.mark.parametrize(("rows", "left"), [(4096, True), (8192, False)])
+def test_what_fsdp_takes_the_cpu_is_counted(rows: int, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reasons(4096, rows) == ["", ""]
+    monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_bound.managed_by_fsdp", lambda gm, inputs: {1})
+    found = reasons(4096, rows)
+    assert [
+        reason.startswith("the CPU is the bound: to call the graph, gather its weights and") for reason in found
+    ] == [left] * 2
+    assert reasons(4096, rows, learns=False) == ["", ""]
