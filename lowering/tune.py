@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from torch.fx import Graph
 
-from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, asked_products, use_tuned
+from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, asked_products, choose, use_tuned
 from te_dynamo.kernels.gemm.tuned import best_of, candidates, choices_of, facts, passes_us, timed_us
 from te_dynamo.kernels.runtime.margin import current_sm_margin
 from te_dynamo.kernels.runtime.target import Target, is_acting, target_of
@@ -66,7 +66,7 @@ def tune(graph: Graph, timer: Timer = timed_us) -> None:
         except torch.OutOfMemoryError:
             times = {}
         left = functools.partial(passes_us, product=product, epilogues=asked[product, target], target=target)
-        best = best_of(times, left)
+        best = best_of(times, left, choose(product, target))
         if best is not None:
             found[product, target] = best
         else:

@@ -52,14 +52,14 @@ def later_process() -> None:
 
 
 class Timer:
-    """Says that one kernel is faster than all others."""
+    """Says that one kernel is faster than all others, by so many percent."""
 
-    def __init__(self, kernel: str) -> None:
-        self.kernel, self.asked = kernel, list[Product]()
+    def __init__(self, kernel: str, by: float = 10) -> None:
+        self.kernel, self.by, self.asked = kernel, by, list[Product]()
 
     def __call__(self, product: Product, choices: list[Choice], device: torch.device) -> dict[Choice, float]:
         self.asked.append(product)
-        return {choice: 100.0 + (choice.kernel != self.kernel) for choice in choices}
+        return {choice: 100.0 + self.by * (choice.kernel != self.kernel) for choice in choices}
 
 
 def gemm_graph(n: int = 4096, bias: bool = False) -> torch.fx.Graph:
@@ -84,6 +84,11 @@ def test_a_product_is_timed_once_and_later_processes_know_it() -> None:
     assert len(timer.asked) == 1
 
 
+def test_a_hair_faster_alone_is_no_reason() -> None:
+    tune(gemm_graph(), Timer("cublaslt", by=4))
+    assert TUNED[UP, H200] == choose(UP, H200) and choose(UP, H200).kernel == "usual"
+
+
 def test_choices_of_another_driver_are_not_used() -> None:
     tune(gemm_graph(), Timer("cublaslt"))
     held = json.loads(remembered_file(PRODUCTS).read_text())
@@ -99,7 +104,7 @@ def test_choices_of_another_driver_are_not_used() -> None:
 
 
 def test_a_kernel_that_leaves_a_sum_to_another_is_charged_for_it() -> None:
-    """cuBLASLt's product, faster by 1 us, and a pass over three tensors of 32 MiB."""
+    """cuBLASLt's product, faster by 10 us, and a pass over three tensors of 32 MiB."""
     operands = f8(8192, 1024), f32(1), f8(2048, 1024), f32(1), None
     tune(graph_of(te.gemm_add.default, *operands, bf16(8192, 2048), torch.bfloat16, False), Timer("cublaslt"))
     assert choose(Product(8192, 2048, 1024).plain, H200).kernel in ("usual", "specialized")
