@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.kernels.gemm_operands import operands
 from helpers.models.snapshot_models import calls_to_gemms_everywhere
+from helpers.slow import slow_but
 from torch import Tensor
 
 from te_dynamo.kernels.gemm.current import gemm_reference
@@ -123,7 +124,9 @@ def test_into_a_buffer_that_is_read_for_the_last_time(function: Function, count:
         assert in_place(code) == [True] * count, code
 
 
-@pytest.mark.parametrize("function", [read_later, read_by_what_inductor_puts_later, returned, inductors_own])
+@pytest.mark.parametrize(
+    "function", [returned, *slow_but(0, [read_later, read_by_what_inductor_puts_later, inductors_own])]
+)
 def test_into_a_buffer_of_its_own(function: Function) -> None:
     assert in_place(run(function)[1]) == [False]
 

@@ -167,6 +167,7 @@ def with_passes(hook: str, passes: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.compile(torch.sigmoid, backend="te", options={hook: passes})(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda op: Replace(op, None), replaced], ids=["uuid() is None", "a plain function"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_users_pass_that_cannot_tell_its_changes_is_never_answered_from_a_cache(
@@ -192,6 +193,7 @@ def test_users_passes_in_a_list_all_run_before_ours() -> None:
     torch.testing.assert_close(with_passes(HOOKS[1], [replaced(TANH), then_cos], x), x.tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch_version() < (2, 13), reason="no such passes in torch 2.11")
 @pytest.mark.parametrize("hook", HOOKS[1:])
 def test_a_users_pass_is_told_of_inference_if_it_asks(hook: str) -> None:
