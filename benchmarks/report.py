@@ -63,8 +63,8 @@ class Table:
     cells: tuple[str, ...] = ()
 
 
-PARALLEL = ("layout", "tokens"), "provider", ("step_ms", "speedup", "peak_ratio")
-OVERLAP = ("layout", "tokens"), "provider", ("compute_ms", "wire_alone_ms", "idle_ms")
+PARALLEL = {"": ("step_ms", "speedup", "peak_ratio"), "_overlap": ("compute_ms", "wire_alone_ms", "idle_ms")}
+"""Of train_parallel.py: the cells of each of its tables, by what the table's name ends with."""
 
 TABLES = {
     "train_blocks": Table("train_blocks", ("block",), "provider", ("step_ms", "speedup")),
@@ -72,10 +72,11 @@ TABLES = {
     "train_blocks_memory": Table("train_blocks", ("block",), "provider", ("peak_mib", "peak_ratio")),
     "train_blocks_rows": Table("train_blocks"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
-    "train_parallel_llama8b_2gpus": Table("train_parallel_llama8b_2gpus", *PARALLEL),
-    "train_parallel_llama8b_2gpus_overlap": Table("train_parallel_llama8b_2gpus", *OVERLAP),
-    "train_parallel_llama70b_2gpus": Table("train_parallel_llama70b_2gpus", *PARALLEL),
-    "train_parallel_llama70b_2gpus_overlap": Table("train_parallel_llama70b_2gpus", *OVERLAP),
+    **{
+        f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)
+        for run in (f"train_parallel_{model}_{gpus}gpus" for model in ("llama8b", "llama70b") for gpus in (2, 4))
+        for ending, cells in PARALLEL.items()
+    },
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),
     "memory_rows": Table("memory"),
     "live_memory": Table(

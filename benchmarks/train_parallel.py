@@ -188,12 +188,16 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 }
 
 
+def tensor_ranks(layout: str) -> int:
+    """How many ranks share the tokens and the linears of one copy of the model."""
+    return {"tp": dist.get_world_size(), "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
+
+
 def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> None:
     """Shares the model out among the ranks, and compiles its layers."""
     provider.convert(model)
-    size = dist.get_world_size()
-    tensor = {"tp": size, "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
-    mesh = init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    tensor = tensor_ranks(layout)
+    mesh = init_device_mesh(device, (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     for layer in model.layers:
         if tensor > 1:
             parallelize_module(layer, mesh["tensor"], plan(provider))
@@ -299,8 +303,9 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
     title, sizes = MODELS[model]
     torch.manual_seed(0)
     base = Layers(args.layers, *sizes).to(device, torch.bfloat16)
-    share = {"tp": dist.get_world_size(), "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
-    x = torch.randn(max(1, tokens // 4096), min(tokens, 4096) // share, sizes[0], device=device, dtype=torch.bfloat16)
+    x = torch.randn(
+        max(1, tokens // 4096), min(tokens, 4096) // tensor_ranks(layout), sizes[0], device=device, dtype=torch.bfloat16
+    )
     x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
     for name in args.providers:
         rows.append(Row(title, LAYOUTS[layout], dist.get_world_size(), tokens, name))
