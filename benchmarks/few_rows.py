@@ -130,7 +130,9 @@ def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) ->
             if error > LARGEST_ERROR:
                 raise ArithmeticError(f"{case}, {mode}, {rows} rows, {options}: output error {error:.3f} against bf16")
         with torch.set_grad_enabled(backward):
-            coverage.append(te_dynamo.explain(base, x, options={"recipe": RECIPES[name]}).coverage)
+            coverage.append(
+                te_dynamo.explain(base, x.clone().requires_grad_(backward), options={"recipe": RECIPES[name]}).coverage
+            )
     with _turn:
         samples = [[statistics.median(time_step(way.graph.replay, "cuda")) for way in ways] for _ in range(rounds)]
     bf16, *medians = [statistics.median(times) * 1e3 for times in zip(*samples, strict=True)]

@@ -46,7 +46,7 @@ from te_dynamo.kernels.gemm.tiles import (
     grouped_block_tiles,
 )
 from te_dynamo.kernels.norm import add, modulate, norm
-from te_dynamo.kernels.quantize import bias_grad, float8_block, group_columns, mxfp8, nvfp4, transpose
+from te_dynamo.kernels.quantize import bias_grad, float8_block, group_columns, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import grouped as quantize_grouped
 from te_dynamo.kernels.quantize import stacked as quantize_stacked
@@ -314,6 +314,11 @@ def _others() -> Iterator[tuple[str, Launch]]:
         for size in (32, 128):
             call = functools.partial(group_columns.quantize_mxfp8_columns, tokens, offs, E4M3, size)
             yield f"{name}, MXFP8 {size}", call
+    table = torch.empty(5, 2, dtype=torch.int64, device="cuda")
+    for dtype in (BF16, torch.float32):
+        values = torch.empty(M, K, dtype=dtype, device="cuda")
+        call = functools.partial(several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, *tail, True)
+        yield f"several, {str(dtype).removeprefix('torch.')}", call
     yield "grouped", functools.partial(quantize_grouped.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
     yield "transpose", functools.partial(transpose.transpose, f8(M, K))
     yield (

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from te_dynamo._compat import asks_for_inference
 from te_dynamo.cache_key import cache_key
@@ -189,10 +189,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     compilation.record("match", gm.graph)
     require_coverage(options, compilation.report)
     warn_if_emulated(gm, compilation.report)
-    bodies = [module for module in gm.modules() if isinstance(module, GraphModule)]
-    warn_if_left_for_cost(
-        [n.meta[LEFT_FOR_COST] for body in bodies for n in body.graph.nodes if n.meta.get(LEFT_FOR_COST)]
-    )
+    warn_if_left_for_cost([node.meta[LEFT_FOR_COST] for node in _nodes(gm) if node.meta.get(LEFT_FOR_COST)])
     compiler = sm_margin(options.sm_margin)(_compile_with_inductor if options.codegen == "inductor" else _compile_eager)
     if supplied is None:
         compiled = compiler(gm, example_inputs, compilation)
@@ -211,6 +208,11 @@ def linears_matched(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     with _disable_saved_tensors_hooks_during_tracing():
         match(copied, options, report, example_inputs, linears_only=True)
     return copied
+
+
+def _nodes(gm: GraphModule) -> Iterator[Node]:
+    """Those of the bodies in it too."""
+    return (node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes)
 
 
 def _is_whole(gm: GraphModule) -> bool:
@@ -268,7 +270,8 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
         finally:
             _phase.reset(token)
 
-    patches: dict[str, Any] = {**inductor_options(), **dict(compilation.options.inductor)}
+    ours = any(is_te(node.target) for node in _nodes(gm))
+    patches: dict[str, Any] = {**inductor_options(ours), **dict(compilation.options.inductor)}
     _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
     key = cache_key(compilation.options, fusion_key(), tuned_key())
@@ -299,7 +302,7 @@ def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
 
     if not patches.get("cpp_wrapper", config.cpp_wrapper):
         return
-    for node in (node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes):
+    for node in _nodes(gm):
         value = next((x.meta.get("example_value") for x in node.all_input_nodes), None) if is_te(node.target) else None
         available = availability.kernels_available(value.device) if isinstance(value, torch.Tensor) else None
         if available is not None and not available.ok:

@@ -14,6 +14,9 @@ from __future__ import annotations
 import torch
 
 _MULTIPLE = 16  # of the rows of A with scales of blocks, and of those of B: what torch asks for
+_K_MULTIPLE = (
+    512  # with scales of blocks: torch asks for rows of 2D scales without padding, cuBLASLt for multiples of 4 scales
+)
 _BLOCK = 128
 
 _library = torch.library.Library("te_kernels", "DEF")
@@ -51,9 +54,9 @@ SCALED_MM = torch.ops.te_kernels.scaled_mm.default
 """[M, N] = torch._scaled_mm(a, b.t(), ...), of a [M, K], b [N, K] and their scales."""
 
 
-def can_use_cublaslt(m: int, n: int, blocks: bool) -> bool:
-    """Whether torch multiplies A of m rows by B of n rows, with scales of tensors or of blocks."""
-    return n % _MULTIPLE == 0 and (m % _MULTIPLE == 0 or not blocks)
+def can_use_cublaslt(m: int, n: int, k: int, blocks: bool) -> bool:
+    """Whether torch multiplies A [m, k] by B [n, k], with scales of tensors or of blocks."""
+    return n % _MULTIPLE == 0 and not (blocks and (m % _MULTIPLE or k % _K_MULTIPLE))
 
 
 def gemm_cublaslt(

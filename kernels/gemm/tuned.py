@@ -52,7 +52,8 @@ def candidates(product: Product, target: Target) -> list[Choice]:
         found.append(Choice("specialized", specialized))
     whole = not product.stacking.along and not product.m_groups and not product.k_groups
     blocks = product.scaling != "tensor"
-    if whole and product.n_known and (product.m_known or not blocks) and can_use_cublaslt(product.m, product.n, blocks):
+    known = product.n_known and (product.m_known or not blocks)
+    if whole and known and can_use_cublaslt(product.m, product.n, product.k, blocks):
         found.append(Choice("cublaslt", found[0].tile))
     return found
 

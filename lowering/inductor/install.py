@@ -151,10 +151,11 @@ def install() -> None:
         use_torchs_ptxas()
 
 
-def inductor_options() -> dict[str, Any]:
-    """Inductor's options where the user gives none: what goes with what is installed, and no freed buffer is kept for a later one.
+def inductor_options(ours: bool) -> dict[str, Any]:
+    """Inductor's options where the user gives none: what goes with what is installed, and, in a graph with operations of `ours`, no freed
+    buffer is kept for a later one.
 
     Inductor counts a result that takes its operand's place beside it, so it finds room that is not there: a Llama-70B block with scales
     of blocks took 1.12 times bf16's memory. The allocator has a freed buffer for whoever asks next.
     """
-    return {"allow_buffer_reuse": False, **({STATIC_LAUNCH: True} if WORKERS.active else {})}
+    return {**({"allow_buffer_reuse": False} if ours else {}), **({STATIC_LAUNCH: True} if WORKERS.active else {})}

@@ -9,9 +9,10 @@ that of all shards (fp8_all_gather_weight.py). A block of 128x128 lies in one sh
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -42,16 +43,36 @@ _STAY_SHARDS = {
 """What FSDP2, DTensor and Module.to make a shard of another by. All other results are plain tensors."""
 
 
-class ShardedWeight(torch.Tensor):
-    """plain: the values. weight: what is known of the whole weight. base: whose version counter a write through any view of the shard raises.
+class Asked(NamedTuple):
+    """How FSDP2 asks for a weight: its whole size, among how many ranks, in which dtype it is quantized, on which stream."""
 
-    made: (what its codes were made of, what FSDP2 was given) of a gather, for the next one: backward casts nothing.
-    """
+    outer_size: torch.Size
+    ranks: int
+    dtype: torch.dtype
+    stream: Any
+
+
+Given = tuple[tuple[torch.Tensor, ...], Any]
+"""((what travels of this rank, ...), what it takes to read it)."""
+
+
+@dataclasses.dataclass
+class Made:
+    """What FSDP2 is given, of values in that state. gathers: how often yet: forward's and backward's."""
+
+    state: tuple[int, ...]
+    asked: Asked
+    given: Given
+    gathers: int = 2
+
+
+class ShardedWeight(torch.Tensor):
+    """plain: the values. weight: what is known of the whole weight. base: whose version counter a write through any view of the shard raises."""
 
     plain: torch.Tensor
     weight: GatheredWeight
     base: torch.Tensor
-    made: tuple[Any, Any] | None = None
+    _made: Made | None = None
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, weight: GatheredWeight, base: torch.Tensor | None = None) -> ShardedWeight:
@@ -96,23 +117,25 @@ class ShardedWeight(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """((what travels of this rank, ...), what it takes to read it), as FSDP2 asks for it."""
-        dtype = mp_policy.param_dtype or self.dtype
+    ) -> Given:
+        """As FSDP2 asks for it. What one call casts may be what the next calls ask for (GatheredWeight.quantize)."""
         # Memory that is freed goes back to the stream it was made on, which another one's reads do not hold up.
         stream = None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
-        made, self.made, made_of = self.made, None, (self.weight.state(), dtype, stream)
-        if made is not None and made[0] == made_of:
-            return made[1]  # type: ignore[no-any-return]
-        values = _padded(self.plain.to(dtype), outer_size, mesh.size())
-        if not self.weight.travels(self.shape, outer_size, mesh.size(), dtype):
-            return (values,), (outer_size, None, None)
-        codes, scale_inv = self.weight.quantize(values, mesh)
-        read_by = outer_size, codes.dtype, scale_inv if scale_inv.dim() == 1 else None
-        sent = (codes.view(torch.uint8),)
-        given = (*sent, scale_inv) if read_by[2] is None else sent, read_by
-        self.made = made_of, given
-        return given
+        asked = Asked(outer_size, mesh.size(), mp_policy.param_dtype or self.dtype, stream)
+        if not self.is_made(asked):
+            if not self.weight.travels(self.shape, asked):
+                return (_padded(self.plain.to(asked.dtype), asked),), (outer_size, None, None)
+            for shard, how, buffers in self.weight.quantize(self, asked, mesh):
+                shard._made = Made(shard.weight.state(), how, _given(buffers, how))
+        made = self._made
+        assert made is not None
+        made.gathers -= 1
+        self._made = made if made.gathers else None
+        return made.given
+
+    def is_made(self, asked: Asked) -> bool:
+        """Whether the codes of the values as they are now are there."""
+        return self._made is not None and (self._made.state, self._made.asked) == (self.weight.state(), asked)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -146,12 +169,20 @@ def local_of(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _padded(values: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
+def _given(buffers: list[torch.Tensor], asked: Asked) -> Given:
+    codes, scale_inv = buffers
+    sent = _padded(codes.view(torch.uint8), asked)
+    if scale_inv.dim() > 1:
+        return (sent, scale_inv), (asked.outer_size, codes.dtype, None)
+    return (sent,), (asked.outer_size, codes.dtype, scale_inv)
+
+
+def _padded(values: torch.Tensor, asked: Asked) -> torch.Tensor:
     """The shard with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have fewer."""
-    rows = -(-outer_size[0] // ranks)
+    rows = -(-asked.outer_size[0] // asked.ranks)
     if values.shape[0] >= rows:  # the whole weight too: of `replicate`, and of shards along another dimension
         return values
-    padded = values.new_zeros((rows, *outer_size[1:]))
+    padded = values.new_zeros((rows, *asked.outer_size[1:]))
     padded[: values.shape[0]].copy_(values)
     return padded
 

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from te_dynamo.dialect.define import direct
-from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_with_amax
-from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight, local_of
+from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize
+from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
+from te_dynamo.kernels.quantize.several import quantize_several, quantize_several_reference
+from te_dynamo.kernels.runtime import availability
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
 
 BLOCK = 128
 
@@ -38,6 +40,7 @@ class GatheredWeight:
         self.name, self.quantizer, self.reason = name, quantizer, reason
         self._module, self._amaxes = weakref.ref(module), amaxes
         self._sharded: Any = None
+        self._asked: Any = None  # in the last gather, an Asked
         self._amaxes_in: Callable[[torch.dtype], tuple[torch.Tensor, ...]] | None = None  # fp32 [1] each, by dtype
         self._place = 0  # of its own one, that of the values in the state `_known`
         self._known: tuple[int, ...] | None = None
@@ -48,32 +51,52 @@ class GatheredWeight:
             f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather, and call fully_shard before it is compiled"
         )
 
-    def travels(self, size: torch.Size, outer_size: torch.Size, ranks: int, dtype: torch.dtype) -> bool:
-        """Whether a weight of that outer size and dtype, shared out among so many ranks, travels in FP8; else `reason` says why not.
-
-        size: of this rank's shard.
-        """
-        if not self.reason and size[1:] != outer_size[1:]:
+    def travels(self, size: torch.Size, asked: Asked) -> bool:
+        """Whether a weight that is asked for in that way travels in FP8; else `reason` says why not. size: of this rank's shard."""
+        n = asked.outer_size[0]
+        if not self.reason and size[1:] != asked.outer_size[1:]:
             self.reason = "it is not shared out by rows"
-        if not self.reason and dtype not in INPUT_DTYPES:
-            self.reason = f"it is {dtype}; te.quantize takes bf16, fp16 and fp32"
-        if not self.reason and isinstance(self.quantizer, Float8BlockQuantizer) and outer_size[0] % (ranks * BLOCK):
+        if not self.reason and asked.dtype not in INPUT_DTYPES:
+            self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
+        if not self.reason and isinstance(self.quantizer, Float8BlockQuantizer) and n % (asked.ranks * BLOCK):
             self.reason = (
-                f"{ranks} shards of its {outer_size[0]} rows end inside of blocks of {BLOCK}: N has to be a multiple of "
-                f"{ranks * BLOCK}"
+                f"{asked.ranks} shards of its {n} rows end inside of blocks of {BLOCK}: N has to be a multiple of "
+                f"{asked.ranks * BLOCK}"
             )
         return not self.reason
 
-    def quantize(self, values: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
-        """[codes, scale_inv] of a shard in the dtype in which the whole weight is quantized. Collective, where an amax is not known."""
-        assert self.quantizer is not None
-        if not self.quantizer.one_scale:
-            return direct(quantize, values, self.quantizer)  # type: ignore[no-any-return]
+    def quantize(
+        self, shard: ShardedWeight, asked: Asked, mesh: Any
+    ) -> list[tuple[ShardedWeight, Asked, list[torch.Tensor]]]:
+        """(a shard, how it is asked for, its [codes, scale_inv]): this one, and those that were gathered like it before and have no codes
+        of their values now. One launch casts all: seven of a layer, one by one, take the CPU longer than FSDP2's own work.
+
+        Collective, where an amax is not known.
+        """
+        quantizer = self.quantizer
+        assert quantizer is not None
+        self._asked = asked
+        if not isinstance(quantizer, Float8CurrentScalingQuantizer):
+            return [(shard, asked, direct(quantize, shard.plain.to(asked.dtype), quantizer))]
         if self._known != self.state():
-            self._reduce(mesh, values.device)
+            self._reduce(mesh, shard.device)
         assert self._amaxes_in is not None
-        amax = self._amaxes_in(values.dtype)[self._place]
-        return direct(quantize_with_amax, values, self.quantizer, amax)  # type: ignore[no-any-return]
+        together = [self, *(w for w in self._amaxes if w is not self and self._cast_alike(w, shard))]
+        shards = [shard, *(weight._shard() for weight in together[1:])]
+        amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together]
+        form = quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon
+        run = quantize_several if availability.kernels_available(shard.device).ok else quantize_several_reference
+        buffers = run([each.plain for each in shards], asked.dtype, *form, amaxes)
+        return list(zip(shards, [weight._asked for weight in together], buffers, strict=True))
+
+    def _cast_alike(self, other: GatheredWeight, shard: ShardedWeight) -> bool:
+        """Whether another weight was gathered, has codes of its values no more, and can be cast in one launch with this one's shard."""
+        if other._asked is None or other._asked[1:] != self._asked[1:] or other.quantizer != self.quantizer:
+            return False
+        values = other._shard()
+        alike = (values.dtype, values.device) == (shard.dtype, shard.device)
+        known = other._amaxes_in is self._amaxes_in and other._known == other.state()
+        return alike and known and not values.is_made(other._asked)
 
     def state(self) -> tuple[int, ...]:
         """What a write to the values changes, by the parameter, its shard, a view of that or the plain tensor. Inductor's code raises the
@@ -86,8 +109,9 @@ class GatheredWeight:
         own_mesh = self._parameter().device_mesh
         these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
-        own = [torch.linalg.vector_norm(s.plain, torch.inf) if s.numel() else s.plain.new_zeros(()) for s in shards]
-        amaxes = torch.stack([each.float() for each in own]).to(device)
+        found = iter(torch._foreach_norm([shard.plain for shard in shards if shard.numel()], torch.inf))
+        own = [next(found).float() if shard.numel() else torch.zeros((), device=shard.device) for shard in shards]
+        amaxes = torch.stack(own).to(device)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
         # Rounding keeps the order of values, so that these are the amaxes of what was rounded.

@@ -204,8 +204,9 @@ def tensor_graphs(rank: int) -> dict[str, str]:
     return {phase: graphs.all(phase)[-1] for phase in ("match", "forward", "backward")}
 
 
-def work(rank: int, recipe: str) -> list[dict[str, int]]:
-    """Of forward's gather, backward's and the next step's forward's: weights that are cast, and calls of the subclasses' Python dispatch."""
+def work(rank: int, recipe: str) -> list[dict[str, Any]]:
+    """Of forward's gather, backward's and the next step's forward's: how many weights each cast is of, and calls of the subclasses' Python
+    dispatch."""
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(3))).to(device())
     fp8_all_gather(linears, options={"recipe": recipe})
     fully_shard(linears, mesh=mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -217,17 +218,21 @@ def work(rank: int, recipe: str) -> list[dict[str, int]]:
             for weight in linears.parameters() if write else ():
                 weight.mul_(2)
         with (
-            mock.patch.object(fp8_all_gather_weight, "direct", side_effect=fp8_all_gather_weight.direct) as cast,
-            _counted(ShardedWeight) as of_shards,
-            _counted(te_dynamo.QuantizedTensor) as of_gathered,
+            _counted(fp8_all_gather_weight, "direct") as alone,
+            _counted(fp8_all_gather_weight, "quantize_several_reference") as reference,
+            _counted(fp8_all_gather_weight, "quantize_several") as kernel,
+            _counted(ShardedWeight, "__torch_dispatch__") as of_shards,
+            _counted(te_dynamo.QuantizedTensor, "__torch_dispatch__") as of_gathered,
         ):
             linears.unshard()
-        told.append({"casts": cast.call_count, "dispatches": of_shards.call_count + of_gathered.call_count})
+        several = [len(call.args[0]) for each in (reference, kernel) for call in each.call_args_list]
+        casts = [1] * alone.call_count + several
+        told.append({"casts": casts, "dispatches": of_shards.call_count + of_gathered.call_count})
     return told
 
 
-def _counted(subclass: Any) -> Any:
-    return mock.patch.object(subclass, "__torch_dispatch__", side_effect=subclass.__torch_dispatch__)
+def _counted(owner: Any, name: str) -> Any:
+    return mock.patch.object(owner, name, side_effect=getattr(owner, name))
 
 
 def steps(rank: int, reshard: bool, policy: bool, tensor: int = 1) -> dict[str, Any]:

@@ -34,6 +34,13 @@ def install() -> None:
             return TensorHandle((source.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32), tl.float32)
         return self.cast_impl(source, kind)
 
+    def create_fp_trunc(self: Any, source: TensorHandle, kind: Any) -> TensorHandle:
+        if kind.scalar == tl.bfloat16:  # the interpreter's own cuts bits off
+            rounded = torch.from_numpy(source.data.astype(np.float32)).bfloat16()
+            return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        return self.cast_impl(source, kind)
+
+    InterpreterBuilder.create_fp_trunc = create_fp_trunc
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_fp_ext = create_fp_ext
     InterpreterBuilder.create_inline_asm = create_inline_asm
