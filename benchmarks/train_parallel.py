@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --quick --device cpu          # does it run?
 
 A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
-steps. `tokens` are a data-parallel rank's. All providers of a row are made first and then timed in turn, round after round. `step ms` is
+steps: the weights count as written before each, as by an optimizer. `tokens` are a data-parallel rank's. All providers of a row are made first and then timed in turn, round after round. `step ms` is
 the median of the rounds, of the slowest rank; the peak is rank 0's without the other providers' bytes, and `wire MiB` is what comes to rank 0 from the
 others in a step, as `te_dynamo.testing.count_wire` counts it. Of one more step rank 0's profiler gives the ms in which the GPU computes, in
 which it sends or waits for another rank (`wire ms`), in which it does that alone, and in which it waits for the CPU (`idle ms`). FSDP2
@@ -264,6 +264,7 @@ class Candidate:
         self.x.grad = None
         for parameter in self.model.parameters():
             parameter.grad = None
+            torch.autograd.graph.increment_version(parameter)  # no amax of a weight outlives an optimizer's step
         self.provider.between(self.model)
         self.model(self.x).backward(self.grad)
 
