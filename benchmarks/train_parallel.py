@@ -369,10 +369,10 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
-            name = f"train_parallel_{model}_{dist.get_world_size()}gpus"
-            facts = environment.collect(str(device))
-            report.write(args.out, "train_parallel", facts, rows, name, rounds=args.rounds, steps=args.steps)
+                if dist.get_rank() == 0:  # each time: what was measured stays if the next one does not end
+                    name = f"train_parallel_{model}_{dist.get_world_size()}gpus"
+                    facts = environment.collect(str(device))
+                    report.write(args.out, "train_parallel", facts, rows, name, rounds=args.rounds, steps=args.steps)
     dist.destroy_process_group()
 
 

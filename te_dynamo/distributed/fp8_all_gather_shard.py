@@ -164,9 +164,7 @@ ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardedWeigh
 
 def local_of(tensor: Any) -> Any:
     """What this rank has of a DTensor, the tensor itself: to_local() may be a view of it, at another address. Any other value as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _given(buffers: list[torch.Tensor], asked: Asked) -> Given:
