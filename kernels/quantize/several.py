@@ -28,13 +28,15 @@ def quantize_several_reference(
     xs: Sequence[torch.Tensor],
     dtype: torch.dtype,
     fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
     power_of_two: bool,
     eps: float,
     amaxes: Sequence[torch.Tensor],
 ) -> list[list[torch.Tensor]]:
     """`quantize_several` in plain PyTorch, on any device."""
     return [
-        quantize_reference(x.to(dtype), fp8_dtype, True, False, power_of_two, eps, amax)
+        quantize_reference(x.to(dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps, amax)
         for x, amax in zip(xs, amaxes, strict=True)
     ]
 
@@ -81,6 +83,8 @@ def quantize_several(
     xs: Sequence[torch.Tensor],
     dtype: torch.dtype,
     fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
     power_of_two: bool,
     eps: float,
     amaxes: Sequence[torch.Tensor],
@@ -89,6 +93,7 @@ def quantize_several(
 
     The scales lie side by side, the codes in tensors of their own. Not for graphs: the addresses are those of this call.
     """
+    assert rowwise and not columnwise
     xs = [x.contiguous() for x in xs]
     codes = [torch.empty(x.shape, dtype=fp8_dtype, device=x.device) for x in xs]
     scale_inv = torch.empty(len(xs), _SCALE_STRIDE, dtype=torch.float32, device=xs[0].device)

@@ -67,7 +67,7 @@ def te_op(
         called = _with_contiguous_results(reference)
         definition = torch.library.custom_op(name, called, mutates_args=(), schema=schema)
         definition.register_fake(_not_exported(name, fake))
-        run = called if kernel is None else _kernel_or_reference(kernel, called)
+        run = called if kernel is None else kernel_or_reference(kernel, called)
         if kernel is not None:
             definition.register_kernel("cuda", run)
         definition.register_autograd(
@@ -111,7 +111,9 @@ def _with_contiguous_results(reference: Callable[..., Any]) -> Callable[..., Any
     return run
 
 
-def _kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel where it runs on the device of the first tensor, else the reference."""
+
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(a.device for a in tree_leaves(args) if isinstance(a, torch.Tensor))

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from te_dynamo.dialect.define import te_op
+from te_dynamo.dialect.define import kernel_or_reference, te_op
 from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.quantize import bias_grad as bias_grad_kernels
 from te_dynamo.kernels.quantize import current as kernels
-from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, parts
+from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, parts, several
 from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
@@ -135,6 +135,12 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tenso
 def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
     """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
     return quantized(x, quantizer)
+
+
+quantize_several = kernel_or_reference(
+    takes_quantizer(several.quantize_several), takes_quantizer(several.quantize_several_reference)
+)
+"""(tensors, dtype, quantizer, amaxes) -> te.quantize_with_amax of each tensor in that dtype. No operation: no graph holds it."""
 
 
 @te_op(reference=amax_by_rows)

@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from te_dynamo.dialect.define import direct
-from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize
+from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.kernels.quantize.several import quantize_several, quantize_several_reference
-from te_dynamo.kernels.runtime import availability
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
 
 BLOCK = 128
 
@@ -76,7 +74,7 @@ class GatheredWeight:
         quantizer = self.quantizer
         assert quantizer is not None
         self._asked = asked
-        if not isinstance(quantizer, Float8CurrentScalingQuantizer):
+        if not quantizer.one_scale:
             return [(shard, asked, direct(quantize, shard.plain.to(asked.dtype), quantizer))]
         if self._known != self.state():
             self._reduce(mesh, shard.device)
@@ -84,9 +82,7 @@ class GatheredWeight:
         together = [self, *(w for w in self._amaxes if w is not self and self._cast_alike(w, shard))]
         shards = [shard, *(weight._shard() for weight in together[1:])]
         amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together]
-        form = quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon
-        run = quantize_several if availability.kernels_available(shard.device).ok else quantize_several_reference
-        buffers = run([each.plain for each in shards], asked.dtype, *form, amaxes)
+        buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer, amaxes)
         return list(zip(shards, [weight._asked for weight in together], buffers, strict=True))
 
     def _cast_alike(self, other: GatheredWeight, shard: ShardedWeight) -> bool:

@@ -219,14 +219,12 @@ def work(rank: int, recipe: str) -> list[dict[str, Any]]:
                 weight.mul_(2)
         with (
             _counted(fp8_all_gather_weight, "direct") as alone,
-            _counted(fp8_all_gather_weight, "quantize_several_reference") as reference,
-            _counted(fp8_all_gather_weight, "quantize_several") as kernel,
+            _counted(fp8_all_gather_weight, "quantize_several") as several,
             _counted(ShardedWeight, "__torch_dispatch__") as of_shards,
             _counted(te_dynamo.QuantizedTensor, "__torch_dispatch__") as of_gathered,
         ):
             linears.unshard()
-        several = [len(call.args[0]) for each in (reference, kernel) for call in each.call_args_list]
-        casts = [1] * alone.call_count + several
+        casts = [1] * alone.call_count + [len(call.args[0]) for call in several.call_args_list]
         told.append({"casts": casts, "dispatches": of_shards.call_count + of_gathered.call_count})
     return told
 

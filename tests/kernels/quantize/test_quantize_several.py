@@ -26,7 +26,7 @@ def check(device: str) -> None:
         xs.append(xs[0][:, 1:])  # not contiguous
         xs.append(make_input("nan", (16, 16), dtype).to(device))
         amaxes = [x.to(rounded_to).abs().amax().float().reshape(1) if x.numel() else x.new_ones(1).float() for x in xs]
-        form = rounded_to, torch.float8_e4m3fn, power_of_two, 0.0, amaxes
+        form = rounded_to, torch.float8_e4m3fn, True, False, power_of_two, 0.0, amaxes
         ours = quantize_several(xs, *form)
         for got, expected in zip(ours, quantize_several_reference(xs, *form), strict=True):
             assert_same_bits(got, expected, (dtype, rounded_to, power_of_two))
