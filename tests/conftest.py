@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.dynamo import time_no_guards
 
 ROOT = pathlib.Path(__file__).parents[1]
 _CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_guard_is_timed() -> Iterator[None]:
+    with time_no_guards():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -194,7 +194,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 # ---- the features of a training script
 
 
-@BY_RECIPE
+@pytest.mark.parametrize("recipe", slow_but(2, reversed(DEFAULTS)), ids=Recipe.describe)
 def test_accumulation_over_microbatches_adds_up(recipe: Recipe) -> None:
     model = build("gelu_mlp")
 

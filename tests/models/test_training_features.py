@@ -67,7 +67,7 @@ def test_weights_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 def test_two_recipes_in_one_process_do_not_mix() -> None:
-    model, x = block(torch.float32), tokens(dtype=torch.float32)
+    model, x = SwiGLU(), tokens(dtype=torch.float32)
     torch._dynamo.reset()
     recipes = (Float8CurrentScaling(), Float8CurrentScaling(power_of_two_scales=True), None)
     compiled = [torch.compile(model, backend="te", options={**EAGER, "recipe": recipe}) for recipe in recipes]
@@ -86,7 +86,7 @@ def test_two_recipes_in_one_process_do_not_mix() -> None:
 
 
 def test_accumulation_over_microbatches_adds_up() -> None:
-    model, batches = block(torch.float32), [tokens(rows, torch.float32) for rows in (8, 16, 16)]
+    model, batches = SwiGLU(), [tokens(rows, torch.float32) for rows in (8, 16, 16)]
 
     def accumulate(call: Callable[..., Any]) -> list[Tensor]:
         model.zero_grad()

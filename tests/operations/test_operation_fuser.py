@@ -388,7 +388,7 @@ BASIC = [
 PAIRS = [(BasicLinear, Bias), (Bias, GELU), (BasicLinear, Bias, GELU), (RMSNorm, BasicLinear), (GELU, GELU), (SiLU,)]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     ops=st.lists(st.sampled_from(BASIC), max_size=12),
     fusions=st.lists(st.tuples(st.sampled_from(["joint", "forward", "backward"]), st.sampled_from(PAIRS)), max_size=4),

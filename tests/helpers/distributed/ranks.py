@@ -22,11 +22,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers.dynamo import time_no_guards
 
 __all__ = ["SIZE", "Ranks", "device", "mesh"]
 
 SIZE = 2
 """How many processes share a batch or a weight."""
+
+IMPORTED = ["te_dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
+"""What most bodies need, and takes seconds."""
 
 
 def device() -> torch.device:
@@ -96,7 +100,10 @@ class Ranks:
         return answer
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # On the CPU torch is imported once, by a process that the others are forked from. CUDA must not be there before a fork.
+        context = multiprocessing.get_context("spawn" if self._device_type == "cuda" else "forkserver")
+        if self._device_type != "cuda":
+            context.set_forkserver_preload(IMPORTED)
         self._started += 1
         meeting = self._folder / f"meeting_{self._started}"
         for rank in range(self._size):
@@ -121,6 +128,7 @@ class Ranks:
 
 def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    time_no_guards().__enter__()
     if device_type == "cuda":
         torch.cuda.set_device(rank)
         # As tests/conftest.py does, which this process does not run: linears of few rows would stay in bf16.

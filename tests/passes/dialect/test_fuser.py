@@ -28,6 +28,7 @@ from te_dynamo import (
 )
 from te_dynamo.errors import FusionError, InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
+from te_dynamo.inspect.capture import Captured
 from te_dynamo.passes.dialect import fuser
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.recipe import Float8CurrentScaling
@@ -220,10 +221,14 @@ def test_a_users_fusion_shows_in_explain() -> None:
     assert "slow_accumulation" in str(explained)
 
 
+@functools.cache
+def captured(training: bool) -> Captured:
+    return (capture_training if training else capture_inference)(SwigluMLP, (16, 64), "cpu")
+
+
 @pytest.mark.parametrize("phase", ["joint", "forward", "backward", "inference"])
 def test_fusing_twice_changes_nothing(phase: str) -> None:
-    capture = capture_inference if phase == "inference" else capture_training
-    graphs = capture(SwigluMLP, (16, 64), "cpu")
+    graphs = captured(training=phase != "inference")
     graph = graphs.graph(phase)
     before = graphs[phase]
     assert fuse(graph, phase) == []
