@@ -12,7 +12,8 @@ while two float8 copies of both gradients are written. Only the rowwise copy is 
               t: f8e5m2[2K, M] = te.transpose(d[0])
               dw = te.gemm_stacked(t, d[1], ..)
 
-The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads. Every bit is the same. It costs one more read of the codes.
+The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads, and, but for the place in dy's memory, for
+te.activation_backward_quantize. Every bit is the same. It costs one more read of the codes.
 
 Of a linear's two products in backward the one goes first whose operands, then gone, leave more room for the other's result.
 
@@ -33,6 +34,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
+from te_dynamo.dialect.activation import activation_backward_quantize
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.gemm import gemm, gemm_block, gemm_mxfp8, gemm_nvfp4
@@ -55,15 +57,15 @@ def make_columns_late(graph: Graph) -> int:
 def _transpose_late(graph: Graph) -> int:
     places = {node: place for place, node in enumerate(graph.nodes)}
     moved = 0
-    for node in calls(graph, gated_backward_quantize, gated_backward_quantize_halves):
-        quantizer = _quantizer_of_both(node)
+    for node in calls(graph, activation_backward_quantize, gated_backward_quantize, gated_backward_quantize_halves):
+        quantizer, others = _quantizer_of_one(node)
         if quantizer is None or not (quantizer.rowwise and quantizer.columnwise):
             continue
         rows_only = quantizer.with_usage(columnwise=False)
         args = tuple(rows_only if arg is quantizer else arg for arg in node.args)
         assert isinstance(node.target, torch._ops.OpOverload)
         fused = call_like(graph, node.target, args, node)
-        names, kept = quantizer.buffer_names(), rows_only.buffer_names()
+        names, kept = ([*others, *q.buffer_names()] for q in (quantizer, rows_only))
         readers = item_users(node)
         for index, items in readers.items():
             if names[index] in kept:
@@ -80,11 +82,12 @@ def _transpose_late(graph: Graph) -> int:
     return moved
 
 
-def _quantizer_of_both(node: Node) -> Any:
-    """The quantizer, if the node's only results are buffers of one tensor, or one stack, of both gradients."""
-    _, _, _, _, quantizer, keep_output, *stacked = node.args
-    together = node.target is gated_backward_quantize_halves or stacked == [True]
-    return quantizer if together and not keep_output else None
+def _quantizer_of_one(node: Node) -> tuple[Any, list[str]]:
+    """(the quantizer, results before its buffers), if the buffers are of one tensor, or of one stack of both gradients, which is not kept."""
+    plain = node.target is activation_backward_quantize
+    quantizer, keep_output, *last = node.args[3 if plain else 4 :]
+    one = plain or node.target is gated_backward_quantize_halves or last == [True]
+    return (quantizer if one and not keep_output else None), ["dbias"] * (plain and bool(last[0]))
 
 
 def _products_that_free_first(graph: Graph) -> int:

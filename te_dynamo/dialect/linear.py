@@ -262,16 +262,15 @@ def linear_backward(
     """
     config = args.config
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
-    dx = dweight = dbias = None
     dy = dy.contiguous()
-    if args.requires_bias_grad:
-        dbias = bias_grad(dy).to(args.bias_dtype)
-    if not (args.requires_dgrad or args.requires_wgrad):
-        return dx, dweight, dbias
-    if config.grad_output_quantizer is None:
+    quantized = config.grad_output_quantizer is not None and (args.requires_dgrad or args.requires_wgrad)
+    buffers = quantize_tensor(dy, grad_output_quantizer(args)) if quantized else None
+    # Behind the quantization, for which dy is in memory: Inductor would else compute dy once more for the sums.
+    dbias = bias_grad(dy).to(args.bias_dtype) if args.requires_bias_grad else None
+    if buffers is None:
         dx, dweight = _gradients_in_high_precision(args, dy)
         return dx if dx is None or addend is None else dx.add_(addend), dweight, dbias
-    dx, dweight = backward_products(args, quantize_tensor(dy, grad_output_quantizer(args)), addend)
+    dx, dweight = backward_products(args, buffers, addend)
     return None if dx is None else _with_leading(dx, dy), dweight, dbias
 
 

@@ -118,10 +118,11 @@ backward quantize_bias_grad: (f32[64], f8e5m2[128, 64], f8e5m2[64, 128], f32[1])
 backward gemm_1: bf16[64, 256] = te.gemm(quantize_bias_grad[2], quantize_bias_grad[3], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
 backward transpose: f8e4m3[256, 64] = te.transpose(primals_7)
 backward gemm_2: bf16[128, 256] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], transpose, primals_8, None, bf16, fast_accum=False)
-backward activation_backward_quantize: (f32[256], f8e5m2[128, 256], f8e5m2[256, 128], f32[1]) = te.activation_backward_quantize(gemm_2, gemm, 'relu', e5m2[row+column], keep_output=False, bias_grad=True)
+backward activation_backward_quantize: (f32[256], f8e5m2[128, 256], f32[1]) = te.activation_backward_quantize(gemm_2, gemm, 'relu', e5m2[row], keep_output=False, bias_grad=True)
 backward transpose_1: f8e4m3[64, 256] = te.transpose(primals_4)
-backward gemm_3: bf16[128, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[3], transpose_1, primals_5, None, bf16, fast_accum=False)
-backward gemm_4: bf16[256, 64] = te.gemm(activation_backward_quantize[2], activation_backward_quantize[3], layer_norm_quantize[3], layer_norm_quantize[4], None, bf16, fast_accum=False)""",
+backward gemm_3: bf16[128, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], transpose_1, primals_5, None, bf16, fast_accum=False)
+backward transpose_2: f8e5m2[256, 128] = te.transpose(activation_backward_quantize[1])
+backward gemm_4: bf16[256, 64] = te.gemm(transpose_2, activation_backward_quantize[2], layer_norm_quantize[3], layer_norm_quantize[4], None, bf16, fast_accum=False)""",
     )
 
 

@@ -120,15 +120,16 @@ backward
   all_reduce i32[1]
   quantize_with_amax (f8e5m2[32, 32], f32[1])
   all_gather_into_tensor u8[4, 16, 32]
+  transpose f8e5m2[32, 64]
   bias_grad f32[32]
   all_reduce f32[32]
-  transpose f8e5m2[32, 64]
   gemm bf16[64, 64]
   gemm bf16[32, 64]
-  activation_backward_quantize (f32[64], f8e5m2[64, 64], f8e5m2[64, 64], f32[1])
+  activation_backward_quantize (f32[64], f8e5m2[64, 64], f32[1])
   all_gather_into_tensor i8[4, 16, 32]
   gemm bf16[64, 32]
   transpose f8e4m3[32, 64]
+  transpose f8e5m2[64, 64]
   gemm bf16[64, 32]
   reduce_scatter_tensor bf16[2, 16, 32]""",
     )

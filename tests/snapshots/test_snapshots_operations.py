@@ -124,9 +124,10 @@ gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quanti
 return gemm, gemm_1, to
 
 backward of BackwardActivationBias:
-activation_backward_quantize: (f32[96], f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.activation_backward_quantize(tangents_1, add, 'gelu', e5m2[row+column], keep_output=False, bias_grad=True)
-gemm: bf16[32, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[3], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(activation_backward_quantize[2], activation_backward_quantize[3], quantize[1], quantize[2], None, bf16, fast_accum=False)
+activation_backward_quantize: (f32[96], f8e5m2[32, 96], f32[1]) = te.activation_backward_quantize(tangents_1, add, 'gelu', e5m2[row], keep_output=False, bias_grad=True)
+gemm: bf16[32, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+transpose: f8e5m2[96, 32] = te.transpose(activation_backward_quantize[1])
+gemm_1: bf16[96, 64] = te.gemm(transpose, activation_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
 to: bf16[96] = activation_backward_quantize[0].to(bf16)
 return gemm, gemm_1, to""",
     )
@@ -347,9 +348,10 @@ backward of LayerNormMLP:
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_1: bf16[32, 96] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
 view: bf16[32, 96] = aten.view(gemm_1, [-1, 96])
-activation_backward_quantize: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.activation_backward_quantize(view, gemm, 'gelu', e5m2[row+column], keep_output=False, bias_grad=False)
-gemm_2: bf16[32, 64] = te.gemm(activation_backward_quantize[0], activation_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-gemm_3: bf16[96, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
+activation_backward_quantize: (f8e5m2[32, 96], f32[1]) = te.activation_backward_quantize(view, gemm, 'gelu', e5m2[row], keep_output=False, bias_grad=False)
+gemm_2: bf16[32, 64] = te.gemm(activation_backward_quantize[0], activation_backward_quantize[1], quantize[1], quantize[2], None, bf16, fast_accum=False)
+transpose: f8e5m2[96, 32] = te.transpose(activation_backward_quantize[0])
+gemm_3: bf16[96, 64] = te.gemm(transpose, activation_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
 view_2: bf16[32, 64] = aten.view(gemm_2, [32, 64])
 to: f32[32, 64] = view_2.to(f32)
 to_1: f32[32, 64] = input.to(f32)

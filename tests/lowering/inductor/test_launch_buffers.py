@@ -13,8 +13,11 @@ import pytest
 import torch
 from helpers.models.snapshot_models import kernels_everywhere
 from helpers.slow import slow_but
+from torch import nn
 from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._inductor.utils import run_and_get_code
 
+from te_dynamo.inspect.capture import Captured
 from te_dynamo.lowering.inductor import install
 from te_dynamo.lowering.inductor.launch_buffers import allocate_late
 from te_dynamo.passes.dialect import live_memory
@@ -30,18 +33,23 @@ WIDE = TOKENS * INNER * 2
 """The bytes of one tensor of the width between, in bf16."""
 
 
-def peaks(recipe: str) -> tuple[list[int], list[int]]:
-    """(of the graphs, of Inductor's code): forward's and backward's of a gated MLP."""
+def code_of(mlp: type[nn.Module], recipe: str | None) -> tuple[list[generated_code.Generated], list[int], Captured]:
+    """(Inductor's code of forward and backward, its peaks, the graphs)."""
 
     def inputs(device: str) -> tuple[Any, ...]:
         return (torch.empty(1, TOKENS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True),)
 
     with kernels_everywhere(), generated_code.generated_code() as graphs:
         captured = capture_on_fake_cuda(
-            lambda: models.GatedMLP(WIDTH, INNER).bfloat16(), inputs, options={"recipe": None, "rules": [("", recipe)]}
+            lambda: mlp(WIDTH, INNER).bfloat16(), inputs, options={"recipe": None, "rules": [("", recipe)]}
         )
-    of_graphs = [live_memory.peak_bytes(captured.graph(f"lower.{phase}")) for phase in ("forward", "backward")]
-    return of_graphs, generated_code.peak_bytes(graphs)
+    return graphs, generated_code.peak_bytes(graphs), captured
+
+
+def peaks(recipe: str) -> tuple[list[int], list[int]]:
+    """(of the graphs, of Inductor's code): forward's and backward's of a gated MLP."""
+    _, of_code, captured = code_of(models.GatedMLP, recipe)
+    return [live_memory.peak_bytes(captured.graph(f"lower.{phase}")) for phase in ("forward", "backward")], of_code
 
 
 @pytest.mark.parametrize("recipe", slow_but(1, ["float8_block_scaling", "float8_current_scaling"]))
@@ -49,6 +57,32 @@ def test_the_code_needs_what_the_graph_needs(recipe: str) -> None:
     of_graphs, of_code = peaks(recipe)
     for graph, code in zip(of_graphs, of_code, strict=True):
         assert abs(graph - code) < WIDE / 16, (of_graphs, of_code)
+
+
+def test_gelus_gradient_takes_less_than_in_bf16() -> None:
+    """Its columns are made when what it was computed of is gone."""
+    backward, bf16 = (code_of(models.GeluMLP, recipe)[1][1] for recipe in ("float8_current_scaling", None))
+    assert backward <= bf16
+
+
+def test_gelus_gradient_is_computed_once() -> None:
+    """With scales of blocks the sums for the bias are of what was quantized, which is in memory, not of what it was computed of."""
+    text = code_of(models.GeluMLP, "float8_block_scaling")[0][1].text
+    launched = re.findall(r"triton_\w*gelu_backward\w*\.run", text)
+    assert len(launched) == 1 and launched[0].startswith("triton_poi"), launched
+
+
+def test_a_graph_with_nothing_in_fp8_is_inductors_own() -> None:
+    """To the reuse of freed buffers."""
+
+    def reused(backend: str) -> int:
+        torch._dynamo.reset()
+        model = torch.compile(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), backend=backend)
+        with torch.no_grad():
+            _, (code,) = run_and_get_code(model, torch.randn(2, 8))
+        return code.count("# reuse")
+
+    assert reused("te") == reused("inductor") > 0
 
 
 def test_an_operand_is_computed_once() -> None:

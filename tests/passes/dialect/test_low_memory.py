@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from helpers.models.gated_models import INNER, TOKENS, WIDTH, Gated, GateUpMLP, WideMLP
 from helpers.models.snapshot_models import (
     Block,
+    GeluMLP,
     SwigluMLP,
     capture_training,
     compiled_run,
@@ -64,7 +65,12 @@ gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quanti
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "model, shape",
-    [(SwigluMLP, (32, 64)), pytest.param(Block, (2, 16, 64), marks=pytest.mark.slow), (Gated, (32, 64))],
+    [
+        (SwigluMLP, (32, 64)),
+        pytest.param(Block, (2, 16, 64), marks=pytest.mark.slow),
+        (Gated, (32, 64)),
+        (GeluMLP, (19, 64)),
+    ],
 )
 def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], codegen: str) -> None:
     x = torch.randn(*shape, dtype=torch.bfloat16)
