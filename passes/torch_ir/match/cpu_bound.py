@@ -8,7 +8,8 @@ makes the greater of the two no smaller, the graph's linears stay what they are,
 CUDA graphs (mode="reduce-overhead") replay all launches of a graph at once: forward alone is not asked then. A training step still has
 two calls between which autograd and the saved tensors of each linear keep the CPU as busy, so that it is asked all the same.
 
-Where FSDP manages a weight of a training step, the CPU also gathers the weights and shares out the gradients.
+Where FSDP manages a weight of a training step, the CPU also gathers the weights and shares out the gradients. Where parameters are
+DTensors, it has their collectives, and everything is counted of this rank's shards.
 
 Attention and products of activations are counted by their FLOPs, everything else by its bytes, as if nothing were fused, so that a graph is
 rather taken to be bound by the GPU. A graph with something else that may take long (a convolution, a loop) is not asked.
@@ -31,8 +32,9 @@ from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYTES_PER_US, is_kept, waiting_for_cpu
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, becomes_fp8, estimated_times, hint, named_by_rule
-from te_dynamo.passes.torch_ir.match.patterns.products import Product, product_of, without_casts
-from te_dynamo.passes.torch_ir.match.values import tensor_of
+from te_dynamo.passes.torch_ir.match.patterns.products import Product, is_parameter, product_of, without_casts
+from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared
+from te_dynamo.passes.torch_ir.match.values import own_part, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.rates import Rates, rates_of
@@ -47,6 +49,8 @@ _LAUNCHES_OF_QUANTIZE = 2
 # FSDP2's of a training step of one layer, of benchmarks/train_parallel.py: 22 ms for four layers of Llama-8B on the faster of two machines,
 # less the four steps and their launches.
 _FSDP = 4500
+# DTensor's and its collectives' in a training step, of a parameter: there too a layer of nine takes 4.15 ms with tensor parallelism.
+_DTENSOR = 350
 
 _PRODUCTS = re.compile("matmul|^b?mm$|attention")
 _UNKNOWN = re.compile("conv|einsum|tensordot|bilinear|lstm|gru|rnn|grouped|multi_head|triton_kernel")
@@ -75,15 +79,17 @@ def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor
     if found is None or not found.chosen or (not found.learns and dict(options.inductor).get("triton.cudagraphs")):
         return ""
     by_fsdp = found.learns and bool(managed_by_fsdp(gm, example_inputs))
-    if by_fsdp:
-        found.cpu += _FSDP * rates.cpu
-        found.cpu_in_fp8 += _FSDP * rates.cpu
+    shared = sum(
+        found.learns and node.op == "placeholder" and is_shared(node) and is_parameter(node) for node in gm.graph.nodes
+    )
+    found.add_cpu((_FSDP * by_fsdp + _DTENSOR * shared) * rates.cpu)
+    also = ", gather its weights" * by_fsdp + ", share its DTensors" * bool(shared)
     before, after = max(found.gpu, found.cpu), max(found.gpu_in_fp8, found.cpu_in_fp8)
     if after < before:
         return ""
     out = "" if found.learns else 'mode="reduce-overhead" takes it out of the way; '
     return (
-        f"the CPU is the bound: to call the graph{', gather its weights' if by_fsdp else ''} and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
+        f"the CPU is the bound: to call the graph{also} and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
         f"in 16 bits the kernels take {found.gpu:.0f} us ({rates}); {out}{BY_RULE}"
     )
 
@@ -98,6 +104,10 @@ class _Time:
     cpu_in_fp8: float
     learns: bool
     chosen: int = 0
+
+    def add_cpu(self, us: float) -> None:
+        self.cpu += us
+        self.cpu_in_fp8 += us
 
 
 def _time_of(gm: fx.GraphModule, recipe_for: RecipeFor, rates: Rates) -> _Time | None:
@@ -153,7 +163,8 @@ def _other_us(node: fx.Node, rates: Rates) -> float | None:
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    out, given = tensor_of(node), [v for n in node.all_input_nodes if (v := tensor_of(n)) is not None]
+    out = own_part(tensor_of(node))
+    given = [own_part(v) for n in node.all_input_nodes if (v := tensor_of(n)) is not None]
     if _UNKNOWN.search(name):
         return None
     if out is None or out._is_view():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,11 +35,17 @@ class GeluMLP(nn.Module):
 
 
 def reasons(
-    width: int = 1024, rows: int = 4096, learns: bool = True, frozen: bool = False, device: str = "h200", **options
+    width: int = 1024,
+    rows: int = 4096,
+    learns: bool = True,
+    frozen: bool = False,
+    device: str = "h200",
+    inner: int | None = None,
+    **options,
 ) -> list[str]:
     """Of the two linears of a GELU MLP, on fake CUDA tensors."""
     with fake_cuda(device), torch.set_grad_enabled(learns):
-        model = GeluMLP(width, 4 * width)
+        model = GeluMLP(width, inner or 4 * width)
         compiled = Matched(te_dynamo.freeze(model) if frozen else model, **options)
         compiled(torch.empty(rows, width, dtype=BF16, device="cuda", requires_grad=learns))
     return compiled.reasons()
@@ -115,3 +126,39 @@ def test_what_fsdp_takes_the_cpu_is_counted(rows: int, left: bool, monkeypatch: 
         reason.startswith("the CPU is the bound: to call the graph, gather its weights and") for reason in found
     ] == [left] * 2
     assert reasons(4096, rows, learns=False) == ["", ""]
+
+
+@pytest.fixture
+def two_gpus() -> Iterator[Any]:
+    """A mesh of two GPUs of which none is there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    there = {"is_available": True, "device_count": 2, "current_device": 0, "set_device": None}
+    with contextlib.ExitStack() as patches:
+        for name, value in there.items():
+            patches.enter_context(mock.patch(f"torch.cuda.{name}", lambda *_, value=value: value))
+        mesh = init_device_mesh("cuda", (2,))
+    yield mesh
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.parametrize(("rows", "left"), [(2048, True), (4096, False)])
+def test_what_tensor_parallelism_takes_the_cpu_is_counted(two_gpus: Any, rows: int, left: bool) -> None:
+    """And the GPU's time is that of a rank's shards: of half of each weight."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    with fake_cuda("h100"):
+        model = GeluMLP(4096, 14336)
+        parallelize_module(model, two_gpus, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        compiled = Matched(model)
+        compiled(torch.empty(rows, 4096, dtype=BF16, device="cuda", requires_grad=True))
+    beginning = "of its shards: the CPU is the bound: to call the graph, share its DTensors and launch its kernels it takes 1530 us"
+    assert [reason.startswith(beginning) for reason in compiled.reasons()] == [left] * 2
+    assert [record.shape for record in compiled.records if record.kind == "linear"] == [
+        (str(rows), "7168", "4096"),
+        (str(rows), "4096", "7168"),
+    ]
+    assert reasons(4096, rows, inner=7168, device="h100") == ["", ""], "on one GPU"

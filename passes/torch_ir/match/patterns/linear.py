@@ -102,7 +102,11 @@ def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> st
 
 def becomes_fp8(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> bool:
     """Whether `match_linear` puts te.linear in its place, as far as the node tells before anything is rewritten."""
-    if product.contraction is None and (product.reason or _reason(node, product, recipe)):
+    operands = (product.x, product.weight, product.bias)
+    if any(map(is_shared, operands)):
+        if product.transposed or isinstance(layout_of(*operands), str):
+            return False
+    elif product.contraction is None and (product.reason or _reason(node, product, recipe)):
         return False
     return named or not _cost_reason(node, product, recipe)
 
