@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch
 
 _MULTIPLE = 16  # of the rows of A with scales of blocks, and of those of B: what torch asks for
-_K_MULTIPLE = (
-    512  # with scales of blocks: torch asks for rows of 2D scales without padding, cuBLASLt for multiples of 4 scales
-)
+_K_MULTIPLE = 512  # with scales of blocks: torch asks for rows of scales without padding, cuBLASLt for multiples of 4
 _BLOCK = 128
 
 _library = torch.library.Library("te_kernels", "DEF")

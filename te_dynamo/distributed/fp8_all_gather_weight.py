@@ -105,8 +105,7 @@ class GatheredWeight:
         own_mesh = self._parameter().device_mesh
         these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
-        found = iter(torch._foreach_norm([shard.plain for shard in shards if shard.numel()], torch.inf))
-        own = [next(found) if shard.numel() else torch.zeros((), device=shard.device) for shard in shards]
+        own = [torch.linalg.vector_norm(s.plain, torch.inf) if s.numel() else s.plain.new_zeros(()) for s in shards]
         amaxes = torch.stack(own).to(device, torch.float32)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
