@@ -56,6 +56,12 @@ def test_bits_of_shards_of_parts(four_ranks: Ranks, recipe: str) -> None:
     assert four_ranks.run(fp8_bodies.tensor_bits, recipe) == [left] * 2 * SIZE
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_bits_after_writes_and_gathers_in_any_order(ranks: Ranks, seed: int) -> None:
+    first, second = ranks.run(fp8_bodies.in_any_order, seed)
+    assert first == second and max(first) > 1
+
+
 def test_no_scale_is_stale(ranks: Ranks) -> None:
     for one in ranks.run(fp8_bodies.stale):
         by_scale, of_values = zip(*one, strict=True)

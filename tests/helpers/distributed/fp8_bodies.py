@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,19 @@ from te_dynamo.errors import TeError
 from te_dynamo.passes.dialect.live_memory import peak_bytes
 from te_dynamo.testing import count_wire
 
-__all__ = ["bits", "load", "refused", "save", "stale", "steps", "tensor_bits", "tensor_graphs", "wire", "work"]
+__all__ = [
+    "bits",
+    "in_any_order",
+    "load",
+    "refused",
+    "save",
+    "stale",
+    "steps",
+    "tensor_bits",
+    "tensor_graphs",
+    "wire",
+    "work",
+]
 
 RULES = [("head", None)]
 """The head is not compiled: FSDP's hooks break the graph before each block."""
@@ -355,6 +368,33 @@ def stale(rank: int) -> list[tuple[float, float]]:
         linear.reshard()
         scales.append((scale_inv * 448, linear.state_dict()["weight"].full_tensor().abs().max().item()))
     return scales
+
+
+def in_any_order(rank: int, seed: int) -> list[int]:
+    """How many weights each cast is of, where weights are written to and gathered in an order that the seed gives. Whatever is gathered is the
+    whole weight quantized as it is then."""
+    order = random.Random(seed)
+    linears = nn.Sequential(*(nn.Linear(32, 48, bias=False) for _ in range(4))).to(device())
+    fp8_all_gather(linears)
+    for i, linear in enumerate(linears):  # one group has another dtype, and is cast by itself
+        fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.float16 if i == 3 else torch.bfloat16))
+    quantizer = te_dynamo.recipe.by_name("float8_current_scaling").weight_quantizer().with_usage(True, False)
+    with _counted(fp8_all_gather_weight, "quantize_several") as casts:
+        for _ in range(60):
+            linear = order.choice(linears)
+            if order.random() < 0.3:
+                with torch.no_grad():
+                    linear.weight.mul_(order.choice([-1.5, 0.3, 7.0]))
+                continue
+            whole = linear.weight.full_tensor()
+            linear.unshard()
+            codes, scale_inv = linear.weight.buffers()
+            wanted = quantizer.quantize(getattr(whole, "plain", whole).to(linear.weight.dtype)).buffers()
+            assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(
+                scale_inv, wanted[1]
+            )
+            linear.reshard()
+    return [len(call.args[0]) for call in casts.call_args_list]
 
 
 def refused(rank: int) -> dict[str, str]:
