@@ -180,8 +180,9 @@ amax_column_sums_kernel -> partials, sums
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 activation_backward_sums_kernel -> partials, sums
-activation_write_kernel -> dbias, data, transpose, scale_inv
+activation_write_kernel -> dbias, data, scale_inv
 gemm_kernel -> c
+transpose_kernel -> transpose
 gemm_kernel -> c
 gemm_kernel -> c""",
     )
