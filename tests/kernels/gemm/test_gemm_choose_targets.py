@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from expecttest import assert_expected_inline
+from helpers.slow import slow_but
 
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose, stacking_pays
 from te_dynamo.kernels.gemm.tiles import Tile
@@ -60,7 +61,7 @@ def check(product: Product, choice: Choice, target: Target) -> None:
         assert tile.split_k == 1
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", slow_but(4, TARGETS))
 def test_something_that_runs_is_always_chosen(name: str) -> None:
     target = TARGETS[name]
     for product in products():

@@ -100,7 +100,7 @@ def expected_buffers(x, fp8_dtype, rowwise, columnwise, two_d, power_of_two, eps
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 32), (128, 256), (303, 300)])
+@pytest.mark.parametrize("shape", [(1, 32), (128, 256), (135, 300)])
 def test_reference_equals_an_independent_formulation(shape, kind):
     for dtype in DTYPES:
         x = block_input(kind, shape, dtype)
