@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers.distributed import sequence_bodies
 from helpers.distributed.ranks import SIZE, Ranks
+from torch.fx import Graph
 
 from te_dynamo.inspect.capture import Captured
 from te_dynamo.passes.dialect.live_memory import peak_bytes, saved_bytes
@@ -135,9 +136,16 @@ backward
     )
 
 
+def bytes_of_transposed_weights(graph: Graph) -> int:
+    """Of saved tensors that are views of weights and take no memory: torch 2.13 saves such views in bf16, torch 2.11 the weights."""
+    saved = graph.find_nodes(op="placeholder")
+    return sum(node.meta["val"].nbytes for node in saved if re.fullmatch(r"t(_\d+)?", node.name))
+
+
 @pytest.mark.parametrize(("kind", "width"), [("gelu", 64), ("swiglu", 256)])
 def test_memory(rank_of_two: None, kind: str, width: int) -> None:
-    """A block keeps no more than in bf16; gathering again saves half of what one gathered tensor of codes takes, of two ranks."""
+    """A block keeps no more than in bf16; gathering again saves half of what one gathered tensor of codes takes, of two ranks. Its peak may be
+    higher by one weight's codes."""
     of = {
         name: graphs_of(options, kind, batch=4, tokens=256, width=width)
         for name, options in ALIKE.items()
@@ -145,7 +153,8 @@ def test_memory(rank_of_two: None, kind: str, width: int) -> None:
     }
     for bytes_of in (saved_bytes, peak_bytes):
         counted = {name: bytes_of(graphs.graph("backward")) for name, graphs in of.items()}
-        assert counted["float8"] <= counted["bf16"]
+        bf16 = counted["bf16"] - bytes_of_transposed_weights(of["bf16"].graph("backward"))
+        assert counted["float8"] <= bf16 + (bytes_of is peak_bytes) * 1.01 * width**2
         assert counted["float8"] - counted["regather"] == 4 * 256 * width
     assert peak_bytes(of["float8"].graph("forward")) <= peak_bytes(of["bf16"].graph("forward"))
 

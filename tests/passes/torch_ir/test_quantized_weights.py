@@ -109,9 +109,8 @@ def test_another_recipe(options: dict[str, Any], reason: str) -> None:
     module = _quantized(_model("linear"), CURRENT)
     given, graphs = _run(module, **options)
     assert graphs.reports[0].matches[0].reason == reason
-    expected = nn.functional.linear(
-        torch.randn(48, 160, generator=torch.manual_seed(1)).bfloat16(), module.weight.dequantize(), module.bias
-    )
+    x = torch.randn(48, 160, dtype=torch.bfloat16, generator=torch.manual_seed(1))
+    expected = nn.functional.linear(x, module.weight.dequantize(), module.bias)
     torch.testing.assert_close(given[0], expected, rtol=0.02, atol=0.02)
 
 
