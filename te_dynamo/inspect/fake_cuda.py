@@ -16,6 +16,7 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -35,6 +36,12 @@ from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 __all__ = ["fake_cuda", "grad", "move", "moved"]
 
 
+@functools.cache
+def show_dynamo_torch() -> None:
+    """Dynamo learns in its first compilation which functions are torch's, by identity: not inside of `fake_cuda`, where `grad` is ours."""
+    torch.compile(torch.relu, backend="eager")(torch.zeros(1))
+
+
 @contextlib.contextmanager
 def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
     """Inside, tensors are fake, and `torch.compile` traces forward and backward graphs for "cuda".
@@ -47,6 +54,7 @@ def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     ensure_device_guard()
+    show_dynamo_torch()
     with (
         FakeTensorMode(shape_env=ShapeEnv()),
         mock.patch("torch.autograd.grad", grad),

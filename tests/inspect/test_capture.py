@@ -15,6 +15,7 @@ from torch import nn
 
 from te_dynamo.errors import MissingStageError
 from te_dynamo.inspect.capture import capture
+from te_dynamo.inspect.fake_cuda import show_dynamo_torch
 from te_dynamo.testing import capture_on_fake_cuda, fake_cuda, graph_text
 
 # The package's attribute of that name is the function.
@@ -283,3 +284,16 @@ def test_before_is_the_graph_that_a_stage_started_from():
     assert "te.add_bias" in graph_text(before["forward"]) and "te.add_bias" not in graphs["forward"]
     with pytest.raises(MissingStageError):
         graphs.before("inference")
+
+
+def test_dynamo_knows_torchs_grad_after_graphs_on_fake_cuda() -> None:
+    """If it learned inside which functions are torch's, a step with torch.autograd.grad in it broke afterwards."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    learned = get_torch_obj_rule_map, TorchInGraphFunctionVariable._get_handlers
+    for cache in (*learned, show_dynamo_torch):
+        cache.cache_clear()
+    torch._dynamo.reset()
+    capture_on_fake_cuda(Gated, gated_inputs, backend=recording_backend)
+    assert all(torch.autograd.grad in functions() for functions in learned)
