@@ -5,11 +5,12 @@
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --quick --device cpu          # does it run?
 
 A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
-steps: the weights count as written before each, as by an optimizer. `tokens` are a data-parallel rank's. All providers of a row are made first and then timed in turn, round after round. `step ms` is
-the median of the rounds, of the slowest rank; the peak is rank 0's without the other providers' bytes, and `wire MiB` is what comes to rank 0 from the
-others in a step, as `te_dynamo.testing.count_wire` counts it. Of one more step rank 0's profiler gives the ms in which the GPU computes, in
-which it sends or waits for another rank (`wire ms`), in which it does that alone, and in which it waits for the CPU (`idle ms`). FSDP2
-gathers a layer's weights when the CPU has come to the layer; "a layer ahead" is its set_modules_to_forward_prefetch.
+steps: the weights count as written before each, as by an optimizer. `tokens` are a data-parallel rank's. All providers of a row are made
+first and then timed in turn, round after round. `step ms` is the median of the rounds, of the slowest rank; the peak is rank 0's without the
+other providers' bytes, and `wire MiB` is what comes to rank 0 from the others in a step, as `te_dynamo.testing.count_wire` counts it. Of one
+more step rank 0's profiler gives the ms in which the GPU computes, in which it sends or waits for another rank (`wire ms`), in which it does
+that alone, and in which it waits for the CPU (`idle ms`). FSDP2 gathers a layer's weights when the CPU has come to the layer; "a layer
+ahead" is its set_modules_to_forward_prefetch.
 
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
@@ -357,6 +358,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    facts = environment.collect(str(device))
     for model in args.models:
         rows: list[Row] = []
         for layout in args.layouts:
@@ -371,7 +373,6 @@ def main() -> None:
                     torch.cuda.empty_cache()
                 if dist.get_rank() == 0:  # each time: what was measured stays if the next one does not end
                     name = f"train_parallel_{model}_{dist.get_world_size()}gpus"
-                    facts = environment.collect(str(device))
                     report.write(args.out, "train_parallel", facts, rows, name, rounds=args.rounds, steps=args.steps)
     dist.destroy_process_group()
 

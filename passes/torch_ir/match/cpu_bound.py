@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYTES_PER_US, is_kept, waiting_for_cpu
@@ -34,7 +35,7 @@ from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, becomes_fp8, estimated_times, hint, named_by_rule
 from te_dynamo.passes.torch_ir.match.patterns.products import Product, is_parameter, product_of, without_casts
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared
-from te_dynamo.passes.torch_ir.match.values import own_part, tensor_of
+from te_dynamo.passes.torch_ir.match.values import tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.rates import Rates, rates_of
@@ -163,8 +164,8 @@ def _other_us(node: fx.Node, rates: Rates) -> float | None:
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    out = own_part(tensor_of(node))
-    given = [own_part(v) for n in node.all_input_nodes if (v := tensor_of(n)) is not None]
+    out = local_of(tensor_of(node))
+    given = [local_of(v) for n in node.all_input_nodes if (v := tensor_of(n)) is not None]
     if _UNKNOWN.search(name):
         return None
     if out is None or out._is_view():

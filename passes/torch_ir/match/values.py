@@ -29,7 +29,6 @@ __all__ = [
     "is_number",
     "left_as_plain",
     "number",
-    "own_part",
     "quantized_of",
     "sole_user",
     "tensor_of",
@@ -51,11 +50,6 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
-
-
-def own_part(value: Any) -> Any:
-    """What this rank has of a DTensor; any other value as it is."""
-    return getattr(value, "_local_tensor", value)
 
 
 def quantized_of(node: Any) -> QuantizedTensor | None:

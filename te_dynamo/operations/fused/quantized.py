@@ -75,4 +75,5 @@ def activation_gradient_quantized(
         return (bias_grad(results[0]) if needs_sums else None), list(results[int(needs_sums) :])
     assert isinstance(activation, (Activation, Gated))
     dh = activation.backward(dy, h)
-    return (bias_grad(dh) if needs_sums else None), quantize_tensor(dh.contiguous(), quantizer)
+    buffers = quantize_tensor(dh.contiguous(), quantizer)  # before the sums, as in te.linear's backward
+    return (bias_grad(dh) if needs_sums else None), buffers

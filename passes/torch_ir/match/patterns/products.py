@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo._compat import attribute_read
+from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, contraction_of
-from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, own_part, tensor_of
+from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
 
 __all__ = [
     "LINEAR",
@@ -213,7 +214,7 @@ def why_no_linear(x: Any, weight: Any) -> str:
 
 
 def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
-    a, b = own_part(tensor_of(x)), own_part(tensor_of(weight))
+    a, b = local_of(tensor_of(x)), local_of(tensor_of(weight))
     if a is None or b is None or a.dim() < 1 or b.dim() != 2:
         return ()
     rows = a.values().shape[:-1] if a.is_nested else a.shape[:-1]
