@@ -114,7 +114,7 @@ def replayed(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> C
 
 def print_kernels(candidate: Candidate, x: torch.Tensor) -> None:
     """The kernels of one call and their time."""
-    kernels = profile(candidate.provider, _without_grad(candidate.call, x))
+    kernels = profile(f"{x.shape[1]} tokens", candidate.provider, _without_grad(candidate.call, x))
     print(f"  {x.shape[1]:4d} {candidate.provider}: {sum(kernel.ms for kernel in kernels) * 1e3:.1f} us in kernels")
     for kernel in kernels:
         print(f"         {kernel.ms * 1e3:7.1f} us in {kernel.launches} of {kernel.name}", flush=True)

@@ -1,7 +1,7 @@
-"""Kernels launched and bytes moved in a training step of the SwiGLU MLP: fused, unfused, and bf16 Inductor.
+"""Kernels launched and bytes moved in a training step of a block: fused, unfused, and bf16 Inductor.
 
-    python benchmarks/step_profile.py                                     # 8192 tokens, width 4096, inner 14336
-    python benchmarks/step_profile.py --tokens 2048 --out /tmp
+    python benchmarks/step_profile.py                                     # the SwiGLU MLP, 8192 tokens
+    python benchmarks/step_profile.py --blocks gelu,llama8b --out /tmp
 
 Kernels and their time are torch.profiler's, of one step after warm-up: all that ran on the GPU but copies and fills.
 
@@ -45,6 +45,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
 class Kernel:
     """All launches of one kernel in a step of a provider. mb is None where the launches of that name were not counted."""
 
+    block: str
     provider: str
     name: str
     launches: int
@@ -56,6 +57,7 @@ class Kernel:
 class Row:
     """One provider. kernels and gpu_ms: the profiler's; counted and GB: of the launches that were counted."""
 
+    block: str
     provider: str
     kernels: int
     counted: int
@@ -141,7 +143,7 @@ def named_tensors(signature: dict[str, str], args: tuple[Any, ...]) -> list[tupl
 # --- the profiler ---------------------------------------------------------------------------------------------
 
 
-def profile(provider: str, step: Step) -> list[Kernel]:
+def profile(block: str, provider: str, step: Step) -> list[Kernel]:
     """What one step runs on the GPU, longest first."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
@@ -153,17 +155,17 @@ def profile(provider: str, step: Step) -> list[Kernel]:
     for event in profiler.events():
         if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
             times[event.name].append(event.device_time_total / 1e3)
-    kernels = [Kernel(provider, name, len(each), sum(each)) for name, each in times.items()]
+    kernels = [Kernel(block, provider, name, len(each), sum(each)) for name, each in times.items()]
     return sorted(kernels, key=lambda kernel: -kernel.ms)
 
 
-def measure(provider: str, module: nn.Module, inputs: Inputs) -> tuple[Row, list[Kernel]]:
-    """The row of a provider, and its kernels."""
+def measure(block: str, provider: str, module: nn.Module, inputs: Inputs) -> tuple[Row, list[Kernel]]:
+    """The row of a provider on the block of that title, and its kernels."""
     step = training_step(module, PROVIDERS[provider](module), inputs)
     for _ in range(3):
         step()
     torch.cuda.synchronize()
-    kernels = profile(provider, step)
+    kernels = profile(block, provider, step)
     with count_traffic() as traffic:
         step()
     torch.cuda.synchronize()
@@ -172,6 +174,7 @@ def measure(provider: str, module: nn.Module, inputs: Inputs) -> tuple[Row, list
             kernel.mb = traffic.kernels[kernel.name][1] / 1e6
     moved = traffic.total()
     row = Row(
+        block,
         provider,
         sum(kernel.launches for kernel in kernels),
         sum(launches for launches, _ in traffic.kernels.values()),
@@ -185,27 +188,29 @@ def measure(provider: str, module: nn.Module, inputs: Inputs) -> tuple[Row, list
 
 def parse_args() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--blocks", default="swiglu", help=f"of: {','.join(BLOCKS)}")
     parser.add_argument("--device", default="cuda")
-    return parser.parse_args()
+    args = parser.parse_args()
+    report.split_choices(parser, args, blocks=BLOCKS)
+    return args
 
 
 def main() -> None:
     args = parse_args()
     cold_caches()
-    torch.manual_seed(0)
     facts = environment.collect(args.device)
-    block = dataclasses.replace(BLOCKS["swiglu"], shape=(1, args.tokens, BLOCKS["swiglu"].shape[2]))
-    base = block.make().to(args.device, torch.bfloat16)
-    inputs = Inputs.make(block, args.device)
     rows, kernels = [], []
-    for provider in PROVIDERS:
-        torch._dynamo.reset()
-        row, its_kernels = measure(provider, base, inputs)
-        rows.append(row)
-        kernels += its_kernels
-    report.write(args.out, "step_profile", facts, rows, tokens=args.tokens)
-    report.write(args.out, "step_profile", facts, kernels, "step_kernels", tokens=args.tokens)
+    for block in map(BLOCKS.__getitem__, args.blocks):
+        torch.manual_seed(0)
+        base = block.make().to(args.device, torch.bfloat16)
+        inputs = Inputs.make(block, args.device)
+        for provider in PROVIDERS:
+            torch._dynamo.reset()
+            row, its_kernels = measure(block.title, provider, base, inputs)
+            rows.append(row)
+            kernels += its_kernels
+        report.write(args.out, "step_profile", facts, rows)
+        report.write(args.out, "step_profile", facts, kernels, "step_kernels")
 
 
 if __name__ == "__main__":
