@@ -305,7 +305,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    report.write(args.out, "train_blocks", facts, rows, args.name, rounds=args.rounds)
+        report.write(args.out, "train_blocks", facts, rows, args.name, rounds=args.rounds)  # each time: what was measured stays
 
 
 if __name__ == "__main__":
