@@ -153,7 +153,9 @@ def profile(block: str, provider: str, step: Step) -> list[Kernel]:
         torch.cuda.synchronize()
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in profiler.events():
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
+        if event.device_type != DeviceType.CUDA or event.is_user_annotation:  # a linear's annotation spans its kernels
+            continue
+        if not event.name.startswith(("Memcpy", "Memset")):
             times[event.name].append(event.device_time_total / 1e3)
     kernels = [Kernel(block, provider, name, len(each), sum(each)) for name, each in times.items()]
     return sorted(kernels, key=lambda kernel: -kernel.ms)

@@ -305,7 +305,8 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-        report.write(args.out, "train_blocks", facts, rows, args.name, rounds=args.rounds)  # each time: what was measured stays
+        # After each block: what was measured stays if the next one does not end.
+        report.write(args.out, "train_blocks", facts, rows, args.name, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -69,21 +69,36 @@ def test_a_step_is_a_row_and_its_kernels(step_profile: ModuleType, monkeypatch: 
     """Bytes are told of the kernels that were counted, and of a step without its products."""
     models = pytest.importorskip("models")
     Kernel = step_profile.Kernel
-    found = [Kernel("te", "gemm_kernel", 3, 1.5), Kernel("te", "uncounted", 1, 0.25)]
+    found = [Kernel("tiny", "te", "gemm_kernel", 3, 1.5), Kernel("tiny", "te", "uncounted", 1, 0.25)]
 
     @contextlib.contextmanager
     def counted() -> Iterator[Any]:
         yield step_profile.Traffic({"gemm_kernel": (3, 2_000_000_000), "cast": (1, 1_000_000_000)}, {"gemm_kernel"})
 
     monkeypatch.setitem(step_profile.PROVIDERS, "te", lambda module: module)
-    monkeypatch.setattr(step_profile, "profile", lambda provider, step: found)
+    monkeypatch.setattr(step_profile, "profile", lambda block, provider, step: found)
     monkeypatch.setattr(step_profile, "count_traffic", counted)
     monkeypatch.setattr(step_profile, "time_step", lambda step, device: [2.0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     block = models.Block("tiny", lambda: models.GatedMLP(32, 64), (1, 16, 32))
-    row, kernels = step_profile.measure("te", block.make().bfloat16(), step_profile.Inputs.make(block, "cpu"))
-    assert row == step_profile.Row("te", 4, 4, 1.75, 2.0, 3.0, 1.0)
+    row, kernels = step_profile.measure("tiny", "te", block.make().bfloat16(), step_profile.Inputs.make(block, "cpu"))
+    assert row == step_profile.Row("tiny", "te", 4, 4, 1.75, 2.0, 3.0, 1.0)
     assert [kernel.mb for kernel in kernels] == [2000.0, None]
+
+
+def test_a_span_around_kernels_is_no_kernel(step_profile: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the annotation of a linear, which the profiler has on the GPU's line too."""
+    from torch.autograd import DeviceType
+
+    def event(name: str, device: DeviceType = DeviceType.CUDA, span: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=span, device_time_total=2000.0)
+
+    others = event("fc1 te_gemm", span=True), event("Memset (Device)"), event("mm", DeviceType.CPU)
+    events = [event("gemm"), event("gemm"), *others]
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert step_profile.profile("tiny", "te", lambda: None) == [step_profile.Kernel("tiny", "te", "gemm", 2, 4.0)]
 
 
 def test_the_time_of_each_stage_is_found(compile_time: ModuleType) -> None:
