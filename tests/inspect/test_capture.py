@@ -297,3 +297,11 @@ def test_dynamo_knows_torchs_grad_after_graphs_on_fake_cuda() -> None:
     torch._dynamo.reset()
     capture_on_fake_cuda(Gated, gated_inputs, backend=recording_backend)
     assert all(torch.autograd.grad in functions() for functions in learned)
+
+
+def test_the_first_graphs_on_fake_cuda_have_the_inputs_sizes() -> None:
+    """What teaches Dynamo torch's functions shares no frame with a module of torch's: else its sizes count as those that changed."""
+    show_dynamo_torch.cache_clear()
+    torch._dynamo.reset()
+    linear, inputs = nn.Linear(16, 32), lambda device: (torch.ones(48, 16, device=device),)
+    assert "linear: f32[48, 32]" in capture_on_fake_cuda(lambda: linear, inputs, backend=recording_backend)["match"]

@@ -157,13 +157,12 @@ CASES: dict[str, Case] = {
     "layer_norm_modulate": (
         te.layer_norm_modulate,
         lambda: (bf16(2, 19, 64), bf16(2, 1, 64), bf16(2, 1, 64), 1e-5, True),
-        "modulated_norm_rows_kernel -> y, mean, rstd",
+        "norm_rows_kernel -> y, mean, rstd",
     ),
     "layer_norm_modulate_quantize": (
         te.layer_norm_modulate_quantize,
         lambda: (bf16(2, 19, 64), bf16(2, 1, 64), bf16(2, 1, 64), 1e-5, True, BOTH, True),
-        "modulated_norm_rows_kernel -> mean, rstd, partials\n"
-        "modulated_norm_cast_kernel -> y, data, transpose, scale_inv",
+        "norm_rows_kernel -> mean, rstd, partials\nnorm_cast_kernel -> y, data, transpose, scale_inv",
     ),
     "activation": (te.activation, lambda: (bf16(19, 64), "gelu"), "activation_write_kernel -> y"),
     "activation_backward": (
@@ -179,12 +178,12 @@ CASES: dict[str, Case] = {
     "add_rms_norm_quantize": (
         te.add_rms_norm_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(64), 1e-5, False, False, BOTH, False),
-        "add_norm_rows_kernel -> h, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
+        "norm_rows_kernel -> h, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
     ),
     "add_layer_norm_quantize keeping y": (
         te.add_layer_norm_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(64), bf16(64), 1e-5, ROWS, True),
-        "add_norm_rows_kernel -> h, mean, rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+        "norm_rows_kernel -> h, mean, rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
     ),
     "quantize_stacked": (
         te.quantize_stacked,

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 from te_dynamo.kernels.activation import activation, gated, gated_halves, gated_kernels
+from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize.bias_grad import stripes
@@ -81,7 +82,8 @@ def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
     for layer in (False, True):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
         flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": 1024}
-        yield norm.norm_cast_kernel, *tiled(quantize.cast_tile(rows, 4096, columnwise, norm.CAST_TILE), **flags)
+        tile = quantize.cast_tile(rows, 4096, columnwise, norm_kernels.CAST_TILE)
+        yield norm_kernels.norm_cast_kernel, *tiled(tile, MODULATED=False, **flags)
 
 
 def name_of(value: Any) -> str | None:
@@ -141,13 +143,13 @@ def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype
 @pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
 @pytest.mark.parametrize("columns", slow_but(1, [4096, 300, 16384, 32768]))
 def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
-    block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2, layer)
+    block, warps = norm_kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
-    flags["PARTIALS"] = 1024
+    flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False}
     layouts, contractions = [], []
     for fused in (False, True):
-        compiled = compile_kernel(norm.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
+        compiled = compile_kernel(norm_kernels.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
         layouts.append(reduction_layouts(compiled))
         contractions.append(compiled.asm["ptx"].count("fma.rn.f32"))
         # 16 warps have 128 registers a thread for a row of 16384 and the next one: from Triton 3.8 on a few words spill.

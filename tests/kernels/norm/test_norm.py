@@ -16,7 +16,7 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.norm import kernels, norm
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -122,7 +122,7 @@ def test_fused_reference_is_norm_then_quantize(keep_output):
     ],
 )
 def test_row_block(columns, itemsize, layer, expected):
-    assert norm.row_block(columns, itemsize, layer) == expected
+    assert kernels.row_block(columns, itemsize, layer) == expected
 
 
 # --- kernels ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from helpers.kernels.kernel_cases import (
 )
 
 from te_dynamo.kernels.norm import add as norm_add
-from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.norm import kernels, norm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = (E4M3, True, True, False, 0.0)
@@ -53,12 +53,14 @@ def test_reference_is_an_addition_then_the_norm(dtype, keep_output):
 )
 def test_statistics_add_up_as_those_of_the_norm_alone(columns, dtype, layer, tmp_path):
     """Bit-equality needs one shape and one layout of the reductions; nothing spills, and memory is read 16 bytes at a time."""
-    block, warps = norm.row_block(columns, 4 if dtype == "fp32" else 2, layer)
+    block, warps = kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
-    flags["PARTIALS"] = 1024
-    alone = compile_kernel(norm.norm_rows_kernel, {**flags, "QUANTIZE": False}, warps, dtype, dtype)
-    fused = compile_kernel(norm_add.add_norm_rows_kernel, flags, warps, dtype, dtype)
+    flags |= {"PARTIALS": 1024, "MODULATED": False}
+    alone, fused = (
+        compile_kernel(kernels.norm_rows_kernel, {**flags, "ADDS": adds, "QUANTIZE": adds}, warps, dtype, dtype)
+        for adds in (False, True)
+    )
     assert reduction_layouts(fused) == reduction_layouts(alone) and len(reduction_layouts(fused)) == 1 + layer
     fused_ptx, alone_ptx = fused.asm["ptx"], alone.asm["ptx"]
     assert fused_ptx.count("fma.rn.f32") == alone_ptx.count("fma.rn.f32")  # none but those that the source asks for

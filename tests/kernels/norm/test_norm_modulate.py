@@ -24,7 +24,7 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels.norm import functions, modulate
+from te_dynamo.kernels.norm import functions, kernels, modulate
 from te_dynamo.kernels.norm import norm as norms
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 from te_dynamo.kernels.tiles import fp8
@@ -60,15 +60,15 @@ def test_reference(dtype, zero_centered):
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=SPILLS_UNDER_TRITON_3_9)])
 def test_nothing_spills(dtype, tmp_path):
-    block, warps = norms.row_block(4096, 4 if dtype == "fp32" else 2, True)
-    flags = {"ZERO_CENTERED": True, "EPS_NORM": 1e-5, "ONE_BLOCK": True, "BLOCK": block, "PARTIALS": 1024}
-    assert_no_spills(
-        compile_kernel(modulate.modulated_norm_rows_kernel, {**flags, "QUANTIZE": True}, warps, dtype, dtype), tmp_path
-    )
-    block_m, block_k, warps = modulate.CAST_TILE
-    flags = {"ZERO_CENTERED": True, "KEEP_OUTPUT": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
-    flags |= {"ROWWISE": True, "COLUMNWISE": True, "PARTIALS": 1024, "BLOCK_M": block_m, "BLOCK_K": block_k}
-    assert_no_spills(compile_kernel(modulate.modulated_norm_cast_kernel, flags, warps, dtype, dtype), tmp_path)
+    norm = {"LAYER": True, "HAS_WEIGHT": True, "HAS_BIAS": True, "CAST_BEFORE_WEIGHT": False, "MODULATED": True}
+    norm |= {"ZERO_CENTERED": True, "PARTIALS": 1024}
+    block, warps = kernels.row_block(4096, 4 if dtype == "fp32" else 2, True)
+    flags = {**norm, "EPS_NORM": 1e-5, "ADDS": False, "QUANTIZE": True, "ONE_BLOCK": True, "BLOCK": block}
+    assert_no_spills(compile_kernel(kernels.norm_rows_kernel, flags, warps, dtype, dtype), tmp_path)
+    block_m, block_k, warps = kernels.MODULATED_CAST_TILE
+    flags = {**norm, "KEEP_OUTPUT": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
+    flags |= {"ROWWISE": True, "COLUMNWISE": True, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    assert_no_spills(compile_kernel(kernels.norm_cast_kernel, flags, warps, dtype, dtype), tmp_path)
 
 
 @gpu
@@ -116,7 +116,7 @@ def to_dtype(x, DTYPE: tl.constexpr):
 def main() -> None:
     install()
     functions.mul_rn, functions.rounded = product, to_dtype  # assembly, which the interpreter cannot run
-    fp8.multiprocessor_count = norms.multiprocessor_count = lambda device: 2
+    fp8.multiprocessor_count = kernels.multiprocessor_count = lambda device: 2
     for shape in ((2, 19, 64), (3, 40, 72), (5, 2, 7, 40)):
         for zero_centered in (False, True):
             args = operands(shape, torch.float32)
