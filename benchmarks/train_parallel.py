@@ -15,6 +15,7 @@ ahead" is its set_modules_to_forward_prefetch.
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
     te on wire          and they travel in FP8
+    te async TP         so too, a collective of tensor parallelism and its products in one operation
     torchao             tensorwise scales with its FP8 all-gather, and its styles of tensor parallelism
 """
 
@@ -147,13 +148,13 @@ class Provider:
     enter: Callable[..., Any] = PrepareModuleInput
 
 
-def te(on_wire: bool, margin: int = 0) -> Provider:
+def te(on_wire: bool, **options: Any) -> Provider:
     if not on_wire:
-        options = {"fusions": ("-fuse_gather_quantize",), "sm_margin": margin}
+        options["fusions"] = ("-fuse_gather_quantize",)
         return Provider(lambda layer: layer.compile(backend="te", options=options))
     from te_dynamo.distributed import fp8_all_gather
 
-    return Provider(lambda layer: layer.compile(backend="te"), before_fsdp=fp8_all_gather)
+    return Provider(lambda layer: layer.compile(backend="te", options=options), before_fsdp=fp8_all_gather)
 
 
 def torchao() -> Provider:
@@ -179,12 +180,15 @@ def torchao() -> Provider:
     )
 
 
+ASYNC = "te async TP"
+
 PROVIDERS: dict[str, Callable[[], Provider]] = {
     "bf16": lambda: Provider(lambda layer: layer.compile()),
     "te": lambda: te(on_wire=False),
-    "te 16 SMs left": lambda: te(on_wire=False, margin=16),
-    "te 32 SMs left": lambda: te(on_wire=False, margin=32),
+    "te 16 SMs left": lambda: te(on_wire=False, sm_margin=16),
+    "te 32 SMs left": lambda: te(on_wire=False, sm_margin=32),
     "te on wire": lambda: te(on_wire=True),
+    ASYNC: lambda: te(on_wire=True, async_tp=True),
     "torchao": torchao,
 }
 
@@ -310,6 +314,8 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
     )
     x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
     for name in args.providers:
+        if name == ASYNC and tensor_ranks(layout) == 1:
+            continue
         rows.append(Row(title, LAYOUTS[layout], dist.get_world_size(), tokens, name))
         try:
             candidates.append(Candidate(rows[-1], base, layout, x, grad))
@@ -357,6 +363,7 @@ def main() -> None:
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # async TP asks for it
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     facts = environment.collect(str(device))
     for model in args.models:
