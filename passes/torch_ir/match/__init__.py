@@ -82,7 +82,7 @@ def match(
     by_step = options.weight_cache == "step"
     with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step), origins_known():
         matcher = Matcher(options, linears_only)
-        with cpu_known(gm, options, matcher.recipe_for, example_inputs):
+        with cpu_known(gm, options, matcher.recipe_for, example_inputs, report):
             records = matcher.match(gm)
         for record in records:
             record.shared = also_run_at(record.module)

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
+from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYTES_PER_US, is_kept, waiting_for_cpu
@@ -38,6 +39,7 @@ from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared
 from te_dynamo.passes.torch_ir.match.values import tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
+from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import Rates, rates_of
 from te_dynamo.recipe import Float8CurrentScaling
 
@@ -59,10 +61,20 @@ _UNKNOWN = re.compile("conv|einsum|tensordot|bilinear|lstm|gru|rnn|grouped|multi
 
 @contextlib.contextmanager
 def cpu_known(
-    gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]
+    gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any], report: Report
 ) -> Iterator[None]:
-    """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the CPU is the bound."""
-    token = waiting_for_cpu.set(cpu_bound_reason(gm, options, recipe_for, example_inputs))
+    """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the CPU is the bound. One whose weight
+    has travelled in FP8 is not: the report has a note then."""
+    reason = cpu_bound_reason(gm, options, recipe_for, example_inputs)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    managed = [placeholders[i] for i in managed_by_fsdp(gm, example_inputs)] if reason else []
+    travel = sum(isinstance(local_of(tensor_of(weight)), QuantizedTensor) for weight in managed)
+    if travel:
+        report.notes.append(
+            f"{reason}. {travel} of its weights travel in FP8, whose linears are in FP8 all the same: without fp8_all_gather they would stay in "
+            "16 bits"
+        )
+    token = waiting_for_cpu.set(f"{reason}; {BY_RULE}" if reason else "")
     try:
         yield
     finally:
@@ -70,7 +82,7 @@ def cpu_known(
 
 
 def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]) -> str:
-    """Why the linears of a graph stay what they are, "" where FP8 shortens the graph, and where nobody knows."""
+    """Why FP8 does not shorten a graph, "" where it does, and where nobody knows."""
     devices = (value.device for node in gm.graph.nodes if (value := tensor_of(node)) is not None)
     device = next((device for device in devices if device.type == "cuda"), None)
     if device is None:
@@ -88,10 +100,10 @@ def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor
     before, after = max(found.gpu, found.cpu), max(found.gpu_in_fp8, found.cpu_in_fp8)
     if after < before:
         return ""
-    out = "" if found.learns else 'mode="reduce-overhead" takes it out of the way; '
+    out = "" if found.learns else '; mode="reduce-overhead" takes it out of the way'
     return (
         f"the CPU is the bound: to call the graph{also} and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
-        f"in 16 bits the kernels take {found.gpu:.0f} us ({rates}); {out}{BY_RULE}"
+        f"in 16 bits the kernels take {found.gpu:.0f} us ({rates}){out}"
     )
 
 

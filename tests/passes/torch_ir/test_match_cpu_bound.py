@@ -14,6 +14,7 @@ from helpers.graphs.matching import Matched
 from torch import nn
 
 import te_dynamo
+from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.testing.fake_cuda import fake_cuda
 
 pytestmark = pytest.mark.cost_rule
@@ -126,6 +127,23 @@ def test_what_fsdp_takes_the_cpu_is_counted(rows: int, left: bool, monkeypatch: 
         reason.startswith("the CPU is the bound: to call the graph, gather its weights and") for reason in found
     ] == [left] * 2
     assert reasons(4096, rows, learns=False) == ["", ""]
+
+
+@pytest.mark.parametrize(("rows", "told"), [(2048, True), (8192, False)])
+def test_weights_that_travel_in_fp8_are_multiplied_in_it_and_a_note_says_so(
+    rows: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_bound.managed_by_fsdp", lambda gm, inputs: {0, 1, 2})
+    quantizer = Float8CurrentScaling().weight_quantizer().with_usage(True, False)
+    with fake_cuda("h200"):
+        model = GeluMLP(4096, 16384)
+        for linear in (model.up, model.down):
+            linear.weight = nn.Parameter(quantizer.quantize(linear.weight.detach()))
+        compiled = Matched(model)
+        compiled(torch.empty(rows, 4096, dtype=BF16, device="cuda", requires_grad=True))
+    assert compiled.reasons() == ["", ""]
+    note = " 2 of its weights travel in FP8, whose linears are in FP8 all the same: without fp8_all_gather they would stay in 16 bits"
+    assert [note in each and "the CPU is the bound" in each for each in compiled.report.notes] == [True] * told
 
 
 @pytest.fixture
