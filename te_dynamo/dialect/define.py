@@ -124,8 +124,8 @@ def kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any
 
 def _refuse_double_backward(name: str, ctx: Any, *grads: Any) -> Any:
     raise UnsupportedError(
-        f"{name} has no derivative: it is part of the backward of an FP8 operation, so this is a double backward, which "
-        "te_dynamo does not support, as torch.compile does not; run what needs second derivatives without it."
+        f"{name} has no derivative: it is part of the backward of an FP8 operation, so this is a double backward, which a recipe whose "
+        'backward is quantized does not support. Give what needs second derivatives a recipe with backward="high_precision" or, by a rule, none.'
     )
 
 

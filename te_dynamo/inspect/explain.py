@@ -15,12 +15,15 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedFakeTensorException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from te_dynamo.distributed.check_ranks import not_compared
 from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.inspect.dynamo_state import dynamo_untouched
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
@@ -261,10 +264,12 @@ def explain(
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
-    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, torch's
+    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, the sizes that Dynamo has seen, torch's
     caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
-    the arguments), tensor hooks, which run, and the entry that this compilation adds in Dynamo's table of
-    the model's code, which counts towards its recompile limit.
+    the arguments), tensor hooks, which run, and, of code that was compiled before, the entry that this compilation adds in Dynamo's
+    table of it, which counts towards its recompile limit.
+
+    Raises UnsupportedError with `device` for a model that asks for values of tensors: there are none.
     """
     target, own = unwrap(model)
     if options is None and mode is None:
@@ -274,7 +279,13 @@ def explain(
             raise InputError(
                 f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(TARGETS)}"
             )
-        return _explain_for(device, target, args, kwargs, options, mode)
+        try:
+            return _explain_for(device, target, args, kwargs, options, mode)
+        except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
+            raise UnsupportedError(
+                f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '
+                f"({str(error).partition(chr(10))[0]}). Leave `device` out, or explain a part that does not"
+            ) from error
     found = _explain_here(target, args, kwargs, options, mode)
     if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
         try:
@@ -316,7 +327,8 @@ def _compile_and_run(
     compiled = torch.compile(target, backend=backend, options=options, mode=mode)
     with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-        _run(compiled, target, args, kwargs)
+        with dynamo_untouched():
+            _run(compiled, target, args, kwargs)
         breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
         flops = _matrix_flops(target, args, kwargs)
     counted = flops is not None and isinstance(target, nn.Module)

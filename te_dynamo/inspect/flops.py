@@ -110,7 +110,8 @@ def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     mapping = {op: _noted(op, formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     made.parents = lambda: counter.mod_tracker.parents
-    with made, counter:
+    # Not compiled, what the model compiles of itself too: Dynamo would run that eagerly ever after a call in such a mode.
+    with torch.compiler.set_stance("force_eager"), made, counter:
         target(*args, **kwargs)
     return found
 
