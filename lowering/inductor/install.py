@@ -47,6 +47,17 @@ WORKERS = Private(
     ),
 )
 
+DYNAMO_STATE = Private(
+    "torch._dynamo.pgo.get_code_state",
+    "explain sets aside what Dynamo remembers of earlier calls, and leaves nothing in its tables",
+    "explanations that depend on no earlier call, and no later call on them",
+    needs=(
+        "torch._dynamo.convert_frame.register_bytecode_hook",
+        "torch._dynamo.eval_frame.reset_code",
+        "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
+    ),
+)
+
 TABLE = (
     Private(
         f"torch._higher_order_ops.triton_kernel_wrap.{mutation_analysis_name()}",
@@ -123,6 +134,7 @@ TABLE = (
         "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
         "a checkpoint around the model must not count what matching saves",
     ),
+    DYNAMO_STATE,
     Private(
         "torch._dynamo.eval_frame.reset_code",
         "te_dynamo.freeze has code compiled again that read the weight before",

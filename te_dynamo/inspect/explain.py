@@ -23,11 +23,10 @@ from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
-from te_dynamo.inspect.dynamo_state import dynamo_untouched
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
-from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import dynamo_untouched, not_in_place, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
