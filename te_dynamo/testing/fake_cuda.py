@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.fake_cuda import fake_cuda, grad, move
+from te_dynamo.inspect.target import dynamo_untouched
 from te_dynamo.kernels.runtime.target import Target
 
 __all__ = ["capture_on_fake_cuda", "fake_cuda"]
@@ -36,10 +37,10 @@ def capture_on_fake_cuda(
 
     No kernel runs and no value is computed. On a CPU-only build of torch, aten ops whose CUDA kernel only the
     CUDA build has (silu_backward, _fused_rms_norm) show up decomposed; te operations are the same everywhere.
-    Not for several threads at once: torch.autograd.grad is replaced meanwhile.
+    Not for several threads at once: torch.autograd.grad is replaced meanwhile. What was compiled before, and with which sizes, does not show.
     """
     model = make_model()
-    with capture() as graphs, fake_cuda(device):
+    with capture() as graphs, dynamo_untouched(), fake_cuda(device):
         move(model)
         inputs = make_inputs("cuda")
         compiled = torch.compile(model, backend=backend, **compile_kwargs)

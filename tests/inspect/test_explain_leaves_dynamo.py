@@ -112,3 +112,12 @@ class Decides(Block):
 def test_a_model_that_asks_for_values_cannot_be_explained_on_a_gpu_that_is_not_here() -> None:
     with pytest.raises(UnsupportedError, match=r"explain\(device=\"h200\"\).*values"):
         te_dynamo.explain(Decides(), rows(32), options=OPTIONS, device="h200")
+
+
+def test_graphs_of_fake_cuda_do_not_depend_on_those_before() -> None:
+    torch._dynamo.reset()
+    for count in (512, 8192, 512):
+        graphs = te_dynamo.testing.capture_on_fake_cuda(
+            Block, lambda device, n=count: (torch.empty(n, 64, dtype=torch.bfloat16, device=device),), options=OPTIONS
+        )
+        assert f"bf16[{count}, 64]" in graphs["match"]
