@@ -279,10 +279,8 @@ def _faked(tensor: Tensor, fakes: dict[int, Tensor]) -> Tensor:
             if tensor in FROZEN:
                 dropped = fake if is_dropped(tensor) else None
                 FROZEN[fake] = Frozen(frozen_name(tensor), source=dropped, place_holder=dropped)
-        marks = {
-            name: value for name, value in vars(tensor).items() if name.startswith("_dynamo_")
-        }  # such as mark_dynamic's
-        vars(fake).update(marks)
+        # What torch._dynamo.mark_dynamic and its like say of it.
+        vars(fake).update({name: mark for name, mark in vars(tensor).items() if name.startswith("_dynamo_")})
         fakes[id(tensor)] = fake if isinstance(fake, nn.Parameter) else fake.requires_grad_(tensor.requires_grad)
     return fakes[id(tensor)]
 
