@@ -63,7 +63,7 @@ def test_parts_that_the_model_compiles_stay_compiled(device: str | None, in_plac
 def test_any_number_of_explanations_and_then_a_compilation() -> None:
     torch._dynamo.reset()
     model = Block()
-    for _ in range(10):
+    for _ in range(6):
         assert len(te_dynamo.explain(model, rows(32), options=OPTIONS).reports) == 1
     with te_dynamo.capture() as graphs:
         torch.compile(model, backend="te", options=OPTIONS)(rows(32))
@@ -76,8 +76,8 @@ def test_any_number_of_explanations_and_then_a_compilation() -> None:
 def test_each_explanation_has_the_sizes_that_it_is_given(make: Callable[[], nn.Module]) -> None:
     torch._dynamo.reset()
     model = make()
-    for device in ("h200", "b200", None):
-        for count in (32, 48, 32):
+    for device in ("h200", None):
+        for count in (32, 48):
             explained = te_dynamo.explain(model, rows(count), options=OPTIONS, device=device)
             assert {linear.shape[0] for linear in explained.linears} == {str(count)}
     with te_dynamo.capture() as graphs:
