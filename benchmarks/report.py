@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -74,7 +75,8 @@ TABLES = {
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
     **{
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)
-        for run in (f"train_parallel_{model}_{gpus}gpus" for model in ("llama8b", "llama70b") for gpus in (2, 4))
+        for model, gpus, name in itertools.product(("llama8b", "llama70b"), (2, 4), ("", "_2048", "_async"))
+        for run in (f"train_parallel_{model}_{gpus}gpus{name}",)
         for ending, cells in PARALLEL.items()
     },
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),

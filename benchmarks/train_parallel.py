@@ -345,6 +345,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of: %(default)s")
     parser.add_argument("--tokens", default="8192,2048", help="of a data-parallel rank")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; the first is compared to")
+    parser.add_argument("--name", default="", help="of the results file, after its model and GPUs")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="in a row, of a round")
@@ -379,7 +380,7 @@ def main() -> None:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 if dist.get_rank() == 0:  # each time: what was measured stays if the next one does not end
-                    name = f"train_parallel_{model}_{dist.get_world_size()}gpus"
+                    name = f"train_parallel_{model}_{dist.get_world_size()}gpus{args.name}"
                     report.write(args.out, "train_parallel", facts, rows, name, rounds=args.rounds, steps=args.steps)
     dist.destroy_process_group()
 
