@@ -1,4 +1,4 @@
-"""Draws the plot of docs/performance.md from the results: `python docs/make_plots.py`, after `python benchmarks/report.py`."""
+"""Draws the plots of docs/performance.md from the results: `python docs/make_plots.py`, after `python benchmarks/report.py`."""
 
 from __future__ import annotations
 
