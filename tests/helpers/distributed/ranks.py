@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
+import itertools
 import multiprocessing
 import pathlib
 import time
@@ -134,21 +135,20 @@ def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: 
         # As tests/conftest.py does, which this process does not run: linears of few rows would stay in bf16.
         mock.patch("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", lambda *_, **__: "").start()
         mock.patch("te_dynamo.passes.torch_ir.match.cpu_known", lambda *_: contextlib.nullcontext()).start()
-    torch.distributed.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-        device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
-    )
-    while True:
+    for call in itertools.count():
         try:
             body, args = pipe.recv()
         except EOFError:
-            if device_type == "cuda":
-                torch.distributed.destroy_process_group()
             return
+        # Groups of its own for each call: the threads of gloo's groups poll for as long as they live.
+        torch.distributed.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            init_method=f"file://{meeting}_{call}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=60),
+            device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
+        )
         try:
             torch._dynamo.reset()
             made = io.BytesIO()
@@ -156,6 +156,7 @@ def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: 
             pipe.send((True, made.getvalue()))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        torch.distributed.destroy_process_group()
 
 
 def _name(body: Callable[..., Any]) -> str:

@@ -168,7 +168,7 @@ def test_reference_equals_an_independent_formulation(shape, kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(128, 256), (303, 300), (256, 272), (2000, 2000)])
+@pytest.mark.parametrize("shape", [(128, 256), (303, 300), (256, 272), (400, 560)])
 def test_reference_equals_an_independent_formulation_on_larger_shapes(shape) -> None:
     for options in (PLAIN, TWO_D, GRADIENT):
         x = make("normal", shape, torch.bfloat16)
