@@ -37,6 +37,12 @@ LARGEST_ERROR = {"Gemma3nText": 0.4}
 """Of all gradients together, beside bf16's; it multiplies by predictions of its own gradient's size."""
 
 
+@pytest.fixture(autouse=True)
+def explained_of_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the GPU that `explain` adds where there is none, which is one more compilation of each model."""
+    monkeypatch.setattr("te_dynamo.inspect.explain._explain_for", lambda *_: None)
+
+
 def loss_and_gradient(model: Any, run: Any, kwargs: dict[str, Any]) -> tuple[float, torch.Tensor]:
     model.zero_grad()
     loss = run(**kwargs).loss
