@@ -132,7 +132,8 @@ def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
 @pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
     itemsize = 4 if dtype == "fp32" else 2
-    for kernel, constants, warps in cast_cases(rows, columnwise, itemsize):
+    cases = list(cast_cases(rows, columnwise, itemsize))
+    for kernel, constants, warps in cases[:: 3 if dtype == "fp16" else 1]:  # fp16 is as wide as bf16, above
         for by_rows, by_columns in fp8.cast_launches(True, columnwise, itemsize):
             launched = {**constants, "ROWWISE": by_rows, "COLUMNWISE": by_columns}
             # Triton 3.6 spills two words of a norm's fp32 rows.
