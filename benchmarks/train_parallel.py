@@ -1,7 +1,8 @@
 """A step of several Llama layers on several GPUs: FSDP2, tensor with sequence parallelism, and both, in bf16 and in FP8.
 
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py
-    torchrun --nproc-per-node 4 benchmarks/train_parallel.py --layouts fsdp,fsdp_tp --tokens 8192
+    torchrun --nproc-per-node 4 benchmarks/train_parallel.py --models llama70b --tokens 2048 --name _2048
+    torchrun --nproc-per-node 2 benchmarks/train_parallel.py --layouts tp --providers "bf16,te on wire,te async TP" --name _async
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --quick --device cpu          # does it run?
 
 A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
@@ -15,7 +16,7 @@ ahead" is its set_modules_to_forward_prefetch.
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
     te on wire          and they travel in FP8
-    te async TP         so too, a collective of tensor parallelism and its products in one operation
+    te async TP         so too, a collective of tensor parallelism and its products in one operation, whose copies are in no `wire`
     torchao             tensorwise scales with its FP8 all-gather, and its styles of tensor parallelism
 """
 
