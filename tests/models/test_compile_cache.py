@@ -94,10 +94,10 @@ PLAIN, STEP, FROZEN = ("", {}), ("", {"weight_cache": "step"}), ("", {"frozen": 
 CHANGES = (
     ("import te_dynamo.recipe as r; options['recipe'] = r.Float8CurrentScaling(power_of_two_scales=True)", {}),
     ("", {"fusions": False}),
-    ("te_dynamo.register_graph_fusion(lambda graph: 0, phase='forward')", {}),
     ("import te_dynamo.cache_key as k; k.sources_digest = lambda: 'as if a kernel source had changed'", {}),
+    ("te_dynamo.register_graph_fusion(lambda graph: 0, phase='forward')", {}),
 )
-"""(what is executed before, the options) of models that PLAIN's code is wrong for. The last two stay in their process."""
+"""(what is executed before, the options) of models that the code made before is wrong for. What is executed stays in its process."""
 
 
 def compiled_in_new_process(folder: Path, *cases: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
