@@ -54,6 +54,14 @@ class GeluMLP(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x)), approximate="tanh"))
 
 
+class QuickGeluMLP(GeluMLP):
+    """The same with GELU by a sigmoid, as OpenAI's CLIP has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc1(self.norm(x))
+        return x + self.fc2(h * torch.sigmoid(1.702 * h))
+
+
 class GegluMLP(GatedMLP):
     """The gated MLP with the tanh form of GELU, as Gemma has it."""
 
@@ -116,6 +124,44 @@ class BiasedAttention(nn.Module):
         return x + self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
 
 
+class Conv1D(nn.Module):
+    """transformers' linear of GPT-2: the weight is [K, N], and a call is torch.addmm."""
+
+    def __init__(self, n: int, k: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(k, n) / k**0.5), nn.Parameter(torch.zeros(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class GPT2Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = (nn.LayerNorm(width) for _ in range(2))
+        self.attn_in, self.attn_out = Conv1D(3 * width, width), Conv1D(width, width)
+        self.mlp_in, self.mlp_out = Conv1D(4 * width, width), Conv1D(width, 4 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.attn_in(self.ln_1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.ln_2(x)), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """A language model's last norm and head. The log of the softmax's sum stands for its loss, added to x."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.head(self.norm(x)).logsumexp(-1, keepdim=True)
+
+
 class DiTBlock(nn.Module):
     """A block of DiT (Peebles and Xie): adaLN-Zero around attention and around an MLP, conditioned here on the mean of the tokens."""
 
@@ -138,9 +184,9 @@ class DiTBlock(nn.Module):
         return x + gate2 * self.down(F.gelu(self.up(h), approximate="tanh"))
 
 
-def encoder_block(width: int, heads: int) -> nn.Module:
+def encoder_block(width: int, heads: int, mlp: type[nn.Module] = GeluMLP) -> nn.Module:
     """Attention and an MLP of an encoder."""
-    return nn.Sequential(BiasedAttention(width, heads), GeluMLP(width, 4 * width))
+    return nn.Sequential(BiasedAttention(width, heads), mlp(width, 4 * width))
 
 
 def llama_block(width: int, inner: int, heads: int, kv_heads: int) -> nn.Module:
@@ -175,5 +221,10 @@ BLOCKS = {
     "geglu": Block("GEGLU MLP 3072/24576 (Gemma)", lambda: GegluMLP(3072, 24576), (1, 8192, 3072)),
     "whisper": Block("Whisper-large encoder block", lambda: encoder_block(1280, 20), (8, 1500, 1280)),
     "dit": Block("DiT block 3072", lambda: DiTBlock(3072, 24), (8, 1024, 3072)),
+    "clip": Block(
+        "CLIP ViT-L encoder block (quick GELU)", lambda: encoder_block(1024, 16, QuickGeluMLP), (64, 257, 1024)
+    ),
+    "gpt2": Block("GPT-2 XL block", lambda: GPT2Block(1600, 25), (8, 1024, 1600)),
+    "head": Block("head 1600 to 50257 (GPT-2 XL)", lambda: Head(1600, 50257), (4, 1024, 1600)),
     "small": Block("small MLP 1024/4096", lambda: GeluMLP(1024, 4096), (1, 4096, 1024)),
 }
