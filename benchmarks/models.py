@@ -136,6 +136,8 @@ class Conv1D(nn.Module):
 
 
 class GPT2Block(nn.Module):
+    """A block of GPT-2: q, k and v in one Conv1D, causal attention, and an MLP with the tanh form of GELU."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads

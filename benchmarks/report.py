@@ -75,8 +75,10 @@ TABLES = {
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
     **{
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)
-        for model, gpus, name in itertools.product(("llama8b", "llama70b"), (2, 4), ("", "_2048", "_async"))
-        for run in (f"train_parallel_{model}_{gpus}gpus{name}",)
+        for run in itertools.starmap(
+            "train_parallel_{}_{}gpus{}".format,
+            itertools.product(("llama8b", "llama70b"), (2, 4), ("", "_2048", "_async")),
+        )
         for ending, cells in PARALLEL.items()
     },
     "memory": Table("memory", ("block",), "provider", ("peak_mib", "step_ms")),

@@ -5,6 +5,7 @@ Run as a program, this file is the half in Triton's interpreter: TRITON_INTERPRE
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,15 +182,14 @@ def main() -> None:
     for kind in gated.KINDS:
         every = kind == "silu"  # the others differ in a formula alone
         forward(kind, OPTIONS if every else OPTIONS[:1])
-        for rows, columns in ((5, 128), (35, 136)) if every else ((5, 128),):
+        forms = itertools.product(((5, 128), (35, 136)), (True, False), OPTIONS[::2])
+        for (rows, columns), gate_first, options in itertools.islice(forms, None if every else 1):
             dy = make_input("normal", (rows, columns), torch.float32, seed=1)
-            for gate_first in (True, False) if every else (True,):
-                h = make_input("normal", (rows, 2 * columns), torch.float32)
-                h[:, columns:] *= 8  # halves of different amaxes
-                for options in OPTIONS[::2] if every else OPTIONS[:1]:
-                    given = (dy, *halves(h, gate_first), kind, *options)
-                    fused = kernels.gated_backward_quantize_halves(*given, True, gate_first, tile=(64, 64, 4))
-                    assert_same_bits(fused, unfused(dy, h, gate_first, kind, options))
+            h = make_input("normal", (rows, 2 * columns), torch.float32)
+            h[:, columns:] *= 8  # halves of different amaxes
+            given = (dy, *halves(h, gate_first), kind, *options)
+            fused = kernels.gated_backward_quantize_halves(*given, True, gate_first, tile=(64, 64, 4))
+            assert_same_bits(fused, unfused(dy, h, gate_first, kind, options))
         backward(kind)
         in_place(kind)
 

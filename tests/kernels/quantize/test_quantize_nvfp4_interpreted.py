@@ -42,7 +42,7 @@ def main(gpu: str) -> None:
     nvfp4.PARTIALS = current.PARTIALS = 4  # type: ignore[assignment]
     inputs = dict(special_inputs())
     inputs |= {kind: make(kind, (35, 50), torch.bfloat16) for kind in KINDS}
-    inputs |= {f"normal {dtype}": make("normal", (35, 50), dtype) for dtype in DTYPES}
+    inputs |= {f"normal {dtype}": make("normal", (35, 50), dtype) for dtype in DTYPES[1:]}  # bf16 is "normal"
     inputs |= {f"normal {shape}": make("normal", shape, torch.bfloat16) for shape in SHAPES}
     swizzled = gpu == "b200"  # and its own instruction casts
     with acting_as(TARGETS[gpu]):
