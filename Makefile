@@ -33,8 +33,8 @@ PIP := $(RUN) -m pip --disable-pip-version-check --quiet
 test: $(STAMP)test                                ## the suite without the slow and the GPU tests
 	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu" $(ARGS)
 
-test-slow: $(STAMP)test $(STAMP)demo $(STAMP)frameworks  ## the slow ones only
-	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS)
+test-slow: $(STAMP)test $(STAMP)demo $(STAMP)frameworks  ## the slow ones only, without the exhaustive ones
+	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "slow and not exhaustive and not gpu" $(ARGS)
 
 test-all: $(STAMP)test $(STAMP)demo $(STAMP)frameworks   ## everything this machine can run
 	$(RUN) -m pytest $(SIDE_BY_SIDE) $(ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pathlib
@@ -14,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.dynamo import time_no_guards
+from helpers.dynamo import few_rows_too, time_no_guards
 
 ROOT = pathlib.Path(__file__).parents[1]
 _CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
@@ -51,19 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_guard_is_timed() -> Iterator[None]:
-    with time_no_guards():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def few_rows_too() -> Iterator[None]:
-    """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows."""
-    always, match = lambda *_, **__: "", "te_dynamo.passes.torch_ir.match"
-    with (
-        mock.patch(f"{match}.patterns.linear.linear_cost_reason", always),
-        mock.patch(f"{match}.cpu_known", lambda *_: contextlib.nullcontext()),
-    ):
+def what_tests_leave_out() -> Iterator[None]:
+    with time_no_guards(), few_rows_too():
         yield
 
 

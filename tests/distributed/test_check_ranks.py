@@ -18,6 +18,7 @@ def lines(error: str) -> list[str]:
     return [line.strip() for line in error.splitlines()[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", ["", "explain", "inference"])
 def test_ranks_that_are_alike(ranks: Ranks, alone: str) -> None:
     """Whatever the sizes of their batches, and what one compiles alone that is not trained."""

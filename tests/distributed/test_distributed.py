@@ -121,8 +121,11 @@ def test_sequence_parallel(ranks: Ranks) -> None:
     }
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("sequence", "codegen"),
+    [(False, "eager"), (True, "eager"), (False, "inductor")],
+    ids=["tensor", "sequence", "tensor through Inductor"],
+)
 def test_blocks(ranks: Ranks, codegen: str, sequence: bool) -> None:
     """The first block's input is what the parallel embedding's collective will give: gradients reach the embedding through it."""
     both = ranks.run(rank_bodies.tensor_parallel, sequence, False, "blocks", {"codegen": codegen}, seconds=240)

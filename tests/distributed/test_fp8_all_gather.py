@@ -132,6 +132,7 @@ backward gemm_4: bf16[256, 64] = te.gemm(transpose_2, activation_backward_quanti
     )
 
 
+@pytest.mark.slow
 def test_graph_of_tensor_parallel_parts(ranks: Ranks) -> None:
     """FSDP2's codes are this rank's part of a DTensor; those of activations are gathered in the graph."""
     shown = [
@@ -172,39 +173,42 @@ backward reduce_scatter_tensor_1: bf16[4, 12, 32] = _c10d_functional.reduce_scat
     )
 
 
+WIRE = {
+    "tensor": {
+        ("all_gather", torch.bfloat16): 19_712,
+        ("all_gather", torch.uint8): 657_408,
+        ("all_reduce", torch.bfloat16): 393_216,
+        ("all_reduce", torch.float32): 56,
+        ("reduce_scatter", torch.bfloat16): 673_024,
+    },
+    "sequence": {
+        ("all_gather", torch.bfloat16): 44_288,
+        ("all_gather", torch.uint8): 706_560,
+        ("all_reduce", torch.bfloat16): 2_560,
+        ("all_reduce", torch.float32): 56,
+        ("all_reduce", torch.int32): 32,
+        ("reduce_scatter", torch.bfloat16): 795_904,
+    },
+}
+"""(operation, dtype) -> bytes of a step."""
+
+
 @pytest.mark.slow
-def test_wire_of_two_by_two(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.exhaustive), "sequence"])
+def test_wire_of_two_by_two(four_ranks: Ranks, layout: str) -> None:
     """All of a step's all-gathers, those of activations, the embedding and the head too."""
-    shown = []
-    for layout in ("tensor", "sequence"):
-        fp8, bf16 = (
-            four_ranks.run(
-                layouts.train, f"fsdp2{way} x {layout}", False, 2, {"recipe": recipe}, 2, 256, True, seconds=240
-            )[0]["wire"]
-            for way, recipe in ((" in fp8", CURRENT), ("", None))
-        )
-        shown += [
-            f"{layout}: {operation} {dtype} {count}" for (operation, dtype), count in sorted(fp8.items(), key=str)
-        ]
-        gathered, expected = (sum(n for (kind, _), n in each.items() if kind == "all_gather") for each in (fp8, bf16))
-        assert gathered <= 0.53 * expected
-    assert_expected_inline(
-        "\n".join(shown),
-        """\
-tensor: all_gather torch.bfloat16 19712
-tensor: all_gather torch.uint8 657408
-tensor: all_reduce torch.bfloat16 393216
-tensor: all_reduce torch.float32 56
-tensor: reduce_scatter torch.bfloat16 673024
-sequence: all_gather torch.bfloat16 44288
-sequence: all_gather torch.uint8 706560
-sequence: all_reduce torch.bfloat16 2560
-sequence: all_reduce torch.float32 56
-sequence: all_reduce torch.int32 32
-sequence: reduce_scatter torch.bfloat16 795904""",
+    fp8, bf16 = (
+        four_ranks.run(
+            layouts.train, f"fsdp2{way} x {layout}", False, 2, {"recipe": recipe}, 2, 256, True, seconds=240
+        )[0]["wire"]
+        for way, recipe in ((" in fp8", CURRENT), ("", None))
     )
+    assert fp8 == WIRE[layout]
+    gathered, expected = (sum(n for (kind, _), n in each.items() if kind == "all_gather") for each in (fp8, bf16))
+    assert gathered <= 0.53 * expected
 
 
+@pytest.mark.slow
 def test_what_is_refused(ranks: Ranks) -> None:
     """On every rank, before a step ends."""
     for said in ranks.run(fp8_bodies.refused):
@@ -253,18 +257,16 @@ def test_with_checkpoints_and_microbatches(ranks: Ranks, codegen: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize(("reshard", "policy"), [(True, False), (False, True)])
 def test_steps_are_those_of_weights_that_are_quantized_afterwards(ranks: Ranks, reshard: bool, policy: bool) -> None:
     """Bit by bit: losses, norms of clipped gradients, weights."""
     _assert_same_steps(ranks.run(fp8_bodies.steps, reshard, policy, seconds=240))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reshard", "policy"), [(True, False), (False, True)])
-def test_steps_of_two_by_two(four_ranks: Ranks, reshard: bool, policy: bool) -> None:
+def test_steps_of_two_by_two(four_ranks: Ranks) -> None:
     """The same of sequence-parallel blocks, whose weights are DTensors."""
-    _assert_same_steps(four_ranks.run(fp8_bodies.steps, reshard, policy, 2, seconds=240))
+    _assert_same_steps(four_ranks.run(fp8_bodies.steps, True, True, 2, seconds=240))
 
 
 def _assert_same_steps(each: list[dict[str, Any]]) -> None:
@@ -277,7 +279,7 @@ def _assert_same_steps(each: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_checkpoint_of_four_ranks(ranks: Ranks, four_ranks: Ranks, tmp_path: pathlib.Path, tensor: int) -> None:
     """Two ranks, one process, and another recipe go on from it; it holds the names and dtypes of the plain model."""
     import torch.distributed.checkpoint as dcp

@@ -32,7 +32,8 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any], but: str = "") 
         assert tensor.count_nonzero(), name
 
 
-@pytest.mark.parametrize("kind", ["gelu", pytest.param("swiglu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_bits_and_bytes(ranks: Ranks, kind: str) -> None:
     """A shard of 24 tokens, no multiple of 16."""
     for results in ranks.run(sequence_bodies.steps, kind, list(ALIKE.values())):
@@ -142,6 +143,7 @@ def bytes_of_transposed_weights(graph: Graph) -> int:
     return sum(node.meta["val"].nbytes for node in saved if re.fullmatch(r"t(_\d+)?", node.name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "width"), [("gelu", 64), ("swiglu", 256)])
 def test_memory(rank_of_two: None, kind: str, width: int) -> None:
     """A block keeps no more than in bf16; gathering again saves half of what one gathered tensor of codes takes, of two ranks. Its peak may be

@@ -1,13 +1,25 @@
-"""What Dynamo does beside compiling."""
+"""What tests leave out of a compilation."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
-__all__ = ["time_no_guards"]
+__all__ = ["few_rows_too", "time_no_guards"]
 
 
 def time_no_guards() -> AbstractContextManager[object]:
     """Dynamo times the guards of all that it compiles, for its log: 20 ms each, to flush the processor's caches before."""
     return mock.patch("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, create=True)
+
+
+@contextmanager
+def few_rows_too() -> Iterator[None]:
+    """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows."""
+    match = "te_dynamo.passes.torch_ir.match"
+    with (
+        mock.patch(f"{match}.patterns.linear.linear_cost_reason", lambda *_, **__: ""),
+        mock.patch(f"{match}.cpu_known", lambda *_: nullcontext()),
+    ):
+        yield

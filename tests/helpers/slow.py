@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+"""Of a case of what another test says already. CI, which has an hour and a half, does not run it; `make test-all` does."""
+
 
 def slow_but(fast: int, cases: Iterable[Any]) -> list[Any]:
     """The cases as pytest's parameters, all marked slow but `fast` of them, evenly spread. A tuple is several arguments."""

@@ -60,6 +60,7 @@ def test_parts_that_the_model_compiles_stay_compiled(device: str | None, in_plac
     assert "te.linear" in graphs["match"]
 
 
+@pytest.mark.slow
 def test_any_number_of_explanations_and_then_a_compilation() -> None:
     torch._dynamo.reset()
     model = Block()

@@ -33,7 +33,7 @@ import te_dynamo
 from te_dynamo import recipe as recipes
 from te_dynamo.recipe import Recipe
 
-MODELS = int(os.environ.get("FUZZ_MODELS", 100))
+MODELS = int(os.environ.get("FUZZ_MODELS", 50))
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 
 AGAINST = {"fusions": programs(), "weights kept": programs(), "inductor": programs(most_around=1, most_steps=1)}

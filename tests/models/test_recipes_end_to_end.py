@@ -30,7 +30,8 @@ EXACT = 1e-6
 SAME = 5e-3
 """A model in fp32: the order of sums pushes a few values over an edge of the next quantization."""
 
-CODEGENS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+THROUGH_INDUCTOR = [Float8CurrentScaling(), NVFP4BlockScaling(stochastic_rounding=False)]
+"""What Inductor does to a graph is the same for all recipes: the one of the simplest tensors, and the one of the least simple."""
 
 
 # ---- numbers
@@ -70,7 +71,7 @@ def test_a_model_equals_its_recipe_written_a_second_time(recipe: Recipe, model_n
 
 
 @pytest.mark.slow
-@BY_RECIPE
+@pytest.mark.parametrize("recipe", THROUGH_INDUCTOR, ids=Recipe.describe)
 def test_a_block_through_inductor(recipe: Recipe) -> None:
     model = build("block")
     actual = run(te(model, recipe, codegen="inductor"), model, tokens(24))
@@ -209,9 +210,18 @@ def test_accumulation_over_microbatches_adds_up(recipe: Recipe) -> None:
         assert_close(actual, accumulate(model), SAME)
 
 
-@pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize("recipe", slow_but(2, [*DEFAULTS, NVFP4BlockScaling()]), ids=Recipe.describe)
-def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) -> None:
+def test_a_sequence_of_any_length_compiles_once(recipe: Recipe) -> None:
+    compiles_once(recipe, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", THROUGH_INDUCTOR, ids=Recipe.describe)
+def test_a_sequence_of_any_length_compiles_once_through_inductor(recipe: Recipe) -> None:
+    compiles_once(recipe, "inductor")
+
+
+def compiles_once(recipe: Recipe, codegen: str) -> None:
     model = build("gelu_mlp")
     compiled = te(model, recipe, dynamic=True, codegen=codegen)
     torch._dynamo.utils.counters.clear()
@@ -228,9 +238,18 @@ def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) ->
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("codegen", CODEGENS)
 @BY_RECIPE
-def test_a_checkpoint_changes_no_bit(recipe: Recipe, codegen: str) -> None:
+def test_a_checkpoint_changes_no_bit(recipe: Recipe) -> None:
+    assert_checkpoint_changes_no_bit(recipe, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", THROUGH_INDUCTOR, ids=Recipe.describe)
+def test_a_checkpoint_changes_no_bit_through_inductor(recipe: Recipe) -> None:
+    assert_checkpoint_changes_no_bit(recipe, "inductor")
+
+
+def assert_checkpoint_changes_no_bit(recipe: Recipe, codegen: str) -> None:
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

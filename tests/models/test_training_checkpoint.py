@@ -83,6 +83,7 @@ def test_a_reentrant_checkpoint_inside_is_traced_as_the_other() -> None:
     assert len(graphs.reports) == 1 and recomputed(graphs) == 6
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_a_compiled_model() -> None:
     """What compiling saves for backward on fake tensors must not be counted: it happens in the forward only."""
     model = block()

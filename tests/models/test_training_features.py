@@ -187,7 +187,7 @@ FEW_ROWS = 4 * SAME
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)
-@pytest.mark.parametrize("how", ["dynamic=True", pytest.param("mark_dynamic", marks=pytest.mark.slow), "automatic"])
+@pytest.mark.parametrize("how", slow_but(1, ["automatic", "dynamic=True", "mark_dynamic"]))
 def test_sequence_lengths_compile_once(how: str, codegen: str) -> None:
     model = block(torch.float32)
     compiled = te(model, dynamic=True if how == "dynamic=True" else None, codegen=codegen)
@@ -242,6 +242,7 @@ def test_norms_match_under_dynamic_shapes(norm: Callable[[], nn.Module], codegen
     assert ("forward", "fuse_norm_quantize", 1) in report.fusions
 
 
+@pytest.mark.slow
 def test_another_eps_under_dynamic_shapes_is_another_compilation() -> None:
     model, x = Residual(SwiGLU()), tokens(dtype=torch.float32)
     compiled = te(model, dynamic=True)

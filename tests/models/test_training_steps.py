@@ -51,12 +51,14 @@ def train(compile_step: Callable[[Any], Any], dtype: torch.dtype, steps: int = 2
     return [float(compiled(x)) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_twenty_steps_lower_the_loss_as_they_do_uncompiled() -> None:
     actual, plain = train(te, torch.bfloat16), train(lambda step: step, torch.bfloat16)
     assert plain[-1] < 0.7 * plain[0]
     assert actual == pytest.approx(plain, rel=0.02)
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_fp8_written_a_second_time() -> None:
     actual = train(te, torch.float32, steps=6)
     with fp8_linears():

@@ -40,7 +40,10 @@ def test_equal_seeds_give_equal_batches(byte_text) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["float8_block_scaling", "mxfp8", "mxfp8-128", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("float8_block_scaling", "mxfp8", "mxfp8-128"))],
+)
 def test_a_short_training_in_each_recipe_ends_where_bf16s_does(tmp_path: pathlib.Path, recipe: str) -> None:
     """The default one: below. 2%, for NVFP4 5%, is what decides the exit status."""
     pytest.importorskip("transformers")

@@ -77,7 +77,7 @@ def test_the_layout_on_the_gpu(shape: tuple[int, ...], quantizer: Quantizer, dty
     "backend",
     [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("configuration", slow_but(5, CONFIGURATIONS), ids=name)
+@pytest.mark.parametrize("configuration", slow_but(2, CONFIGURATIONS), ids=name)
 def test_the_layout_in_a_graph(configuration: Quantizer, backend: str) -> None:
     """What a compiled function returns, of both: Inductor's own check of sizes and strides runs too."""
 

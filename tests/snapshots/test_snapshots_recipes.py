@@ -6,7 +6,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import HIDDEN, GeluMLP, capture_training, kernels_everywhere, launches
-from helpers.slow import slow_but
 
 from te_dynamo.recipe import MXFP8BlockScaling, Recipe
 from te_dynamo.testing import capture_on_fake_cuda
@@ -253,8 +252,9 @@ nvfp4_epilogue_kernel -> c""",
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", slow_but(1, ["float8_block_scaling", "mxfp8", MXFP8BlockScaling(scale_block=128), "nvfp4"]), ids=str
+    "recipe", ["float8_block_scaling", "mxfp8", MXFP8BlockScaling(scale_block=128), "nvfp4"], ids=str
 )
 def test_a_symbolic_number_of_tokens_reaches_the_launches(recipe: str | Recipe) -> None:
     def tokens(device: str) -> tuple[torch.Tensor]:

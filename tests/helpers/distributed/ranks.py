@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
-import itertools
 import multiprocessing
 import pathlib
 import time
@@ -20,10 +19,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
-from unittest import mock
 
 import torch
-from helpers.dynamo import time_no_guards
+from helpers.dynamo import few_rows_too, time_no_guards
 
 __all__ = ["SIZE", "Ranks", "device", "mesh"]
 
@@ -129,33 +127,27 @@ class Ranks:
 
 def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    time_no_guards().__enter__()
     if device_type == "cuda":
         torch.cuda.set_device(rank)
-        # As tests/conftest.py does, which this process does not run: linears of few rows would stay in bf16.
-        mock.patch("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", lambda *_, **__: "").start()
-        mock.patch("te_dynamo.passes.torch_ir.match.cpu_known", lambda *_: contextlib.nullcontext()).start()
-    for call in itertools.count():
-        try:
+    torch.distributed.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+        device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
+    )
+    with time_no_guards(), few_rows_too(), contextlib.suppress(EOFError):
+        while True:
             body, args = pipe.recv()
-        except EOFError:
-            return
-        # Groups of its own for each call: the threads of gloo's groups poll for as long as they live.
-        torch.distributed.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
-            init_method=f"file://{meeting}_{call}",
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=60),
-            device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
-        )
-        try:
-            torch._dynamo.reset()
-            made = io.BytesIO()
-            torch.save(body(rank, *args), made)
-            pipe.send((True, made.getvalue()))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))
+            try:
+                torch._dynamo.reset()
+                made = io.BytesIO()
+                torch.save(body(rank, *args), made)
+                pipe.send((True, made.getvalue()))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+    if device_type == "cuda":
         torch.distributed.destroy_process_group()
 
 

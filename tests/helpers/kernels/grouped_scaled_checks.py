@@ -30,8 +30,9 @@ N, K = 128, 160
 
 
 def check(part: str, tiles_of: Callable[[bool], Sequence[Tile]], device: str) -> None:
-    """Checks "block", "mxfp8" or "columns" for all SIZES; `tiles_of` gives the tiles of weights with 2D scales, and of those with 1D."""
-    for sizes in SIZES:
+    """Checks "block", "mxfp8" or "columns" for all SIZES, in the interpreter for two; `tiles_of` gives the tiles of weights with 2D scales,
+    and of those with 1D."""
+    for sizes in SIZES if device == "cuda" else SIZES[:2]:
         generator = torch.Generator().manual_seed(len(sizes))
         rows = sum(sizes) + BEHIND
         shapes = (rows, K), (rows, N), (len(sizes) * N, K)

@@ -52,7 +52,7 @@ def type_of(argument: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("kind", gated.KINDS)
 def test_no_kind_spills(kind: str, columnwise: bool, capability: int) -> None:

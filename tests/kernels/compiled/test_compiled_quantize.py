@@ -128,8 +128,14 @@ def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-@pytest.mark.parametrize("rows, columnwise", [(8192, True), (64, True), (64, False)])
+@pytest.mark.parametrize(
+    ("rows", "columnwise", "dtype"),
+    [
+        (8192, True, "fp32"),
+        (64, False, "fp16"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((64, True, "fp32"), (64, False, "fp32"))),
+    ],
+)
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
     itemsize = 4 if dtype == "fp32" else 2
     cases = list(cast_cases(rows, columnwise, itemsize))

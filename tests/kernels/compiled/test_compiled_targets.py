@@ -40,6 +40,7 @@ def test_a_few_tiles(name: str, import_benchmark: Importer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MULTIPLIES)
 def test_everything(name: str, import_benchmark: Importer) -> None:
     check(name, import_benchmark)

@@ -59,12 +59,14 @@ def test_the_code_needs_what_the_graph_needs(recipe: str) -> None:
         assert abs(graph - code) < WIDE / 16, (of_graphs, of_code)
 
 
+@pytest.mark.slow
 def test_gelus_gradient_takes_less_than_in_bf16() -> None:
     """Its columns are made when what it was computed of is gone."""
     backward, bf16 = (code_of(models.GeluMLP, recipe)[1][1] for recipe in ("float8_current_scaling", None))
     assert backward <= bf16
 
 
+@pytest.mark.slow
 def test_gelus_gradient_is_computed_once() -> None:
     """With scales of blocks the sums for the bias are of what was quantized, which is in memory, not of what it was computed of."""
     text = code_of(models.GeluMLP, "float8_block_scaling")[0][1].text
@@ -110,6 +112,7 @@ def test_without_it_the_code_needs_more(monkeypatch: pytest.MonkeyPatch) -> None
     assert code - graph >= WIDE - WIDE / 16, (graph, code)
 
 
+@pytest.mark.slow
 def test_a_freed_buffer_is_not_kept_for_a_later_one() -> None:
     """Inductor kept two of a Llama-70B block, each of 448 MiB, for gradients of weights that are made after attention's."""
     te, bf16 = (llama_memory.counted("70B", "plain", 1, 8192, provider)[0] for provider in ("te block", "bf16"))

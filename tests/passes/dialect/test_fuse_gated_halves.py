@@ -55,8 +55,14 @@ def no_caches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("form", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
+@pytest.mark.parametrize(
+    ("form", "codegen"),
+    [
+        *((form, "eager") for form in FAST),
+        *(pytest.param(form, "eager", marks=pytest.mark.slow) for form in FORMS if form not in FAST),
+        *(pytest.param(form, "inductor", marks=pytest.mark.slow) for form in FAST),
+    ],
+)
 def test_every_form_is_fused_and_gives_the_same_bits(form: str, codegen: str, bias: bool) -> None:
     model = gated(FORMS[form], bias)
     torch.manual_seed(4)

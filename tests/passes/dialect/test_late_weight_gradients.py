@@ -91,9 +91,8 @@ def test_every_bit_is_the_same(recipe: str, model: type[nn.Module], shape: tuple
         assert torch.equal(actual[name], gradient), name
 
 
-@pytest.mark.parametrize(
-    "recipe", ["float8_current_scaling", pytest.param("float8_block_scaling", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8_current_scaling", "float8_block_scaling"])
 def test_peak_of_a_checkpointed_mlp_is_below_bf16s(recipe: str) -> None:
     def peak(recipe: str | None, **options: object) -> int:
         with kernels_everywhere():

@@ -120,6 +120,7 @@ def columns_remade(tokens: int, **options: Any) -> int:
     return sum("e4m3[column]" in line for line in graphs["backward"].splitlines())
 
 
+@pytest.mark.slow
 def test_the_bytes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight's columns are saved where the activations' columns have saved as many bytes before."""
     # gate and up [2 INNER, WIDTH] against h [tokens, WIDTH], then down [WIDTH, INNER] against its input [tokens, INNER]

@@ -110,6 +110,7 @@ def test_the_collective_gives_garbage_at_first() -> None:
     assert pending(x).elem.eq(1e3).all() and pending(x).add(0).eq(1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CODEGENS)
 def test_one_graph_after_another(options: dict[str, Any]) -> None:
     """A plain input after a collective's and the other way round, with sizes that change."""
@@ -130,6 +131,7 @@ def test_sizes_that_change_need_two_graphs() -> None:
     assert len(graphs.reports) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CODEGENS)
 def test_inside_dtensors(mesh: DeviceMesh, options: dict[str, Any]) -> None:
     call = compiled(distribute_module(nn.Linear(32, 32), mesh), options)

@@ -300,6 +300,7 @@ def test_parameter_of_the_root_gives_its_owner():
     assert compiled.records[0].module == "inner" and not compiled.records[0].matched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
 def test_hugging_face_models_match_whole(family):
     transformers = pytest.importorskip("transformers")
