@@ -123,8 +123,13 @@ def test_sequence_parallel(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("sequence", "codegen"),
-    [(False, "eager"), (True, "eager"), (False, "inductor")],
-    ids=["tensor", "sequence", "tensor through Inductor"],
+    [
+        (False, "eager"),
+        (True, "eager"),
+        (False, "inductor"),
+        pytest.param(True, "inductor", marks=pytest.mark.exhaustive),
+    ],
+    ids=["tensor", "sequence", "tensor through Inductor", "sequence through Inductor"],
 )
 def test_blocks(ranks: Ranks, codegen: str, sequence: bool) -> None:
     """The first block's input is what the parallel embedding's collective will give: gradients reach the embedding through it."""

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from helpers.distributed import layouts
 from helpers.distributed.ranks import SIZE, Ranks
-from helpers.slow import EXHAUSTIVE
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
@@ -84,16 +83,18 @@ ON_FOUR = ("fsdp2 in fp8 x sequence", "pipeline", "experts")
 """Two by two of what is most involved; stages between the first and the last; experts that are sent to three others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "checkpoint"),
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ON_FOUR else EXHAUSTIVE)
+        pytest.param(name, checkpoint, marks=() if name in ON_FOUR and not checkpoint else pytest.mark.exhaustive)
         for name in layouts.LAYOUTS
-        if not name.startswith("alone")
+        for checkpoint in (False, True)
+        if not name.startswith("alone") and (name in CHECKPOINTS or not checkpoint)
     ],
 )
-def test_four_ranks(four_ranks: Ranks, expected: dict[Any, Any], layout: str) -> None:
-    assert_trains(four_ranks, 2 * SIZE, layout, False, expected, layers=None if layout in ONE_GRAPH else 2)
+def test_four_ranks(four_ranks: Ranks, expected: dict[Any, Any], layout: str, checkpoint: bool) -> None:
+    assert_trains(four_ranks, 2 * SIZE, layout, checkpoint, expected, layers=None if layout in ONE_GRAPH else 2)
 
 
 @pytest.mark.slow

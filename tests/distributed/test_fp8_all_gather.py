@@ -257,16 +257,22 @@ def test_with_checkpoints_and_microbatches(ranks: Ranks, codegen: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reshard", "policy"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("reshard", "policy"),
+    [(True, False), (False, True), *(pytest.param(both, both, marks=pytest.mark.exhaustive) for both in (False, True))],
+)
 def test_steps_are_those_of_weights_that_are_quantized_afterwards(ranks: Ranks, reshard: bool, policy: bool) -> None:
     """Bit by bit: losses, norms of clipped gradients, weights."""
     _assert_same_steps(ranks.run(fp8_bodies.steps, reshard, policy, seconds=240))
 
 
 @pytest.mark.slow
-def test_steps_of_two_by_two(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("reshard", "policy"), [(True, False), pytest.param(False, True, marks=pytest.mark.exhaustive)]
+)
+def test_steps_of_two_by_two(four_ranks: Ranks, reshard: bool, policy: bool) -> None:
     """The same of sequence-parallel blocks, whose weights are DTensors."""
-    _assert_same_steps(four_ranks.run(fp8_bodies.steps, True, True, 2, seconds=240))
+    _assert_same_steps(four_ranks.run(fp8_bodies.steps, reshard, policy, 2, seconds=240))
 
 
 def _assert_same_steps(each: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers.models.recipe_cases import BY_RECIPE, DEFAULTS, RECIPES, WIDTH, assert_close, build, run, te, tokens
 from helpers.oracles.fp8_oracle import relative_error
 from helpers.oracles.quantized_oracle import quantized_linears, rounded
-from helpers.slow import slow_but
+from helpers.slow import EXHAUSTIVE, slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,8 +30,15 @@ EXACT = 1e-6
 SAME = 5e-3
 """A model in fp32: the order of sums pushes a few values over an edge of the next quantization."""
 
-THROUGH_INDUCTOR = [Float8CurrentScaling(), NVFP4BlockScaling(stochastic_rounding=False)]
-"""What Inductor does to a graph is the same for all recipes: the one of the simplest tensors, and the one of the least simple."""
+THROUGH_INDUCTOR = [
+    pytest.param(recipe, "inductor", marks=pytest.mark.slow if recipe in (DEFAULTS[0], DEFAULTS[-1]) else EXHAUSTIVE)
+    for recipe in DEFAULTS
+]
+"""What Inductor does to a graph is the same for all: the recipe of the simplest tensors, and that of the least simple, with each change."""
+
+
+def id_of(value: Recipe | str) -> str:
+    return value if isinstance(value, str) else value.describe()
 
 
 # ---- numbers
@@ -70,11 +77,10 @@ def test_a_model_equals_its_recipe_written_a_second_time(recipe: Recipe, model_n
     assert_close(actual, expected, SAME)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", THROUGH_INDUCTOR, ids=Recipe.describe)
-def test_a_block_through_inductor(recipe: Recipe) -> None:
+@pytest.mark.parametrize(("recipe", "codegen"), THROUGH_INDUCTOR, ids=id_of)
+def test_a_block_through_inductor(recipe: Recipe, codegen: str) -> None:
     model = build("block")
-    actual = run(te(model, recipe, codegen="inductor"), model, tokens(24))
+    actual = run(te(model, recipe, codegen=codegen), model, tokens(24))
     with quantized_linears(recipe):
         expected = run(model, model, tokens(24))
     assert_close(actual, expected, SAME)
@@ -210,18 +216,12 @@ def test_accumulation_over_microbatches_adds_up(recipe: Recipe) -> None:
         assert_close(actual, accumulate(model), SAME)
 
 
-@pytest.mark.parametrize("recipe", slow_but(2, [*DEFAULTS, NVFP4BlockScaling()]), ids=Recipe.describe)
-def test_a_sequence_of_any_length_compiles_once(recipe: Recipe) -> None:
-    compiles_once(recipe, "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", THROUGH_INDUCTOR, ids=Recipe.describe)
-def test_a_sequence_of_any_length_compiles_once_through_inductor(recipe: Recipe) -> None:
-    compiles_once(recipe, "inductor")
-
-
-def compiles_once(recipe: Recipe, codegen: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "codegen"),
+    [*slow_but(2, [(recipe, "eager") for recipe in (*DEFAULTS, NVFP4BlockScaling())]), *THROUGH_INDUCTOR],
+    ids=id_of,
+)
+def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) -> None:
     model = build("gelu_mlp")
     compiled = te(model, recipe, dynamic=True, codegen=codegen)
     torch._dynamo.utils.counters.clear()
@@ -238,18 +238,10 @@ def compiles_once(recipe: Recipe, codegen: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@BY_RECIPE
-def test_a_checkpoint_changes_no_bit(recipe: Recipe) -> None:
-    assert_checkpoint_changes_no_bit(recipe, "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", THROUGH_INDUCTOR, ids=Recipe.describe)
-def test_a_checkpoint_changes_no_bit_through_inductor(recipe: Recipe) -> None:
-    assert_checkpoint_changes_no_bit(recipe, "inductor")
-
-
-def assert_checkpoint_changes_no_bit(recipe: Recipe, codegen: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "codegen"), [*((recipe, "eager") for recipe in DEFAULTS), *THROUGH_INDUCTOR], ids=id_of
+)
+def test_a_checkpoint_changes_no_bit(recipe: Recipe, codegen: str) -> None:
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

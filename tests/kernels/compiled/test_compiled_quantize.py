@@ -127,13 +127,17 @@ def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
         )
 
 
+CASTS = (8192, True, "fp32"), (64, False, "fp16")
+"""Those that hold most, and least."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "columnwise", "dtype"),
     [
-        (8192, True, "fp32"),
-        (64, False, "fp16"),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((64, True, "fp32"), (64, False, "fp32"))),
+        pytest.param(*tile, dtype, marks=() if (*tile, dtype) in CASTS else pytest.mark.exhaustive)
+        for tile in ((8192, True), (64, True), (64, False))
+        for dtype in ("fp16", "fp32")
     ],
 )
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):

@@ -109,6 +109,19 @@ def test_reference_equals_an_independent_formulation(shape, kind):
             assert_same_bits(quantize_block_reference(x, *options), expected_buffers(x, *options))
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_equals_an_independent_formulation_everywhere(shape, kind):
+    for dtype in DTYPES if max(shape) < 2000 else DTYPES[:1]:
+        x = block_input(kind, shape, dtype)
+        for two_d in (False, True):
+            for fp8_dtype, power_of_two, eps in ((E4M3, True, 0.0), (torch.float8_e5m2, False, 0.0), (E4M3, True, 0.3)):
+                options = (fp8_dtype, True, True, two_d, power_of_two, eps)
+                assert_same_bits(quantize_block_reference(x, *options), expected_buffers(x, *options))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 150),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers.graphs.graph_builder import E5M2, Builder, te
 from helpers.models.snapshot_models import FFN, HIDDEN, capture_training, compiled_run, kernels_everywhere, launches
 from helpers.oracles.same_bits import assert_same_bits
+from helpers.slow import EXHAUSTIVE
 from torch import Tensor, nn
 
 from te_dynamo import capture
@@ -60,7 +61,7 @@ def no_caches() -> Iterator[None]:
     [
         *((form, "eager") for form in FAST),
         *(pytest.param(form, "eager", marks=pytest.mark.slow) for form in FORMS if form not in FAST),
-        *(pytest.param(form, "inductor", marks=pytest.mark.slow) for form in FAST),
+        *(pytest.param(form, "inductor", marks=pytest.mark.slow if form in FAST else EXHAUSTIVE) for form in FORMS),
     ],
 )
 def test_every_form_is_fused_and_gives_the_same_bits(form: str, codegen: str, bias: bool) -> None:

@@ -17,6 +17,7 @@ from helpers.models.snapshot_models import (
     kernels_everywhere,
     launches,
 )
+from helpers.slow import EXHAUSTIVE
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
@@ -71,6 +72,8 @@ gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quanti
         pytest.param(Block, (2, 16, 64), "eager", marks=pytest.mark.slow),
         pytest.param(SwigluMLP, (32, 64), "inductor", marks=pytest.mark.slow),
         pytest.param(GeluMLP, (19, 64), "inductor", marks=pytest.mark.slow),
+        pytest.param(Gated, (32, 64), "inductor", marks=EXHAUSTIVE),
+        pytest.param(Block, (2, 16, 64), "inductor", marks=EXHAUSTIVE),
     ],
 )
 def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], codegen: str) -> None:
