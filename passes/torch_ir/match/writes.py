@@ -109,8 +109,10 @@ def _is_known(node: fx.Node) -> bool:
 
 def _home(target: Any) -> str:
     """The module of a function, a builtin or a method of a class."""
-    home = getattr(target, "__module__", None) or getattr(getattr(target, "__objclass__", None), "__module__", None)
-    return home or getattr(getattr(target, "__self__", None), "__name__", "")
+    home: str | None = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__objclass__", None), "__module__", None
+    )
+    return home or str(getattr(getattr(target, "__self__", None), "__name__", ""))
 
 
 # --- what the known ones write
