@@ -12,6 +12,7 @@ A custom operation whose schema lies is not ours to see. tests/passes/torch_ir/t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Iterator
@@ -118,17 +119,23 @@ def _home(target: Any) -> str:
 # --- what the known ones write
 
 
-def _overloads(node: fx.Node) -> list[torch._ops.OpOverload]:
+def _overloads(node: fx.Node) -> tuple[torch._ops.OpOverload, ...]:
     """The operations that a node may run: of a torch function or method those that aten has under its name."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return [target]
-    packet = target if isinstance(target, torch._ops.OpOverloadPacket) else getattr(torch.ops.aten, name_of(node), None)
-    return (
-        [getattr(packet, name) for name in packet.overloads()]
-        if isinstance(packet, torch._ops.OpOverloadPacket)
-        else []
-    )
+        return (target,)
+    return _of_packet(target) if isinstance(target, torch._ops.OpOverloadPacket) else _of_name(name_of(node))
+
+
+@functools.cache
+def _of_packet(packet: torch._ops.OpOverloadPacket) -> tuple[torch._ops.OpOverload, ...]:
+    return tuple(getattr(packet, name) for name in packet.overloads())
+
+
+@functools.cache
+def _of_name(name: str) -> tuple[torch._ops.OpOverload, ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    return _of_packet(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else ()
 
 
 def _writes_first_argument(node: fx.Node) -> bool:
