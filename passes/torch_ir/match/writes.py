@@ -67,8 +67,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if _writes_first_argument(node):
         written += [node.args[0]] if node.args else list(_named(node).values())[:1]
     for op in _overloads(node):
-        given = _by_schema(node, op)
-        written += [given.get(a.name) for a in op._schema.arguments if _is_written(a)]
+        given = _by_schema(node, op) if _takes(op, node) else {}
+        written += [given.get(a.name) for a in op._schema.arguments if _is_written(a, given.get(a.name))]
     return [*dict.fromkeys(n for value in (*written, *_hidden(node)) for n in _nodes(value))]
 
 
@@ -175,17 +175,21 @@ def _named(node: fx.Node) -> dict[str, Any]:
 
 
 def _by_schema(node: fx.Node, op: torch._ops.OpOverload) -> dict[str, Any]:
-    """The call's arguments by the names of that operation's; {} where it does not take them."""
-    names = [argument.name for argument in op._schema.arguments]
-    by_position = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-    if len(node.args) > len(by_position) or not {*node.kwargs} <= {*names}:
-        return {}
-    return {**dict(zip(by_position, node.args, strict=False)), **node.kwargs}
+    """The call's arguments by the names of that operation's."""
+    return {**dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
-def _is_written(argument: Any) -> bool:
+def _takes(op: torch._ops.OpOverload, node: fx.Node) -> bool:
+    """Whether it is one of the operations that the call may mean."""
+    by_position = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+    return len(node.args) <= len(by_position) and {*node.kwargs} <= {argument.name for argument in op._schema.arguments}
+
+
+def _is_written(argument: Any, given: Any) -> bool:
     """Of a schema's arguments; packets also hold TorchScript's functions of lists."""
-    return argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type)
+    if argument.alias_info is None or not argument.alias_info.is_write or "Tensor" not in str(argument.type):
+        return False
+    return isinstance(given, (list, tuple)) == isinstance(argument.type, torch.ListType)
 
 
 def _written_by_body(node: fx.Node) -> list[fx.Node]:
