@@ -49,10 +49,17 @@ WORKERS = Private(
 
 DYNAMO_STATE = Private(
     "torch._dynamo.pgo.get_code_state",
-    "explain sets aside what Dynamo remembers of earlier calls, and leaves nothing in its tables",
-    "explanations that depend on no earlier call, and no later call on them",
+    "explain and compare set aside what Dynamo remembers of earlier calls, read what it skips and why, and leave nothing in its tables",
+    "explanations and comparisons that depend on no earlier call, no later call on them, and what Dynamo skips",
     needs=(
+        "torch._dynamo.convert_frame.Tracker",
+        "torch._dynamo.convert_frame.input_codes",
         "torch._dynamo.convert_frame.register_bytecode_hook",
+        "torch._dynamo.guards.DeletedGuardManagerWrapper",
+        "torch._dynamo.utils.counters",
+        "torch._guards.TracingContext.get_traced_code",
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "torch._dynamo.eval_frame.reset_code",
         "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
     ),

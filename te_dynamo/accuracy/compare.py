@@ -19,6 +19,7 @@ from te_dynamo.accuracy.rows import decibels
 from te_dynamo.accuracy.sums import error_sums
 from te_dynamo.accuracy.whole import Difference, Outcome, run_step
 from te_dynamo.errors import InputError, InvalidOptionError
+from te_dynamo.inspect.dynamo import dynamo_untouched
 from te_dynamo.inspect.report import coverage
 from te_dynamo.inspect.target import not_in_place, unchanged, unwrap
 from te_dynamo.options import Options
@@ -110,7 +111,13 @@ def _compare(
 ) -> list[Comparison]:
     parsed = [Options.parse(each) for each in options]
     run = _Run(target, parsed, loss)
-    with warnings.catch_warnings(), not_in_place(target), unchanged(target, *batches[0]), run.shown(len(batches)):
+    with (
+        warnings.catch_warnings(),
+        not_in_place(target),
+        unchanged(target, *batches[0]),
+        run.shown(len(batches)),
+        dynamo_untouched(),
+    ):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         run.steps(batches)
     return [run.comparison(index) for index in range(len(parsed))]

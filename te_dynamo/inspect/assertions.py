@@ -13,7 +13,7 @@ from te_dynamo.errors import CoverageError, GraphBreakError
 from te_dynamo.inspect.report import MatchRecord, coverage
 
 if TYPE_CHECKING:
-    from te_dynamo.inspect.explain import GraphBreak
+    from te_dynamo.inspect.dynamo import GraphBreak
 
 __all__ = ["check_coverage", "check_no_graph_breaks", "check_quantized"]
 
