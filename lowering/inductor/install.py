@@ -55,6 +55,7 @@ DYNAMO_STATE = Private(
         "torch._dynamo.convert_frame.Tracker",
         "torch._dynamo.convert_frame.input_codes",
         "torch._dynamo.convert_frame.register_bytecode_hook",
+        "torch._dynamo.external_utils.wrap_inline",
         "torch._dynamo.guards.DeletedGuardManagerWrapper",
         "torch._dynamo.utils.counters",
         "torch._guards.TracingContext.get_traced_code",

@@ -16,7 +16,7 @@ import torch
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.lowering.inductor.install import DYNAMO_STATE
 
-__all__ = ["GraphBreak", "Seen", "cause_of", "dynamo_untouched", "place_of", "was_stopped"]
+__all__ = ["GraphBreak", "Seen", "cause_of", "dynamo_untouched", "place_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +28,27 @@ class GraphBreak:
     reason: str
 
 
-@dataclasses.dataclass
 class Seen:
-    """What Dynamo did inside of `dynamo_untouched`, complete when it is left.
+    """What Dynamo did since: of `dynamo_untouched` inside of it."""
 
-    visited: the code that it was asked to compile. breaks: the graph breaks behind which it went on.
-    skipped: the code that it gave up as a whole, and ran as it is: where, and why.
-    """
+    def __init__(self) -> None:
+        self.breaks: list[GraphBreak] = []
+        """the graph breaks behind which it went on; known when the context is left"""
+        self.visited: set[CodeType] = set()
+        """the code that it was asked to compile, likewise"""
+        self.compiled: set[CodeType] = set()
+        self.unsupported = _Unsupported()
+        self.limit: int = torch._dynamo.config.recompile_limit
 
-    visited: set[CodeType] = dataclasses.field(default_factory=set)
-    breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
-    skipped: dict[CodeType, GraphBreak] = dataclasses.field(default_factory=dict)
+    @property
+    def skipped(self) -> dict[CodeType, GraphBreak]:
+        """The code that it gave up as a whole, and ran as it is: where, and why."""
+        return {code: stop for code, stop in self.unsupported.last.items() if code not in self.compiled}
+
+    def met_limit(self, code: CodeType) -> bool:
+        """Whether code that ran was compiled as often as Dynamo may: for other inputs it runs as it is."""
+        there = [entry for entry in _entries(code) if entry.code is not None] if DYNAMO_STATE.active else ()
+        return code not in self.visited and len(there) >= self.limit
 
 
 @contextlib.contextmanager
@@ -71,11 +81,10 @@ def _tables_of_its_own(seen: Seen) -> Iterator[None]:
     given_up = {code for code, had in entries.items() if not had}
     for code in given_up:
         reset_code(code)  # it is tried again
-    compiled: set[CodeType] = set()
-    unsupported = _Unsupported()
+    compiled = seen.compiled
     counts = dict(counters)
     counters.clear()
-    counters["unimplemented"] = unsupported
+    counters["unimplemented"] = seen.unsupported
     sizes = pgo.get_code_state()  # of inputs, by code: what differs from call to call is compiled as a symbol
     sizes_before = dict(sizes)
     sizes.clear()
@@ -94,7 +103,6 @@ def _tables_of_its_own(seen: Seen) -> Iterator[None]:
         for table, before in ((sizes, sizes_before), (counters, counts)):
             table.clear()
             table.update(before)
-        seen.skipped = {code: stop for code, stop in unsupported.last.items() if code not in compiled}
         for code in seen.visited | compiled:
             if entries.get(code):
                 _drop_entries(code, entries[code])
@@ -153,20 +161,14 @@ def _give_another_try(code: CodeType) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy())
 
 
-def was_stopped(code: CodeType, seen: Seen) -> bool:
-    """Whether code that ran is past Dynamo's limit of compilations, so that Dynamo runs it as it is unless it has compiled it for such inputs."""
-    there = [entry for entry in _entries(code) if entry.code is not None] if DYNAMO_STATE.active else ()
-    return len(there) >= torch._dynamo.config.recompile_limit and code not in seen.visited
-
-
 def cause_of(message: str) -> str:
-    """What Dynamo does not support, in a line: of a break that the user wrote its message, else what it says and its first hint."""
+    """What Dynamo does not support, in a line: of a break that the user wrote its message, else Dynamo's explanation and first hint."""
     lines = [line.strip() for line in message.partition("\n\n*** While handling")[0].splitlines()]
     explained, hints = (
         [line.removeprefix(name) for line in lines if line.startswith(name)] for name in ("Explanation: ", "Hint: ")
     )
-    said = [_message(lines)] if _message(lines) else [*lines[:1], *explained[:1], *hints[:1]]
-    return ". ".join(text.rstrip(". ") for text in said)
+    said = [_message(lines)] if _message(lines) else [*(explained[:1] or lines[:1]), *hints[:1]]
+    return ". ".join(text.removesuffix(" Message: None").rstrip(". ") for text in said)
 
 
 def _message(lines: Iterable[str]) -> str:

@@ -25,7 +25,8 @@ from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, 
 from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
-from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
+from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
+from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -226,12 +227,14 @@ class Explanation:
         check_quantized(self.linears, pattern)
 
     def assert_coverage(self, least: float) -> None:
-        """Raises CoverageError, an AssertionError, where `coverage` is below `least`, 0 to 1. It lists what was left, the largest first."""
+        """Raises CoverageError, an AssertionError, where `coverage` is below `least`, 0 to 1, or not known, since linears of no known size are
+        in no graph. It lists what was left, the largest first."""
         check_coverage(self.linears, least)
 
     def assert_no_graph_breaks(self) -> None:
-        """Raises GraphBreakError, an AssertionError, with the line and the reason of each graph break."""
-        check_no_graph_breaks(self.graph_breaks)
+        """Raises GraphBreakError, an AssertionError, with the line and the reason of each graph break, of code that Dynamo skips too, or where
+        there is no graph."""
+        check_no_graph_breaks(self.graph_breaks, len(self.reports), self.linears)
 
 
 def explain(
@@ -321,9 +324,8 @@ def _compile_and_run(
         with dynamo_untouched() as seen:
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
-    counted = flops is not None and isinstance(target, nn.Module)
-    rows = _linears(graphs.reports)
-    return graphs, seen.breaks, (flops, list(rows_of_modules_left_out(target, flops, rows)) if counted else [])  # type: ignore[arg-type]
+    left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
+    return graphs, breaks_and_skips(seen), (flops, left_out)
 
 
 def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
