@@ -144,6 +144,10 @@ TABLE = (
     ),
     DYNAMO_STATE,
     Private(
+        "torch._dynamo.eval_frame._stance",
+        "te_dynamo.compile(require_coverage=..) lets what the user runs eagerly by torch.compiler.set_stance pass",
+    ),
+    Private(
         "torch._dynamo.eval_frame.reset_code",
         "te_dynamo.freeze has code compiled again that read the weight before",
     ),

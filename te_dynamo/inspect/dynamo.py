@@ -100,9 +100,10 @@ def _tables_of_its_own(seen: Seen) -> Iterator[None]:
                 seen.visited = _alive(convert_frame.input_codes)
     finally:
         hook.remove()
-        for table, before in ((sizes, sizes_before), (counters, counts)):
-            table.clear()
-            table.update(before)
+        sizes.clear()
+        sizes.update(sizes_before)
+        counters.clear()
+        counters.update(counts)
         for code in seen.visited | compiled:
             if entries.get(code):
                 _drop_entries(code, entries[code])
@@ -161,13 +162,20 @@ def _give_another_try(code: CodeType) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy())
 
 
+_HELPS = {
+    "output shape depends on": "torch.compile(..., fullgraph=True) traces it too; as F.grouped_mm a mixture's experts need neither",
+}
+"""What helps beside Dynamo's own hint, by what is in its message."""
+
+
 def cause_of(message: str) -> str:
     """What Dynamo does not support, in a line: of a break that the user wrote its message, else Dynamo's explanation and first hint."""
     lines = [line.strip() for line in message.partition("\n\n*** While handling")[0].splitlines()]
     explained, hints = (
         [line.removeprefix(name) for line in lines if line.startswith(name)] for name in ("Explanation: ", "Hint: ")
     )
-    said = [_message(lines)] if _message(lines) else [*(explained[:1] or lines[:1]), *hints[:1]]
+    helps = [text for part, text in _HELPS.items() if part in message]
+    said = [_message(lines)] if _message(lines) else [*(explained[:1] or lines[:1]), *hints[:1], *helps]
     return ". ".join(text.removesuffix(" Message: None").rstrip(". ") for text in said)
 
 

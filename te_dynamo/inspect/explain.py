@@ -264,7 +264,8 @@ def explain(
     the arguments), and tensor hooks, which run. Of code that was compiled before, Dynamo's table keeps an empty entry for each
     explanation, which counts towards `accumulated_recompile_limit` (256) alone.
 
-    Raises UnsupportedError with `device` for a model that asks for values of tensors: there are none.
+    Raises CoverageError where options={"require_coverage": share} asks for more than there is, in graphs or in none, and
+    UnsupportedError with `device` for a model that asks for values of tensors: there are none.
     """
     target, own = unwrap(model)
     if options is None and mode is None:
@@ -275,18 +276,26 @@ def explain(
                 f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(TARGETS)}"
             )
         try:
-            return _explain_for(device, target, args, kwargs, options, mode)
+            return _required(_explain_for(device, target, args, kwargs, options, mode), options)
         except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             raise UnsupportedError(
                 f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '
                 f"({str(error).partition(chr(10))[0]}). Leave `device` out, or explain a part that does not"
             ) from error
-    found = _explain_here(target, args, kwargs, options, mode)
+    found = _required(_explain_here(target, args, kwargs, options, mode), options)
     if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
         try:
             found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
         except Exception as error:  # of the model's own code too, where it asks for values
             found.on_gpu = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return found
+
+
+def _required(found: Explanation, options: dict[str, Any] | None) -> Explanation:
+    """`found`, where it has the coverage that the options require: the backend holds graphs to it, and sees nothing of what is in none."""
+    least = (options or {}).get("require_coverage", 0.0)
+    if least and found.linears:
+        found.assert_coverage(least)
     return found
 
 

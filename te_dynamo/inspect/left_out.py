@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -14,12 +15,7 @@ from te_dynamo.inspect.dynamo import GraphBreak, Seen
 from te_dynamo.inspect.flops import MatrixFlops, share_with_rows
 from te_dynamo.inspect.report import MatchRecord
 
-__all__ = ["breaks_and_skips", "linears_of", "rows_left_out", "why_in_no_graph"]
-
-_HELPS = {
-    "output shape depends on": "torch.compile(..., fullgraph=True) traces it too; as F.grouped_mm a mixture's experts need neither",
-}
-"""What helps beside Dynamo's own hint, by what is in its message."""
+__all__ = ["begins_in", "breaks_and_skips", "linears_of", "rows_left_out", "why_in_no_graph"]
 
 
 def breaks_and_skips(seen: Seen) -> list[GraphBreak]:
@@ -58,9 +54,14 @@ def rows_left_out(
 
 
 def linears_of(target: Any) -> list[str]:
-    """The paths of a module's linears and recurrent layers; none of a function's."""
+    """The paths of a module's linears and recurrent layers, by what they own; none of a function's."""
     modules = target.named_modules(remove_duplicate=False) if isinstance(target, nn.Module) else ()
-    return [path for path, module in modules if isinstance(module, (nn.Linear, nn.RNNBase))]
+    return [path for path, module in modules if isinstance(module, nn.RNNBase) or _owns_a_matrix(module)]
+
+
+def _owns_a_matrix(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and "Embedding" not in type(module).__name__
 
 
 def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
@@ -101,8 +102,7 @@ def _between_graphs(seen: Seen) -> str:
 
 
 def _skips(name: str, stop: GraphBreak) -> str:
-    helps = next((text for part, text in _HELPS.items() if part in stop.reason), "")
-    return f"Dynamo skips all of {name}: {stop.reason}{f'. {helps}' if helps else ''}"
+    return f"Dynamo skips all of {name}: {stop.reason}"
 
 
 def _around(target: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -118,6 +118,12 @@ def _around(target: Any, path: str) -> Iterator[tuple[str, Any]]:
         f"{type(target).__name__}.forward",
         torch._dynamo.external_utils.wrap_inline(target),
     )  # what Dynamo compiles of torch's
+
+
+def begins_in(target: nn.Module, code: CodeType) -> bool:
+    """Whether code that Dynamo compiles is where a call of `target` begins, or torch's own way there."""
+    torchs = code.co_filename.startswith(os.path.dirname(torch.__file__))
+    return torchs or any(code in _codes_of(function) for _, function in _around(target, ""))
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:
