@@ -37,7 +37,9 @@ def rows_left_out(
         return
     if not isinstance(target, nn.Module):
         flops = 0 if found is None else found.by_weight.total() - sum(row.flops for row in rows)
-        if reason := why_in_no_graph(target, "", seen):
+        reason = why_in_no_graph(target, "", seen)
+        if reason or (flops > 0 and seen.breaks):
+            reason = reason or _between_graphs(seen)
             yield MatchRecord("linear", matched=False, reason=reason, flops=flops)
         return
     modules = dict(target.named_modules(remove_duplicate=False))

@@ -39,7 +39,7 @@ class _Known:
     wrong: str = ""
 
 
-_models: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_models: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def require_coverage(options: Options, report: Report) -> None:
@@ -67,6 +67,7 @@ def hold_coverage(compiled: Model, least: float) -> Model:
     or where code that Dynamo did not compile holds more than 1 - `least` of the weights of the model's linears."""
     target, _ = unwrap(compiled)
     forward = compiled.forward if isinstance(target, nn.Module) else compiled  # type: ignore[attr-defined]
+    own = _Known()
 
     @functools.wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +77,7 @@ def hold_coverage(compiled: Model, least: float) -> Model:
         with reports_heard() as reports:
             result = forward(*args, **kwargs)
         given_up = list(_given_up() - before)
-        known = _models.setdefault(target, _Known())
+        known = _models.setdefault(target, own) if isinstance(target, nn.Module) else own
         rows = [match for report in reports for match in report.matches if match.kind == "linear"]
         known.paths.update(path for row in rows for path in (row.module, *row.shared))
         ran_none = calls == _calls_of_graphs

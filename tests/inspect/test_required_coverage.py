@@ -126,6 +126,11 @@ def test_explain_and_the_contract_hold_to_it(make: Any, device: str | None) -> N
         te_dynamo.explain(make(), X, options={"codegen": "eager"}, device=device).assert_coverage(0.9)
 
 
+def test_a_function_is_held_to_it_by_explain() -> None:
+    with pytest.raises(CoverageError, match=r"90\.0% were asked for"):
+        te_dynamo.explain(lambda x: disabled(x), X, options={"codegen": "eager", "require_coverage": 0.9})
+
+
 def test_a_graph_with_too_little_is_an_error_as_by_torch_compile() -> None:
     with pytest.raises(BackendCompilerFailed, match="CoverageError"):
         held(nn.Linear(32, 30))(X)

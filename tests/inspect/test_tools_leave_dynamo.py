@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,9 @@ from te_dynamo.errors import InputError
 from te_dynamo.testing import capture_on_fake_cuda
 
 OPTIONS = {"codegen": "eager"}
+PACKAGE = Path(te_dynamo.__file__).parent
+ALL_THE_USERS = {"entry.py", "command_line/bench.py"}
+"""What is compiled for the user to call, and a process of its own that times how a model runs outside of any tool."""
 
 
 class Block(nn.Module):
@@ -94,6 +99,17 @@ def state(model: nn.Module) -> dict[str, Any]:
         "model": {name: value.tolist() for name, value in model.state_dict().items()},
         "filters": list(warnings.filters),
     }
+
+
+def names(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def test_whatever_compiles_a_model_does_so_in_the_one_isolation() -> None:
+    called = {str(path.relative_to(PACKAGE)): names(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    compiling = {path for path, found in called.items() if "torch.compile" in found}
+    assert compiling >= ALL_THE_USERS | {"inspect/explain.py", "accuracy/compare.py"}
+    assert [path for path in compiling - ALL_THE_USERS if "dynamo_untouched" not in called[path]] == []
 
 
 @pytest.mark.parametrize("compiled_before", [False, True])

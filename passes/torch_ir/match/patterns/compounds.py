@@ -73,8 +73,8 @@ def _weights(node: fx.Node) -> list[tuple[Any, Sizes]]:
     if calls(node, _CHAINS):
         first, *others = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args  # type: ignore[misc]
         return [(weight, _by_columns(first, weight)) for weight in others if is_parameter(weight)]
-    steps = [(next(filter(is_parameter, added), None), sizes) for added, sizes in einsum_steps(node)]
-    return [(weight, sizes(weight)) for weight, sizes in steps if weight is not None] or _of_convolution(node)
+    weights = [next((pair for pair in added if is_parameter(pair[0])), None) for added in einsum_steps(node)]
+    return list(filter(None, weights)) or _of_convolution(node)
 
 
 def _of_convolution(node: fx.Node) -> list[tuple[Any, Sizes]]:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import operator
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,8 +116,8 @@ def _permuted(tensor: fx.Node, letters: str, order: list[str], like: fx.Node) ->
     return emit_method(like.graph, "permute", (tensor, *(letters.index(c) for c in order)), like)
 
 
-def einsum_steps(node: fx.Node) -> list[tuple[tuple[fx.Node, ...], Callable[[fx.Node], tuple[Any, ...]]]]:
-    """Of an einsum of more than two operands, multiplied from the left: (the operands that a step adds, (M, N, K) by that weight)."""
+def einsum_steps(node: fx.Node) -> list[list[tuple[fx.Node, tuple[Any, ...]]]]:
+    """Of an einsum of more than two operands, multiplied from the left: (operand, (M, N, K) if that is the weight) of each that a step adds."""
     found = _letters(node) if calls(node, {torch.einsum}) else None
     if found is None or len(found[0]) < 3:
         return []
@@ -127,14 +127,14 @@ def einsum_steps(node: fx.Node) -> list[tuple[tuple[fx.Node, ...], Callable[[fx.
         extent.update(zip(term, tensor_of(operand).shape, strict=True))
     steps, left = [], terms[0]
     for i in range(1, len(terms)):
-        kept = {*output, *"".join(terms[i + 1 :])} & {*left, *terms[i]}
-
-        def sizes(weight: fx.Node, i: int = i, kept: set[str] = kept, left: str = left) -> tuple[Any, ...]:
-            ours, other = (terms[i], left) if weight is operands[i] else (left, terms[i])
-            columns, summed = kept & {*ours} - {*other}, {*left, *terms[i]} - kept
-            return tuple(math.prod(extent[c] for c in letters) for letters in (kept - columns, columns, summed))
-
-        steps.append((tuple(operands[i - 1 : i + 1] if i == 1 else operands[i : i + 1]), sizes))
+        letters = {*left, *terms[i]}
+        kept = {*output, *"".join(terms[i + 1 :])} & letters
+        added = []
+        for operand, other in [(operands[i], left), *([(operands[0], terms[1])] if i == 1 else [])]:
+            columns = kept - {*other}
+            sizes = tuple(math.prod(extent[c] for c in of) for of in (kept - columns, columns, letters - kept))
+            added.append((operand, sizes))
+        steps.append(added)
         left = "".join(sorted(kept))
     return steps
 
@@ -147,8 +147,9 @@ def _einsum(node: fx.Node) -> Contraction | None:
     return Contraction(tuple(operands), tuple(terms), output, f"einsum {equation!r}")  # type: ignore[arg-type]
 
 
-def _letters(node: fx.Node) -> tuple[list[fx.Node], list[str], str, str] | None:
+def _letters(node: fx.Node) -> tuple[list[Any], list[str], str, str] | None:
     """(operands, a letter for each of their dimensions, those of the result, the equation); None where the graph does not say."""
+    operands: list[Any]
     equation, *operands = node.args
     if not isinstance(equation, str):
         equation, operands = _of_sublists(node.args)

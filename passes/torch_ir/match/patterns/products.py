@@ -168,7 +168,7 @@ def _addmm(node: fx.Node) -> Product | None:
         return None
     scaled = any(given.get(factor, 1) != 1 for factor in ("alpha", "beta"))
     reason = f"torch.{name} with alpha or beta; write the factors outside of it" if scaled else _writes(given)
-    found = _matmul(*map(given.get, factors), reason)
+    found = _matmul(given.get(factors[0]), given.get(factors[1]), reason)
     return found and dataclasses.replace(found, bias=given.get("input"))
 
 
