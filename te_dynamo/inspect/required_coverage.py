@@ -82,7 +82,7 @@ def hold_coverage(compiled: Model, least: float) -> Model:
         known.paths.update(path for row in rows for path in (row.module, *row.shared))
         ran_none = calls == _calls_of_graphs
         if given_up or reports or (ran_none and not known.wrong):
-            known.wrong = _what_is_wrong(target, least, known.paths, given_up, ran_none)
+            known.wrong = _what_is_wrong(target, least, known, given_up, ran_none)
         if known.wrong:
             raise CoverageError(f"te_dynamo: require_coverage asks for {least:.1%}, and {known.wrong}")
         return result
@@ -99,10 +99,12 @@ def _given_up() -> Counter[str]:
     return counters["unimplemented"] + counters["graph_break"]
 
 
-def _what_is_wrong(target: Any, least: float, known: set[str], given_up: Sequence[str], ran_none: bool) -> str:
-    """known: the linears in graphs. given_up: what Dynamo could not compile in this call. ran_none: whether no graph ran."""
+def _what_is_wrong(target: Any, least: float, known: _Known, given_up: Sequence[str], ran_none: bool) -> str:
+    """given_up: what Dynamo could not compile in this call. ran_none: whether no graph ran."""
     paths = linears_of(target)
-    left = paths if ran_none else [path for path in paths if path not in known] if given_up else []
+    left = paths
+    if not ran_none:  # what was given up in an earlier call runs as it is, and Dynamo does not count it again
+        left = [path for path in paths if path not in known.paths] if given_up or known.wrong else []
     weights = {path: sum(p.numel() for p in target.get_submodule(path).parameters() if p.dim() > 1) for path in paths}
     too_few = sum(weights[path] for path in left) > (1 - least) * sum(weights.values())
     stopped = any(message.startswith("Dynamo recompile limit exceeded") for message in given_up)
