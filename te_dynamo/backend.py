@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import Module
 
 from te_dynamo._compat import asks_for_inference
 from te_dynamo.cache_key import cache_key
@@ -27,10 +28,12 @@ from te_dynamo.dialect.define import is_te
 from te_dynamo.distributed.check_ranks import tell_compiled
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
-from te_dynamo.inspect.advice import advise, require_coverage, warn_if_emulated, warn_if_left_for_cost
+from te_dynamo.inspect.advice import advise, warn_if_emulated, warn_if_left_for_cost
 from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, record_before, uncached
+from te_dynamo.inspect.left_out import begins_in
 from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
 from te_dynamo.inspect.report import Report
+from te_dynamo.inspect.required_coverage import counted, require_coverage
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
@@ -91,7 +94,8 @@ def te(
     compilation = _Compilation(parsed, Report(), GraphInProgress())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
-        advise(compiled_model(), _is_whole(gm), parsed, compilation.report)
+        model = compiled_model()
+        advise(model, _is_whole(gm, model), parsed, compilation.report)
     except RestartAnalysis:
         abandon(compilation.progress)
         raise
@@ -197,7 +201,8 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
         compiled = compiler(gm, [*(example_inputs[i] for i in supplied.kept), *supplied.buffers], compilation)
         by_step, check = options.weight_cache == "step", options.weight_cache_check
         compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
-    return WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
+    compiled = WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
+    return counted(compiled) if options.require_coverage else compiled
 
 
 def linears_matched(gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> GraphModule:
@@ -215,11 +220,12 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
     return (node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes)
 
 
-def _is_whole(gm: GraphModule) -> bool:
-    """Whether Dynamo has made one graph of what it compiles: none came before a break, and none after it."""
+def _is_whole(gm: GraphModule, model: Module | None) -> bool:
+    """Whether Dynamo has made one graph of what it compiles: none came before a break, none after it, and nothing around it was given up."""
     code = traced_code()
     resumes = code is not None and code.co_name.startswith("torch_dynamo_resume_in")
-    return not resumes and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True)
+    inside = code is not None and model is not None and not begins_in(model, code)
+    return not resumes and not inside and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True)
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:

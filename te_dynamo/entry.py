@@ -40,8 +40,10 @@ def compile(
     inductor: options of Inductor's own, beside those of `mode`.
     mode, dynamic, fullgraph: as for torch.compile.
 
-    Raises InvalidOptionError at once for a wrong option, rule, recipe, fusion or mode, not at the model's first call.
+    Raises InvalidOptionError at once for a wrong option, rule, recipe, fusion or mode, not at the model's first call. With `require_coverage` a
+    call raises CoverageError too where linears run in no graph: torch.compile never calls the backend then, and cannot tell.
     """
+    from te_dynamo.inspect.required_coverage import hold_coverage
     from te_dynamo.passes.dialect.fuser import check_choice
 
     own = {
@@ -56,4 +58,6 @@ def compile(
     compiled = torch.compile(
         model, backend="te", options={**dict(parsed.inductor), **own}, dynamic=dynamic, fullgraph=fullgraph
     )
-    return cast(Model, compiled)
+    if not require_coverage:
+        return cast(Model, compiled)
+    return hold_coverage(cast(Model, compiled), require_coverage)

@@ -57,10 +57,11 @@ class CoverageError(TeError, AssertionError):
     @classmethod
     def of(cls, asked: str, left: Sequence[MatchRecord]) -> CoverageError:
         """asked: what was asked for, and what there is in its place. left: the linears to list, the largest first."""
-        rows = [
-            f"    {match.module or '(no module)'} ({match.source}), {' x '.join(match.shape)}: {match.reason}"
-            for match in sorted(left, key=lambda match: -match.flops)
-        ]
+        rows = []
+        for match in sorted(left, key=lambda match: -match.flops):
+            source = f" ({match.source})" if match.source else ""
+            shape = f", {' x '.join(match.shape)}" if match.shape else ""
+            rows.append(f"    {match.module or '(no module)'}{source}{shape}: {match.reason}")
         return cls(f"te_dynamo: {asked}. Left, the largest first:\n" + "\n".join(rows))
 
 

@@ -42,7 +42,8 @@ class Options:
     low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
     regather: backward gathers again what forward gathered of a sequence-parallel activation; forward saves the rank's own part of it.
     async_tp: gathers and products, products and reduce-scatters of sequence parallelism are torch's operations that overlap the two.
-    require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1.
+    require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1; by te_dynamo.compile also of what
+                      runs in no graph.
     sm_margin: multiprocessors that products leave to kernels beside them; as many as torch's own leave, unless given.
     inductor: options passed on to Inductor, a mode's included.
     """

@@ -49,10 +49,18 @@ WORKERS = Private(
 
 DYNAMO_STATE = Private(
     "torch._dynamo.pgo.get_code_state",
-    "explain sets aside what Dynamo remembers of earlier calls, and leaves nothing in its tables",
-    "explanations that depend on no earlier call, and no later call on them",
+    "explain and compare set aside what Dynamo remembers of earlier calls, read what it skips and why, and leave nothing in its tables",
+    "explanations and comparisons that depend on no earlier call, no later call on them, and what Dynamo skips",
     needs=(
+        "torch._dynamo.convert_frame.Tracker",
+        "torch._dynamo.convert_frame.input_codes",
         "torch._dynamo.convert_frame.register_bytecode_hook",
+        "torch._dynamo.external_utils.wrap_inline",
+        "torch._dynamo.guards.DeletedGuardManagerWrapper",
+        "torch._dynamo.utils.counters",
+        "torch._guards.TracingContext.get_traced_code",
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "torch._dynamo.eval_frame.reset_code",
         "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
     ),
@@ -139,6 +147,10 @@ TABLE = (
         "torch._dynamo.guards.install_guard",
         "modules that run one function behind a graph break, and that rules treat differently, have a graph each",
         needs=("torch._dynamo.guards.GuardBuilder.ID_MATCH",),
+    ),
+    Private(
+        "torch._dynamo.eval_frame._stance",
+        "te_dynamo.compile(require_coverage=..) lets what the user runs eagerly by torch.compiler.set_stance pass",
     ),
     Private(
         "torch._dynamo.eval_frame.reset_code",

@@ -19,6 +19,8 @@ from te_dynamo.accuracy.rows import decibels
 from te_dynamo.accuracy.sums import error_sums
 from te_dynamo.accuracy.whole import Difference, Outcome, run_step
 from te_dynamo.errors import InputError, InvalidOptionError
+from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
+from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
 from te_dynamo.inspect.report import coverage
 from te_dynamo.inspect.target import not_in_place, unchanged, unwrap
 from te_dynamo.options import Options
@@ -110,7 +112,13 @@ def _compare(
 ) -> list[Comparison]:
     parsed = [Options.parse(each) for each in options]
     run = _Run(target, parsed, loss)
-    with warnings.catch_warnings(), not_in_place(target), unchanged(target, *batches[0]), run.shown(len(batches)):
+    with (
+        warnings.catch_warnings(),
+        not_in_place(target),
+        unchanged(target, *batches[0]),
+        run.shown(len(batches)),
+        dynamo_untouched() as run.seen,
+    ):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         run.steps(batches)
     return [run.comparison(index) for index in range(len(parsed))]
@@ -129,6 +137,7 @@ class _Run:
         self.differences = [Difference() for _ in options]
         self.notes: list[dict[str, None]] = [{} for _ in options]
         self.done = 0
+        self.seen = Seen()
 
     def steps(self, batches: Sequence[Batch]) -> None:
         """Each step of each recipe: measured in the model's own precision, then in the recipe."""
@@ -189,13 +198,12 @@ class _Run:
             return
         reasons = Counter(record.reason for record in self.graphs.records(0) if record.reason).most_common(3)
         listed = "; ".join(f"{times} x {reason}" for reason, times in reasons)
+        linears = linears_of(self.target)
+        in_none = dict.fromkeys(why_in_no_graph(self.target, path, self.seen) for path in linears or [""])
+        why = "; ".join(filter(None, in_none)) or "there is none in the graphs that Dynamo makes of it"
         raise InputError(
             "te_dynamo.compare: no linear of the model is in a recipe: "
-            + (
-                f"{listed}. te_dynamo.explain has a row for each"
-                if listed
-                else "there is none in the graphs that Dynamo makes of it"
-            )
+            + (f"{listed}. te_dynamo.explain has a row for each" if listed else why)
         )
 
     def _check_repeats(self, exact: Outcome, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -10,8 +10,6 @@ Each is a warning, once a model, and a note of `explain`'s:
     nothing to overlap      async_tp=True, and no collective stands beside a product that torch has one operation for
 
 Once a process it is told that the reference runs in place of the kernels, and that linears are left for their cost.
-
-With `require_coverage` too little in a recipe is a CoverageError.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx, nn
 
-from te_dynamo.errors import CoverageError
-from te_dynamo.inspect.report import MatchRecord, Report, coverage
+from te_dynamo.inspect.report import MatchRecord, Report
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.options import Options
 
-__all__ = ["advise", "require_coverage", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
+__all__ = ["advise", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
 
 _QUANTIZED_BY = (
     "torchao",
@@ -113,15 +110,6 @@ def _warn_once(subject: str, text: str) -> None:
     if subject not in _told_once and not _unheard.get():
         _told_once.add(subject)
         warnings.warn(text, stacklevel=3)
-
-
-def require_coverage(options: Options, report: Report) -> None:
-    """Raises CoverageError where less of a graph's linear FLOPs is in a recipe than the option asks for."""
-    linears = [match for match in report.matches if match.kind == "linear"]
-    share = coverage(linears)
-    if options.require_coverage and any(match.flops for match in linears) and share < options.require_coverage:
-        asked = f"{share:.1%} of the linear FLOPs of this graph are in a recipe, and require_coverage asks for {options.require_coverage:.1%}"
-        raise CoverageError.of(asked, [match for match in linears if not match.matched])
 
 
 def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Options, report: Report) -> Iterator[str]:

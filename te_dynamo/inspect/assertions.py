@@ -13,7 +13,7 @@ from te_dynamo.errors import CoverageError, GraphBreakError
 from te_dynamo.inspect.report import MatchRecord, coverage
 
 if TYPE_CHECKING:
-    from te_dynamo.inspect.explain import GraphBreak
+    from te_dynamo.inspect.dynamo import GraphBreak
 
 __all__ = ["check_coverage", "check_no_graph_breaks", "check_quantized"]
 
@@ -30,15 +30,22 @@ def check_quantized(linears: Sequence[MatchRecord], pattern: str) -> None:
 
 
 def check_coverage(linears: Sequence[MatchRecord], least: float) -> None:
-    """Raises CoverageError where the share of linear FLOPs in a recipe is below `least`, 0 to 1."""
+    """Raises CoverageError where the share of linear FLOPs in a recipe is below `least`, 0 to 1, or not known."""
     share = coverage(linears)
+    left = [match for match in linears if not match.matched]
     if share < least:
-        asked = f"{share:.1%} of the linear FLOPs are in a recipe, and {least:.1%} were asked for"
-        raise CoverageError.of(asked, [match for match in linears if not match.matched])
+        raise CoverageError.of(f"{share:.1%} of the linear FLOPs are in a recipe, and {least:.1%} were asked for", left)
+    if unknown := [match for match in left if not match.shape and not match.flops]:
+        asked = f"the share of the linear FLOPs in a recipe is not known, and {least:.1%} were asked for"
+        raise CoverageError.of(f"{asked}: {len(unknown)} linears that are left have no known size", left)
 
 
-def check_no_graph_breaks(breaks: Sequence[GraphBreak]) -> None:
-    """Raises GraphBreakError with each break's line and reason."""
+def check_no_graph_breaks(breaks: Sequence[GraphBreak], graphs: int, linears: Sequence[MatchRecord]) -> None:
+    """Raises GraphBreakError with each break's line and reason, or with those of the linears where there is no graph."""
     if breaks:
         rows = "\n".join(f"    {stop.source or '(unknown line)'}: {stop.reason}" for stop in breaks)
         raise GraphBreakError(f"te_dynamo: no graph breaks were asked for, and there are {len(breaks)}:\n{rows}")
+    if not graphs:
+        reasons = dict.fromkeys(match.reason for match in linears if match.reason)
+        listed = "\n".join(f"    {reason}" for reason in reasons) or "    nothing of it is compiled"
+        raise GraphBreakError(f"te_dynamo: one graph was asked for, and there is none:\n{listed}")

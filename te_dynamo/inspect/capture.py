@@ -11,6 +11,7 @@ The backend's side is `GraphInProgress`, `record` and `publish`. They do nothing
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,9 @@ STAGES = (
 # Not a ContextVar: autograd compiles a CUDA model's backward graph on a thread that inherits no context.
 _captures: list[Captured] = []
 _lock = threading.RLock()
+
+_hearing: contextvars.ContextVar[list[Report] | None] = contextvars.ContextVar("te_dynamo_hearing", default=None)
+"""Where the reports of this thread's compilations go, beside captures."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -216,9 +220,22 @@ def abandon(progress: GraphInProgress) -> None:
 
 def publish(report: Report, progress: GraphInProgress) -> None:
     """Stores the report of a Dynamo graph: itself, no copy, so later stages may still write to it."""
+    if (heard := _hearing.get()) is not None:
+        heard.append(report)
     with _lock:
         for captured in _captures:
             captured._reports[captured._number(progress)] = report
+
+
+@contextlib.contextmanager
+def reports_heard() -> Iterator[list[Report]]:
+    """The reports of what is compiled on this thread while the context is open, and nothing else: caches stay on."""
+    reports: list[Report] = []
+    token = _hearing.set(reports)
+    try:
+        yield reports
+    finally:
+        _hearing.reset(token)
 
 
 @contextlib.contextmanager

@@ -23,10 +23,12 @@ from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
-from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
+from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
+from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
-from te_dynamo.inspect.target import dynamo_untouched, not_in_place, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -37,14 +39,6 @@ _DEFAULT_GPU = "h200"
 def gpu_name(device: str) -> str:
     """What a sentence calls one of `TARGETS`."""
     return f"an NVIDIA {TARGETS[device].name}"
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphBreak:
-    """Where Dynamo split the model: "file.py:17" ("" where unknown) and its reason: of a deliberate break its message, else the first line of Dynamo's."""
-
-    source: str
-    reason: str
 
 
 class Explanation:
@@ -233,12 +227,14 @@ class Explanation:
         check_quantized(self.linears, pattern)
 
     def assert_coverage(self, least: float) -> None:
-        """Raises CoverageError, an AssertionError, where `coverage` is below `least`, 0 to 1. It lists what was left, the largest first."""
+        """Raises CoverageError, an AssertionError, where `coverage` is below `least`, 0 to 1, or not known, since linears of no known size are
+        in no graph. It lists what was left, the largest first."""
         check_coverage(self.linears, least)
 
     def assert_no_graph_breaks(self) -> None:
-        """Raises GraphBreakError, an AssertionError, with the line and the reason of each graph break."""
-        check_no_graph_breaks(self.graph_breaks)
+        """Raises GraphBreakError, an AssertionError, with the line and the reason of each graph break, of code that Dynamo skips too, or where
+        there is no graph."""
+        check_no_graph_breaks(self.graph_breaks, len(self.reports), self.linears)
 
 
 def explain(
@@ -263,12 +259,13 @@ def explain(
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
-    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, the sizes that Dynamo has seen, torch's
-    caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
-    the arguments), tensor hooks, which run, and, of code that was compiled before, the entry that this compilation adds in Dynamo's
-    table of it, which counts towards its recompile limit.
+    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
+    seen, torch's caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
+    the arguments), and tensor hooks, which run. Of code that was compiled before, Dynamo's table keeps an empty entry for each
+    explanation, which counts towards `accumulated_recompile_limit` (256) alone.
 
-    Raises UnsupportedError with `device` for a model that asks for values of tensors: there are none.
+    Raises CoverageError where options={"require_coverage": share} asks for more than there is, in graphs or in none, and
+    UnsupportedError with `device` for a model that asks for values of tensors: there are none.
     """
     target, own = unwrap(model)
     if options is None and mode is None:
@@ -279,18 +276,26 @@ def explain(
                 f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(TARGETS)}"
             )
         try:
-            return _explain_for(device, target, args, kwargs, options, mode)
+            return _required(_explain_for(device, target, args, kwargs, options, mode), options)
         except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             raise UnsupportedError(
                 f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '
                 f"({str(error).partition(chr(10))[0]}). Leave `device` out, or explain a part that does not"
             ) from error
-    found = _explain_here(target, args, kwargs, options, mode)
+    found = _required(_explain_here(target, args, kwargs, options, mode), options)
     if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
         try:
             found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
         except Exception as error:  # of the model's own code too, where it asks for values
             found.on_gpu = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return found
+
+
+def _required(found: Explanation, options: dict[str, Any] | None) -> Explanation:
+    """`found`, where it has the coverage that the options require: the backend holds graphs to it, and sees nothing of what is in none."""
+    least = (options or {}).get("require_coverage", 0.0)
+    if least and found.linears:
+        found.assert_coverage(least)
     return found
 
 
@@ -320,19 +325,16 @@ def _compile_and_run(
     target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None
 ) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
-    breaks_before = len(_graph_break_log())
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
     compiled = torch.compile(target, backend=backend, options=options, mode=mode)
     with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-        with dynamo_untouched():
+        with dynamo_untouched() as seen:
             _run(compiled, target, args, kwargs)
-        breaks = [_graph_break(entry) for entry in _graph_break_log()[breaks_before:]]
         flops = _matrix_flops(target, args, kwargs)
-    counted = flops is not None and isinstance(target, nn.Module)
-    rows = _linears(graphs.reports)
-    return graphs, breaks, (flops, list(rows_of_modules_left_out(target, flops, rows)) if counted else [])  # type: ignore[arg-type]
+    left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
+    return graphs, breaks_and_skips(seen), (flops, left_out)
 
 
 def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
@@ -364,27 +366,6 @@ def _fresh(backend: Callable[..., Any]) -> Callable[..., Any]:
         return backend(gm, example_inputs, **options)
 
     return te
-
-
-def _graph_break_log() -> list[Any]:
-    """Dynamo's own. Raises UnsupportedError where this torch keeps none: no breaks would be shown where there are some."""
-    try:
-        return torch._dynamo.utils.graph_break_reasons
-    except AttributeError as error:
-        raise UnsupportedError(
-            f"te_dynamo.explain: torch {torch.__version__} has no torch._dynamo.utils.graph_break_reasons, which lists the graph breaks: "
-            "install a release that has it (2.11 to 2.15), or look at the model by te_dynamo.capture, which needs none"
-        ) from error
-
-
-def _graph_break(entry: Any) -> GraphBreak:
-    frame = entry.user_stack[-1] if entry.user_stack else None
-    source = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame is not None else ""
-    lines = str(entry.reason).splitlines() or [""]
-    message = next(
-        (line.partition("Message: ")[2] for line in lines if "Message: " in line), ""
-    )  # of a deliberate break, "None" where it was given none
-    return GraphBreak(source=source, reason=lines[0] if message in ("", "None") else message)
 
 
 def _linear_row(match: MatchRecord) -> tuple[str, ...]:

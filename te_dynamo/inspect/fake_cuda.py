@@ -30,6 +30,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
+from te_dynamo.inspect.dynamo import dynamo_untouched
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
@@ -39,7 +40,8 @@ __all__ = ["fake_cuda", "grad", "move", "moved"]
 @functools.cache
 def show_dynamo_torch() -> None:
     """Dynamo learns in its first compilation which functions are torch's, by identity: not inside of `fake_cuda`, where `grad` is ours."""
-    torch.compile(_relu, backend="eager")(torch.zeros(1))
+    with dynamo_untouched():
+        torch.compile(_relu, backend="eager")(torch.zeros(1))
 
 
 def _relu(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_dynamo.inspect.report import MatchRecord
 
-__all__ = ["MatrixFlops", "count_matrix_flops", "rows_of_modules_left_out", "share_with_rows"]
+__all__ = ["MatrixFlops", "count_matrix_flops", "share_with_rows"]
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -77,32 +77,6 @@ def share_with_rows(found: MatrixFlops, rows: Sequence[MatchRecord]) -> float:
     unknown = {row.module for row in rows if not row.flops}
     counted = sum(row.flops for row in rows) + sum(found.by_weight[module] for module in unknown)
     return (min(counted, found.by_weight.total()) + found.activations) / found.total if found.total else 1.0
-
-
-def rows_of_modules_left_out(
-    target: nn.Module, found: MatrixFlops, rows: Sequence[MatchRecord]
-) -> Iterator[MatchRecord]:
-    """A record for each module that multiplied by weights and has no row: it ran the graph of another one, or Dynamo left it as it is."""
-    if share_with_rows(found, rows) == 1.0:
-        return
-    modules = dict(target.named_modules(remove_duplicate=False))
-    known = {id(modules[row.module]) for row in rows if row.module in modules}
-    for path, flops in found.by_weight.items():
-        if id(modules.get(path)) in known or any(row.module.startswith(f"{path}." if path else "") for row in rows):
-            continue
-        if twin := next((row for row in rows if path in row.shared), None):
-            yield dataclasses.replace(twin, module=path, flops=flops)
-        else:
-            yield MatchRecord("linear", path, matched=False, reason=_why_left_out(modules.get(path)), flops=flops)
-
-
-def _why_left_out(module: nn.Module | None) -> str:
-    if isinstance(module, nn.RNNBase):
-        return (
-            f"Dynamo leaves nn.{type(module).__name__} as it is; with torch._dynamo.config.allow_rnn = True Inductor compiles it, "
-            "in the model's precision"
-        )
-    return "Dynamo left the code that runs it as it is: it is disabled for the compiler, or breaks the graph where it begins"
 
 
 def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_dynamo.lowering.inductor.install import DYNAMO_STATE
-
-__all__ = ["dynamo_untouched", "not_in_place", "tensors_in", "unchanged", "unwrap"]
+__all__ = ["not_in_place", "tensors_in", "unchanged", "unwrap"]
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -36,39 +33,6 @@ def not_in_place(target: Any) -> Iterator[None]:
     finally:
         if compiled is not None:
             target._compiled_call_impl = compiled
-
-
-@contextlib.contextmanager
-def dynamo_untouched() -> Iterator[None]:
-    """Inside, Dynamo has seen no size of an input before, and compiles however often it has. Afterwards it knows the sizes that it knew
-    before, and of what was compiled inside alone nothing is left. Code that had been compiled before keeps all entries, those of inside too.
-    """
-    if not DYNAMO_STATE.active:
-        yield
-        return
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo import pgo
-    from torch._dynamo.convert_frame import register_bytecode_hook
-    from torch._dynamo.eval_frame import reset_code
-
-    had_entries: dict[CodeType, bool] = {}
-
-    def compiled(code: CodeType, new_code: Any) -> None:
-        had_entries.setdefault(code, bool(_debug_get_cache_entry_list(code)))
-
-    sizes = pgo.get_code_state()  # of inputs, by code: what differs from call to call is compiled as a symbol
-    before = dict(sizes)
-    sizes.clear()
-    hook = register_bytecode_hook(compiled)
-    try:
-        with torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30):
-            yield
-    finally:
-        hook.remove()
-        sizes.clear()
-        sizes.update(before)
-        for code in [code for code, had in had_entries.items() if not had]:
-            reset_code(code)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo.errors import CoverageError, GraphBreakError
-from te_dynamo.inspect.explain import Explanation, GraphBreak
+from te_dynamo.inspect.dynamo import GraphBreak
+from te_dynamo.inspect.explain import Explanation
 from te_dynamo.inspect.report import MatchRecord, Report
 from te_dynamo.testing import assert_graph
 

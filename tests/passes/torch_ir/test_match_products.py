@@ -176,18 +176,21 @@ return (getitem, sum_1)""",
 
 
 LEFT: list[tuple[Callable[[Weights, Tensor], Tensor], str]] = [
-    (lambda m, x: m.nk @ x[0].T, "written as weight @ x; write x.mT @ weight.mT"),
+    (lambda m, x: m.nk @ x[0].T, "written as weight @ x; write (x.mT @ weight.mT).mT"),
     (lambda m, x: torch.addmm(m.bias, x[0], m.kn, alpha=2), "torch.addmm with alpha or beta"),
     (lambda m, x: torch.addmm(x[0, :, :16], x[0], m.kn), "its bias has shape [4, 16]; expected [16]"),
     (lambda m, x: torch.mm(x[0], m.kn, out=torch.empty(4, 16)), "it writes to out="),
     (lambda m, x: m.nk @ m.kn, "a product of two parameters"),
-    (lambda m, x: torch.einsum("btd,dn->bt", x, m.kn), "einsum 'btd,dn->bt'; write it as x @ weight"),
+    (lambda m, x: torch.einsum("btd,dn->bt", x, m.kn), "einsum 'btd,dn->bt'; it is more than x @ weight"),
     (
         lambda m, x: torch.einsum("btd,td->btd", x, m.kn[:4].repeat(1, 2)),
-        "einsum 'btd,td->btd'; write it as x @ weight",
+        "einsum 'btd,td->btd'; it is more than x @ weight",
     ),
-    (lambda m, x: torch.einsum("btd,dd->bt", x, m.kn.repeat(1, 2)), "einsum 'btd,dd->bt'; write it as x @ weight"),
-    (lambda m, x: x @ m.kn.unsqueeze(0), "its weight has 3 dimensions; write x @ weight with a 2-D one"),
+    (lambda m, x: torch.einsum("btd,dd->bt", x, m.kn.repeat(1, 2)), "einsum 'btd,dd->bt'; it is more than x @ weight"),
+    (
+        lambda m, x: x @ m.kn.unsqueeze(0),
+        "its weight has 3 dimensions; as torch.bmm of 3-D operands it is a grouped GEMM",
+    ),
     (lambda m, x: x @ m.kn[:, 0], "its weight has 1 dimensions and its input 3"),
     (lambda m, x: x @ (m.nk.t() + m.kn @ m.nk @ m.kn), "its weight is a product of parameters"),
 ]
@@ -210,6 +213,77 @@ def test_a_parameter_on_the_left_of_an_input_that_learns() -> None:
     compiled = Matched(Weights(lambda m, x: m.nk @ x))
     compiled(torch.randn(32, 4, requires_grad=True))
     assert compiled.reasons() == [LEFT[0][1] + " to have it in the recipe"]
+
+
+class Experts(nn.Module):
+    """Weights of three dimensions; `call` says how they are read."""
+
+    def __init__(self, call: Callable[[Experts, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.ekn, self.kn, self.nf, self.k, self.call = (
+            *(nn.Parameter(torch.randn(*s)) for s in ((4, 32, 16), (32, 16), (16, 48), (32,))),
+            call,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+AS_BMM = "as torch.bmm of 3-D operands it is a grouped GEMM"
+ADVICE: list[tuple[Callable[[Experts, Tensor], Tensor], str]] = [
+    (lambda m, x: torch.einsum("ecd,edf->ecf", x, m.ekn), f"einsum 'ecd,edf->ecf'; {AS_BMM}"),
+    (lambda m, x: x[0] @ m.ekn, f"its weight has 3 dimensions; {AS_BMM}"),
+    (lambda m, x: m.ekn.mT @ x.mT, f"written as weight @ x; {AS_BMM}"),
+    (lambda m, x: x[:, None] @ m.ekn[:, None], "its weight has 4 dimensions"),
+    (lambda m, x: torch.mv(m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
+    (lambda m, x: torch.addmv(m.nf[:, 0], m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
+    (lambda m, x: torch.addmv(x[0, :, 0], x[0], m.k), "its weight has 1 dimensions and its input 2; expected 2, and 1 or more"),
+    (lambda m, x: m.nf[:, 0].addmv(m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
+]  # fmt: skip
+
+
+def test_advice_is_possible() -> None:
+    for call, reason in ADVICE:
+        compiled, x = Matched(Experts(call)), torch.randn(4, 32, 32)
+        torch.testing.assert_close(compiled(x), compiled.module(x))
+        assert compiled.reasons() == [reason]
+    for call in (
+        lambda m, x: torch.bmm(x, m.ekn),  # of ecd,edf->ecf
+        lambda m, x: torch.bmm(x[0].expand(4, -1, -1), m.ekn),
+        lambda m, x: torch.bmm(x, m.ekn).mT,
+        lambda m, x: (x[0].mT @ m.kn).mT,
+    ):
+        compiled = Matched(Experts(call))
+        compiled(torch.randn(4, 32, 32))
+        assert [record.matched for record in compiled.records] == [True]
+
+
+def test_an_einsum_by_sublists() -> None:
+    compiled, x = (
+        Matched(Experts(lambda m, x: torch.einsum(x, [0, 1, 2], m.kn, [2, 3], [0, 1, 3]))),
+        torch.randn(4, 8, 32),
+    )
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert [(record.matched, record.shape) for record in compiled.records] == [(True, ("32", "16", "32"))]
+    compiled = Matched(Experts(lambda m, x: torch.einsum(x, [..., 2], m.kn, [2, 30])))
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert [record.matched for record in compiled.records] == [True]
+    compiled = Matched(Experts(lambda m, x: torch.einsum(x, [4, 1, 2], m.ekn, [4, 2, 3], [4, 1, 3])))
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert compiled.reasons() == [f"einsum 'EBC,ECD->EBD'; {AS_BMM}"]
+
+
+def test_an_einsum_of_several_weights_has_a_row_for_each() -> None:
+    reason = "inside torch.einsum, which te_dynamo does not take apart; write it as products of two"
+    for call, shapes in (
+        (lambda m, x: torch.einsum("btd,df,fg->btg", x, m.kn, m.nf), [("32", "16", "32"), ("32", "48", "16")]),
+        (lambda m, x: torch.einsum(x, [0, 1, 2], m.kn, [2, 3], m.nf, [3, 4], [0, 1, 4]), [("32", "16", "32"), ("32", "48", "16")]),
+        (lambda m, x: torch.einsum("df,btd,fg->btg", m.kn, x, m.nf), [("32", "16", "32"), ("32", "48", "16")]),
+        (lambda m, x: torch.einsum("btd,bsd,df->btsf", x, x, m.kn), [("256", "16", "32")]),
+    ):  # fmt: skip
+        compiled, x = Matched(Experts(call)), torch.randn(4, 8, 32)
+        torch.testing.assert_close(compiled(x), compiled.module(x))
+        assert [(record.reason, record.shape) for record in compiled.records] == [(reason, shape) for shape in shapes]
 
 
 def test_attention_is_no_linear() -> None:

@@ -5,6 +5,7 @@ torch.lstm(x, (h), [w_ih, w_hh, ..], ..)   nn.LSTM, nn.GRU, nn.RNN, which Dynamo
 torch.bilinear(a, b, weight)               nn.Bilinear
 torch.baddbmm(bias, x, weight), addbmm     by a weight of three dimensions
 torch.linalg.multi_dot([x, a, b])          a row for each weight, as if multiplied from the left
+torch.einsum("btd,df,fg->btg", x, a, b)    the same
 torch.conv2d(x, weight, ..)                every convolution, as the matrix product of its windows
 """
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.passes.torch_ir.match.patterns.contractions import einsum_steps
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
 from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter
 from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
@@ -49,6 +51,7 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
         if recipe is not None:
             name = getattr(node.target, "__name__", node.target)
             apart = f"inside torch.{name}, which te_dynamo does not take apart"
+            apart += "; write it as products of two" if calls(node, {torch.einsum}) else ""
             record.reason = outside or (_OF_CONVOLUTIONS if calls(node, _CONVOLUTIONS | _TRANSPOSED) else apart)
         record.matched, record.recipe = False, ""
         records.append(record)
@@ -70,7 +73,8 @@ def _weights(node: fx.Node) -> list[tuple[Any, Sizes]]:
     if calls(node, _CHAINS):
         first, *others = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args  # type: ignore[misc]
         return [(weight, _by_columns(first, weight)) for weight in others if is_parameter(weight)]
-    return _of_convolution(node)
+    weights = [next((pair for pair in added if is_parameter(pair[0])), None) for added in einsum_steps(node)]
+    return list(filter(None, weights)) or _of_convolution(node)
 
 
 def _of_convolution(node: fx.Node) -> list[tuple[Any, Sizes]]:

@@ -4,6 +4,7 @@
     torch.einsum("bnd,hnd->bh", x, weight)        F.linear(x.flatten(-2), weight.reshape(H, N * D))
     torch.tensordot(x, weight, ([2], [1]))        F.linear(x, weight)
     torch.inner(x, weight)                        F.linear(x, weight)
+    torch.einsum("btd,df,fg->btg", x, w, v)       compounds.py has a row for each step
 
 Such a product is a linear where each dimension of the weight is either summed over with one of x, or kept.
 """
@@ -14,6 +15,7 @@ import dataclasses
 import math
 import operator
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import fx
 
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, emit, emit_method, fixed, tensor_of
 
-__all__ = ["Contraction", "contraction_of", "emit_contraction"]
+__all__ = ["AS_GROUPED", "Contraction", "contraction_of", "einsum_steps", "emit_contraction"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,12 @@ class Contraction:
                     f"its weight has the dynamic shape {list(tensor_of(self.operands[weight]).shape)}; te.linear needs N and K fixed"
                 )
             )
-        return f"{self.spelled}; write it as x @ weight to have it in the recipe"
+        batch = [c for c in ours if c in other and c in self.output]
+        each_of_its_own = one_of_each and len(ours) == len(other) == len(self.output) == 3 and len(batch) == 1
+        return f"{self.spelled}; {AS_GROUPED if each_of_its_own else 'it is more than x @ weight'}"
+
+
+AS_GROUPED = "as torch.bmm of 3-D operands it is a grouped GEMM"
 
 
 def contraction_of(node: fx.Node) -> Contraction | None:
@@ -109,11 +116,46 @@ def _permuted(tensor: fx.Node, letters: str, order: list[str], like: fx.Node) ->
     return emit_method(like.graph, "permute", (tensor, *(letters.index(c) for c in order)), like)
 
 
+def einsum_steps(node: fx.Node) -> list[list[tuple[fx.Node, tuple[Any, ...]]]]:
+    """Of an einsum of more than two operands, multiplied from the left: (operand, (M, N, K) if that is the weight) of each that a step adds."""
+    found = _letters(node) if calls(node, {torch.einsum}) else None
+    if found is None or len(found[0]) < 3:
+        return []
+    operands, terms, output, _ = found
+    extent: dict[str, Any] = {}
+    for operand, term in zip(operands, terms, strict=True):
+        extent.update(zip(term, tensor_of(operand).shape, strict=True))
+    steps, left = [], terms[0]
+    for i in range(1, len(terms)):
+        letters = {*left, *terms[i]}
+        kept = {*output, *"".join(terms[i + 1 :])} & letters
+        added = []
+        for operand, other in [(operands[i], left), *([(operands[0], terms[1])] if i == 1 else [])]:
+            columns = kept - {*other}
+            sizes = tuple(math.prod(extent[c] for c in of) for of in (kept - columns, columns, letters - kept))
+            added.append((operand, sizes))
+        steps.append(added)
+        left = "".join(sorted(kept))
+    return steps
+
+
 def _einsum(node: fx.Node) -> Contraction | None:
+    found = _letters(node)
+    if found is None or len(found[0]) != 2:
+        return None
+    operands, terms, output, equation = found
+    return Contraction(tuple(operands), tuple(terms), output, f"einsum {equation!r}")  # type: ignore[arg-type]
+
+
+def _letters(node: fx.Node) -> tuple[list[Any], list[str], str, str] | None:
+    """(operands, a letter for each of their dimensions, those of the result, the equation); None where the graph does not say."""
+    operands: list[Any]
     equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+    if not isinstance(equation, str):
+        equation, operands = _of_sublists(node.args)
+    elif len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    if len(operands) != 2 or not isinstance(equation, str) or any(tensor_of(operand) is None for operand in operands):
+    if any(tensor_of(operand) is None for operand in operands):
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
@@ -129,7 +171,15 @@ def _einsum(node: fx.Node) -> Contraction | None:
     else:
         once = sorted(c for c in set(inputs) - set(".,") if inputs.count(c) == 1)
         output = unused[:span] + "".join(once)
-    return Contraction(tuple(operands), tuple(written), output, f"einsum {equation!r}")  # type: ignore[arg-type]
+    return operands, written, output, equation
+
+
+def _of_sublists(args: Sequence[Any]) -> tuple[str, list[Any]]:
+    """(the equation, the operands) of einsum(x, [0, 1], weight, [1, 2], [0, 2]); the last list may be missing."""
+    numbers = string.ascii_uppercase + string.ascii_lowercase  # in the order that an output has that is not given
+    terms = ["".join("..." if i is ... else numbers[i] for i in given) for given in args[1::2]]
+    output = ["->" + "".join("..." if i is ... else numbers[i] for i in args[-1])] if len(args) % 2 else []
+    return ",".join(terms) + "".join(output), list(args[: len(args) // 2 * 2 : 2])
 
 
 def _by_dims(a: fx.Node, b: fx.Node, dims: Any, spelled: str) -> Contraction | None:

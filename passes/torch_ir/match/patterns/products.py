@@ -25,7 +25,7 @@ from te_dynamo._compat import attribute_read
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
-from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, contraction_of
+from te_dynamo.passes.torch_ir.match.patterns.contractions import AS_GROUPED, Contraction, contraction_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
 
 __all__ = [
@@ -49,6 +49,7 @@ LINEAR = {F.linear, torch._C._nn.linear, _aten.linear, _aten.linear.default}
 
 # The overloads are those of a model that torch.export has decomposed.
 _ADDMM = {torch.addmm, _aten.addmm, _aten.addmm.default}
+_ADDMV = {torch.addmv, _aten.addmv, _aten.addmv.default}
 _MATMUL = {
     torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv, operator.matmul,
     _aten.matmul, _aten.matmul.default, _aten.mm, _aten.mm.default, _aten.bmm, _aten.bmm.default,
@@ -88,7 +89,7 @@ def product_of(node: fx.Node) -> Product | None:
         given = arguments(node, "input", "weight", "bias") or {}
         x, weight = given.get("input"), given.get("weight")
         found: Product | None = Product(x, weight, given.get("bias"), False, _sizes(x, weight))
-    elif calls(node, _ADDMM, {"addmm"}):
+    elif calls(node, _ADDMM | _ADDMV, {"addmm", "addmv"}):
         found = _addmm(node)
     elif calls(node, _MATMUL, _MATMUL_METHODS):
         second = _SECOND.get(getattr(node.target, "__name__", str(node.target)), "other")
@@ -165,12 +166,13 @@ def _is_transposition(node: Any) -> bool:
 
 
 def _addmm(node: fx.Node) -> Product | None:
-    given = arguments(node, "input", "mat1", "mat2", "beta", "alpha", "out")
+    name, factors = ("addmv", ("mat", "vec")) if calls(node, _ADDMV, {"addmv"}) else ("addmm", ("mat1", "mat2"))
+    given = arguments(node, "input", *factors, "beta", "alpha", "out")
     if given is None or len(node.args) > 3:  # alpha and beta by position, a signature that torch deprecates
         return None
-    scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
-    reason = "torch.addmm with alpha or beta; write the factors outside of it" if scaled else _writes(given)
-    found = _matmul(given.get("mat1"), given.get("mat2"), reason)
+    scaled = any(given.get(factor, 1) != 1 for factor in ("alpha", "beta"))
+    reason = f"torch.{name} with alpha or beta; write the factors outside of it" if scaled else _writes(given)
+    found = _matmul(given.get(factors[0]), given.get(factors[1]), reason)
     return found and dataclasses.replace(found, bias=given.get("input"))
 
 
@@ -189,13 +191,17 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     m, n = a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1
     if position == 1:
         if b.dim() > 2:
-            reason = (
-                reason
-                or f"its weight has {b.dim()} dimensions; write x @ weight with a 2-D one to have it in the recipe"
-            )
+            reason = reason or f"its weight has {b.dim()} dimensions{f'; {AS_GROUPED}' if b.dim() == 3 else ''}"
         return Product(left, right, None, True, (batch * m, n, a.shape[-1]), reason or why_no_linear(left, right))
     # the columns of x are the rows of a linear
-    reason = reason or "written as weight @ x; write x.mT @ weight.mT to have it in the recipe"
+    advice = (
+        "; write (x.mT @ weight.mT).mT to have it in the recipe"
+        if a.dim() == 2
+        else f"; {AS_GROUPED}"
+        if a.dim() == 3
+        else ""
+    )
+    reason = reason or f"written as weight @ x{advice if b.dim() > 1 else ', of one vector'}"
     return Product(right, left, None, False, (batch * n, m, a.shape[-1]), reason)
 
 
