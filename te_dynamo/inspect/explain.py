@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import warnings
@@ -23,6 +24,7 @@ from te_dynamo.errors import InputError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, rows_of_modules_left_out, share_with_rows
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
@@ -259,7 +261,7 @@ def explain(
                    on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Raises InputError,
                    which lists all names, for another one.
 
-    Without a GPU the headline also has what an H200 would take.
+    Without a GPU the headline also has what an H200 would take. There, and with `device`, autocast for the CPU is the GPU's.
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
@@ -268,7 +270,8 @@ def explain(
     the arguments), tensor hooks, which run, and, of code that was compiled before, the entry that this compilation adds in Dynamo's
     table of it, which counts towards its recompile limit.
 
-    Raises UnsupportedError with `device` for a model that asks for values of tensors: there are none.
+    Raises UnsupportedError with `device` for a model that asks for values of tensors, as there are none, and where it is not known whether
+    autocast would be on.
     """
     target, own = unwrap(model)
     if options is None and mode is None:
@@ -286,12 +289,16 @@ def explain(
                 f"({str(error).partition(chr(10))[0]}). Leave `device` out, or explain a part that does not"
             ) from error
     found = _explain_here(target, args, kwargs, options, mode)
-    if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
+    if not torch.cuda.is_available() and not _on_gpu(args, kwargs):
         try:
             found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
         except Exception as error:  # of the model's own code too, where it asks for values
             found.on_gpu = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return found
+
+
+def _on_gpu(args: Any, kwargs: Any) -> bool:
+    return any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
 
 
 def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
@@ -310,6 +317,7 @@ def _explain_for(
         unchanged(target, args, kwargs),
         unheard(),
         fake_cuda(device),
+        contextlib.nullcontext() if _on_gpu(args, kwargs) else cpu_autocast_on_cuda(),
         moved(target, (args, kwargs)) as (args, kwargs),
     ):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
