@@ -52,6 +52,7 @@ from te_dynamo.passes.dialect.late_weight_gradients import make_weight_gradients
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
 from te_dynamo.passes.dialect.regather import gather_again_in_backward
+from te_dynamo.passes.dialect.saved_inputs import save_inputs_themselves
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views
@@ -118,6 +119,7 @@ class _Compilation:
             self._simplify(graph)
             self._fuse(graph, "joint")
             choose_saved_weights(graph, self.options.save_weights)
+            save_inputs_themselves(graph)
         if not any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
             return
         if self.options.regather:
