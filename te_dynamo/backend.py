@@ -37,8 +37,9 @@ from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
-from te_dynamo.lowering.inductor.install import inductor_options, install
+from te_dynamo.lowering.inductor.install import SAVED_HOOKS, inductor_options, install
 from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.lowering.inductor.saved_hooks import saves_bytes
 from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
@@ -193,10 +194,13 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     warn_if_emulated(gm, compilation.report)
     warn_if_left_for_cost([node.meta[LEFT_FOR_COST] for node in _nodes(gm) if node.meta.get(LEFT_FOR_COST)])
     compiler = sm_margin(options.sm_margin)(_compile_with_inductor if options.codegen == "inductor" else _compile_eager)
-    if supplied is None:
-        compiled = compiler(gm, example_inputs, compilation)
-    else:
-        compiled = compiler(gm, [*(example_inputs[i] for i in supplied.kept), *supplied.buffers], compilation)
+    inputs = example_inputs
+    if supplied is not None:
+        inputs = [*(example_inputs[i] for i in supplied.kept), *supplied.buffers]
+    compiled = compiler(gm, inputs, compilation)
+    if SAVED_HOOKS.active and torch.is_grad_enabled():
+        compiled = saves_bytes(compiled)
+    if supplied is not None:
         by_step, check = options.weight_cache == "step", options.weight_cache_check
         compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
     return WaitsForInputs(compiled, asynchronous) if asynchronous else compiled

@@ -58,6 +58,12 @@ DYNAMO_STATE = Private(
     ),
 )
 
+SAVED_HOOKS = Private(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "hooks on saved tensors get FP8 codes as bytes",
+    "hooks on saved tensors that do what torch cannot do with float8",
+)
+
 TABLE = (
     Private(
         f"torch._higher_order_ops.triton_kernel_wrap.{mutation_analysis_name()}",
@@ -135,6 +141,7 @@ TABLE = (
         "a checkpoint around the model must not count what matching saves",
     ),
     DYNAMO_STATE,
+    SAVED_HOOKS,
     Private(
         "torch._dynamo.eval_frame.reset_code",
         "te_dynamo.freeze has code compiled again that read the weight before",
