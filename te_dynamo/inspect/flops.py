@@ -98,11 +98,22 @@ def rows_of_modules_left_out(
 
 def _why_left_out(module: nn.Module | None) -> str:
     if isinstance(module, nn.RNNBase):
+        if isinstance(module, nn.LSTM) and torch.is_grad_enabled() and _runs_in_onednn(module):
+            return (
+                "Dynamo leaves nn.LSTM as it is, and torch fails on its gradient on a CPU where torch._dynamo.config.allow_rnn = True has it "
+                "compiled"
+            )
         return (
             f"Dynamo leaves nn.{type(module).__name__} as it is; with torch._dynamo.config.allow_rnn = True Inductor compiles it, "
             "in the model's precision"
         )
     return "Dynamo left the code that runs it as it is: it is disabled for the compiler, or breaks the graph where it begins"
+
+
+def _runs_in_onednn(module: nn.Module) -> bool:
+    return torch.backends.mkldnn.is_available() and all(
+        parameter.device.type == "cpu" for parameter in module.parameters()
+    )
 
 
 def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
