@@ -39,8 +39,9 @@ from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
-from te_dynamo.lowering.inductor.install import inductor_options, install
+from te_dynamo.lowering.inductor.install import SAVED_HOOKS, inductor_options, install
 from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.lowering.inductor.saved_hooks import saves_bytes
 from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
@@ -54,6 +55,7 @@ from te_dynamo.passes.dialect.late_weight_gradients import make_weight_gradients
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
 from te_dynamo.passes.dialect.regather import gather_again_in_backward
+from te_dynamo.passes.dialect.saved_inputs import save_inputs_themselves
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views
@@ -122,6 +124,7 @@ class _Compilation:
             self._simplify(graph)
             self._fuse(graph, "joint")
             choose_saved_weights(graph, self.options.save_weights)
+            save_inputs_themselves(graph)
         if not any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes):
             return
         if self.options.regather:
@@ -195,10 +198,13 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     warn_if_emulated(gm, compilation.report)
     warn_if_left_for_cost([node.meta[LEFT_FOR_COST] for node in _nodes(gm) if node.meta.get(LEFT_FOR_COST)])
     compiler = sm_margin(options.sm_margin)(_compile_with_inductor if options.codegen == "inductor" else _compile_eager)
-    if supplied is None:
-        compiled = compiler(gm, example_inputs, compilation)
-    else:
-        compiled = compiler(gm, [*(example_inputs[i] for i in supplied.kept), *supplied.buffers], compilation)
+    inputs = example_inputs
+    if supplied is not None:
+        inputs = [*(example_inputs[i] for i in supplied.kept), *supplied.buffers]
+    compiled = compiler(gm, inputs, compilation)
+    if SAVED_HOOKS.active and torch.is_grad_enabled():
+        compiled = saves_bytes(compiled)
+    if supplied is not None:
         by_step, check = options.weight_cache == "step", options.weight_cache_check
         compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
     compiled = WaitsForInputs(compiled, asynchronous) if asynchronous else compiled

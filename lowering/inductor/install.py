@@ -66,6 +66,12 @@ DYNAMO_STATE = Private(
     ),
 )
 
+SAVED_HOOKS = Private(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "hooks on saved tensors get FP8 codes as bytes",
+    "hooks on saved tensors that do what torch cannot do with float8",
+)
+
 TABLE = (
     Private(
         f"torch._higher_order_ops.triton_kernel_wrap.{mutation_analysis_name()}",
@@ -143,6 +149,7 @@ TABLE = (
         "a checkpoint around the model must not count what matching saves",
     ),
     DYNAMO_STATE,
+    SAVED_HOOKS,
     Private(
         "torch._dynamo.guards.install_guard",
         "modules that run one function behind a graph break, and that rules treat differently, have a graph each",

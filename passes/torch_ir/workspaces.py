@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from te_dynamo.passes.torch_ir.match.where import parameter_name, source_line
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.weights.cache import Workspace, entry_of
-from te_dynamo.weights.frozen import FROZEN, frozen_name, is_dropped, restore
+from te_dynamo.weights.frozen import FROZEN, frozen_name, is_dropped, is_part, restore
 
 _te = torch.ops.te
 _READING: dict[Any, torch._ops.OpOverload] = {
@@ -150,10 +150,13 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     found = _readers(parts, example_inputs)
     written = {placeholders.index(node) for node in written_inputs(gm.graph)} if found else set()
     managed = managed_by_fsdp(gm, example_inputs) if by_step else set()
+    parts_of_more = {reader.node: reader for reader in found if any(map(is_part, reader.weights))}
+    report.notes += _of_parts([reader for reader in parts_of_more.values() if by_step or reader.frozen])
     readers = [
         reader
         for reader in map(_checked, found)
         if reader.positions.isdisjoint(written)
+        and reader.node not in parts_of_more
         and (reader.frozen or (by_step and reader.positions.isdisjoint(managed)))
     ]
     if not readers:
@@ -219,6 +222,16 @@ def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
 def _is_plain_parameter(value: Any) -> bool:
     """Fake ones too: what DDP's buckets are compiled with."""
     return isinstance(value, nn.Parameter) and type(value) in (nn.Parameter, FakeTensor)
+
+
+def _of_parts(readers: list[_Reader]) -> Iterator[str]:
+    if readers:
+        name = frozen_name(readers[0].weights[0]) or parameter_name(readers[0].sources[0]) or "a weight"
+        yield (
+            f"the weights of {len(readers)} linears ({name!r} first) are quantized in each call: they are parts of larger memory, such as a flat "
+            "buffer of DeepSpeed, apex or Megatron, and a write to that raises no version counter of theirs. A parameter of its own "
+            "memory is kept: parameter.data = parameter.data.clone()"
+        )
 
 
 def _checked(reader: _Reader) -> _Reader:

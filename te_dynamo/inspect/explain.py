@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import warnings
@@ -24,6 +25,7 @@ from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
+from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
@@ -255,7 +257,7 @@ def explain(
                    on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Raises InputError,
                    which lists all names, for another one.
 
-    Without a GPU the headline also has what an H200 would take.
+    Without a GPU the headline also has what an H200 would take. There, and with `device`, autocast for the CPU is the GPU's.
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
@@ -265,7 +267,8 @@ def explain(
     explanation, which counts towards `accumulated_recompile_limit` (256) alone.
 
     Raises CoverageError where options={"require_coverage": share} asks for more than there is, in graphs or in none, and
-    UnsupportedError with `device` for a model that asks for values of tensors: there are none.
+    UnsupportedError with `device` for a model that asks for values of tensors, as there are none, and where it is not known whether
+    autocast would be on.
     """
     target, own = unwrap(model)
     if options is None and mode is None:
@@ -283,7 +286,7 @@ def explain(
                 f"({str(error).partition(chr(10))[0]}). Leave `device` out, or explain a part that does not"
             ) from error
     found = _required(_explain_here(target, args, kwargs, options, mode), options)
-    if not torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
+    if not torch.cuda.is_available() and not _on_gpu(args, kwargs):
         try:
             found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
         except Exception as error:  # of the model's own code too, where it asks for values
@@ -297,6 +300,10 @@ def _required(found: Explanation, options: dict[str, Any] | None) -> Explanation
     if least and found.linears:
         found.assert_coverage(least)
     return found
+
+
+def _on_gpu(args: Any, kwargs: Any) -> bool:
+    return any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
 
 
 def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
@@ -315,6 +322,7 @@ def _explain_for(
         unchanged(target, args, kwargs),
         unheard(),
         fake_cuda(device),
+        contextlib.nullcontext() if _on_gpu(args, kwargs) else cpu_autocast_on_cuda(),
         moved(target, (args, kwargs)) as (args, kwargs),
     ):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
 from te_dynamo.inspect.dynamo import dynamo_untouched
+from te_dynamo.inspect.fake_autocast import autocast_on_cuda
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
@@ -71,6 +72,7 @@ def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
         torch._inductor.config.patch(joint_graph_constant_folding=False),  # it makes real tensors
         mock.patch("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT", -1),  # so does this, of torch.tensor(1.0)
         mock.patch("torch.cuda._lazy_init", lambda: None),  # torch.tensor(..., device="cuda") and x[[0, 1]] call it
+        autocast_on_cuda(),
         _inductor_passes_only(),
         _described_as(TARGETS[device] if isinstance(device, str) else device),
     ):

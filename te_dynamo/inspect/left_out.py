@@ -50,7 +50,7 @@ def rows_left_out(
             continue
         reason = why_in_no_graph(target, path, seen)
         if twin := next((row for row in rows if path in row.shared), None):
-            yield dataclasses.replace(twin, module=path, flops=flops)
+            yield dataclasses.replace(twin, module=path, flops=flops, shared=(twin.module,))
         elif reason or found is not None:
             yield MatchRecord("linear", path, matched=False, reason=reason or _between_graphs(seen), flops=flops)
 
@@ -66,6 +66,10 @@ def _owns_a_matrix(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and "Embedding" not in type(module).__name__
 
 
+def _runs_in_onednn(module: nn.Module) -> bool:
+    return torch.backends.mkldnn.is_available() and all(p.device.type == "cpu" for p in module.parameters())
+
+
 def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
     """Why the code of the module at `path`, or code around it, is in no graph; "" where nothing says so.
 
@@ -73,6 +77,11 @@ def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
     """
     module = target.get_submodule(path) if isinstance(target, nn.Module) else None
     if isinstance(module, nn.RNNBase):
+        if isinstance(module, nn.LSTM) and torch.is_grad_enabled() and _runs_in_onednn(module):
+            return (
+                "Dynamo leaves nn.LSTM as it is, and torch fails on its gradient on a CPU where torch._dynamo.config.allow_rnn = True has it "
+                "compiled"
+            )
         return (
             f"Dynamo leaves nn.{type(module).__name__} as it is; with torch._dynamo.config.allow_rnn = True Inductor compiles it, "
             "in the model's precision"

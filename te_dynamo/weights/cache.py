@@ -28,7 +28,7 @@ from te_dynamo.errors import KeptWeightError
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Float8GroupedQuantizer, Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
-from te_dynamo.weights.frozen import FROZEN, end_own_load, is_dropped, lock, place_of, values_of
+from te_dynamo.weights.frozen import FROZEN, end_own_load, is_dropped, is_part, lock, place_of, values_of
 from te_dynamo.weights.unseen_writes import tell_of_unseen_writes
 
 
@@ -288,7 +288,7 @@ class WeightSupply:
 
     def _may_keep(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether writes to the weights would be seen, and keeping what is made of them was asked for."""
-        if any(isinstance(weight, FakeTensor) or weight.is_inference() for weight in weights):
+        if any(isinstance(weight, FakeTensor) or weight.is_inference() or is_part(weight) for weight in weights):
             return False
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # what is made here exists when the CUDA graph is replayed, not before

@@ -24,8 +24,8 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
                   stay: state_dict() gives the quantized values in the weight's own dtype, load_state_dict() takes any and
                   what it loads is quantized anew. Whatever becomes of a load, a weight that it did not write keeps what it
                   had. Values that are loaded are in memory until the next call; others are there again while their
-                  own module is loaded, to be written over. Read outside of a compiled linear the values are NaN. A
-                  weight that something else in a compiled graph reads (a tied embedding) keeps its values.
+                  own module is loaded, to be written over. Copies and pickles of the model have the quantized values too,
+                  and are not frozen. Read outside of a compiled linear the values are NaN. A weight that something else in a compiled graph reads (a tied embedding) keeps its values.
 
     A weight that is written afterwards is quantized again at the next call, if its version counter, address or identity shows
     the write (`invalidate` otherwise). A call that would compute a frozen weight's gradient raises KeptWeightError: run under
@@ -46,7 +46,7 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
     if drop_weights:
         for parameter in _of_linears_alone(model):
             if not is_dropped(parameter):
-                drop(parameter)
+                _drop(parameter)
     _compile_again(added)
     return model
 
@@ -125,6 +125,26 @@ def _of_linears_alone(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter, types in owners.items() if types == {nn.Linear}]
 
 
+def _drop(parameter: nn.Parameter) -> None:
+    """Drops its values; `copy.deepcopy` and pickles make a parameter that has the quantized ones, and is not frozen."""
+    drop(parameter)
+    this = weakref.ref(parameter)
+
+    def with_values() -> nn.Parameter:
+        parameter = this()
+        assert parameter is not None
+        copied = nn.Parameter(_values(parameter).clone(), parameter.requires_grad)
+        vars(copied).update({name: value for name, value in vars(parameter).items() if name not in copying})
+        return copied
+
+    # Both look for these in the object first.
+    copying = {
+        "__deepcopy__": lambda _: with_values(),
+        "__reduce_ex__": lambda protocol: with_values().__reduce_ex__(protocol),
+    }
+    vars(parameter).update(copying)
+
+
 # --- state dicts of models with dropped weights ---------------------------------------------------------------
 
 
@@ -194,7 +214,7 @@ def _after_load(module: nn.Module, _: Any) -> None:
             _check(parameter, path)
             FROZEN[parameter] = Frozen(path)
             if dropped:
-                drop(parameter)
+                _drop(parameter)
         end_load(parameter, dequantized)
         if not dropped:
             renew_weights([parameter])

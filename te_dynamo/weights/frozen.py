@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -57,6 +58,13 @@ def is_dropped(parameter: torch.Tensor) -> bool:
     frozen = FROZEN.get(parameter)
     held, place = None if frozen is None else frozen.place_holder, place_of(parameter)
     return held is not None and (place is held or place.data_ptr() == held.data_ptr())
+
+
+def is_part(weight: Any) -> bool:
+    """Whether it is a parameter in a part of larger memory (a flat buffer): `parameter.data = view` shares no version counter with what it
+    views, so that a write to the whole shows nowhere."""
+    plain = type(weight) is torch.nn.Parameter
+    return plain and weight.untyped_storage().nbytes() > weight.numel() * weight.element_size()
 
 
 def drop(parameter: torch.Tensor) -> None:

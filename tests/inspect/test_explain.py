@@ -261,12 +261,40 @@ def test_every_product_of_the_model_has_a_row(te):
     ]  # fmt: skip
     skipped, rnn = (row.reason for row in found.linears[3:])
     assert skipped.endswith("Disabled.forward is disabled for the compiler (torch.compiler.disable)")
-    assert rnn.startswith("Dynamo leaves nn.LSTM as it is; with torch._dynamo.config.allow_rnn = True")
+    assert rnn.startswith("Dynamo leaves nn.LSTM as it is, and torch fails on its gradient on a CPU")
     by_weight = 2 * 8 * 32 * 32 * (4 + 8)
     assert found.to_dict()["matrix_flops"] == {
         "by_weight": by_weight, "activations": 2 * 2 * 8 * 8 * 32, "has_a_row": 1.0,
     }  # fmt: skip
     assert "100.0% of the model's matrix FLOPs have a row or are products of activations (4.0%)" in found.headline
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_recurrent_layer_is_advised_what_works(te, layer, learns):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = layer(32, 16), nn.Linear(16, 32)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    model, x = Net(), torch.randn(2, 4, 32)
+    with torch.set_grad_enabled(learns):
+        (reason,) = (row.reason for row in explain(model, x, options=CODEGEN).linears if row.module == "rnn")
+    works = "with torch._dynamo.config.allow_rnn = True Inductor compiles it" in reason
+    assert works == (layer is not nn.LSTM or not learns)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True), torch.set_grad_enabled(learns):
+        try:
+            y = torch.compile(model, backend="te", options=CODEGEN)(x)
+            if learns:
+                y.sum().backward()
+        except Exception:
+            assert not works
+        else:
+            assert works, "torch has mended it: advise it"
 
 
 def test_a_row_that_is_missing_shows_in_the_share():

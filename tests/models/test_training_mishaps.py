@@ -62,6 +62,28 @@ def test_what_is_saved_as_it_is_raises_torchs_version_error(model: nn.Module, op
     assert_close([compiled(x).sum()], [te(model, **options)(x).sum()], 0.0)
 
 
+class OfAChunk(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.chunk(2, -1)[0])
+
+
+@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+@pytest.mark.parametrize(
+    "layer, shape",
+    [(nn.Linear(32, 64), (16, 32)), (nn.Linear(32, 64), (2, 8, 32)), (OfAChunk(32, 64), (2, 8, 64))],
+    ids=["itself", "a view", "a user's view"],
+)
+def test_an_input_that_backward_reads_raises_torchs_version_error(
+    layer: nn.Module, shape: tuple[int, ...], codegen: str
+) -> None:
+    """A view of it that Inductor's code makes would have no version counter."""
+    x = torch.randn(shape)
+    y = te(layer, recipe=Float8CurrentScaling(backward="high_precision"), codegen=codegen)(x)
+    x.add_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 # ---- a parameter is another between calls
 
 

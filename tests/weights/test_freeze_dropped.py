@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers.models.small_models import SwiGLU
@@ -51,6 +56,45 @@ def test_loading_into_a_dropped_model_quantizes_what_is_loaded(assign: bool, qua
             assert_same(result, te(other)(x))
     assert len(quantized) == 6
     assert all(is_dropped(p) for p in model.parameters())
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_a_dropped_model_have_the_values(how: str) -> None:
+    tied, x = linear().requires_grad_(False), tokens(32, torch.float32)
+    tied.weight.of = "the user"
+    model = te_dynamo.freeze(nn.Sequential(tied, nn.Linear(48, 32).requires_grad_(False), tied), drop_weights=True)
+    exact = COPIES[how](model)
+    with torch.no_grad():
+        te(model)(x)
+    copied = COPIES[how](model)
+    for weight, name in ((copied[0].weight, "0.weight"), (copied[1].weight, "1.weight")):
+        assert torch.equal(weight, model.state_dict()[name]) and not weight.requires_grad and not is_dropped(weight)
+    assert copied[0].weight is copied[2].weight and copied[0].weight.of == "the user"
+    torch.testing.assert_close(copied[1].weight, exact[1].weight, rtol=0.07, atol=1e-3)
+    assert all(map(is_dropped, (model[0].weight, model[1].weight)))
+    te_dynamo.unfreeze(model)
+    assert torch.equal(COPIES[how](model)[0].weight, copied[0].weight)
+
+
+def test_a_copy_of_a_place_holder_that_was_cast_is_refused() -> None:
+    model = te_dynamo.freeze(linear().requires_grad_(False), drop_weights=True)
+    with torch.no_grad():
+        te(model)(tokens(32, torch.float32))
+    with pytest.raises(KeptWeightError, match="was moved or cast"):
+        copy.deepcopy(model.half())
 
 
 def test_a_dropped_weight_that_the_graph_reads_otherwise_keeps_its_values() -> None:

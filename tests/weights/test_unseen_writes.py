@@ -10,6 +10,7 @@ import torch
 from helpers.weights.kept_weights import assert_same, linear, product, te, tokens
 from torch import Tensor, nn
 
+import te_dynamo
 from te_dynamo.weights import unseen_writes
 
 STEP = {"weight_cache": "step"}
@@ -267,3 +268,44 @@ def sample(argument: Any) -> Any:
         "number": 1.0,
         "bool": False,
     }.get(kind)
+
+
+# ---- flat buffers
+
+
+def flattened(model: nn.Module) -> Tensor:
+    """What DeepSpeed, apex and Megatron make of parameters: views of one buffer, without its version counter."""
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        parameter.data = part.view_as(parameter)
+    return flat
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["for a step", "frozen"])
+@pytest.mark.parametrize("late", [False, True], ids=["before the first call", "after it"])
+def test_a_write_to_the_flat_buffer_of_parameters_is_seen(late: bool, frozen: bool) -> None:
+    model, x = nn.Sequential(linear(), nn.Linear(48, 32)).requires_grad_(not frozen), tokens(32, torch.float32)
+    if frozen:
+        te_dynamo.freeze(model)
+    compiled = te(model, **({} if frozen else STEP))
+    if late:
+        compiled(x)
+    flat = flattened(model)
+    compiled(x)
+    flat.mul_(-3.0)
+    assert_same(compiled(x), te(te_dynamo.unfreeze(model))(x))
+
+
+def test_explain_says_that_parts_of_larger_memory_are_not_kept() -> None:
+    model = nn.Sequential(linear(), nn.Linear(48, 32))
+    flattened(model)
+    options = {**STEP, "codegen": "eager"}
+    found = te_dynamo.explain(model, tokens(32, torch.float32), options=options)
+    (note,) = (note for note in found.to_dict()["notes"] if "parts of larger memory" in note)
+    assert (
+        note.startswith("the weights of 2 linears ('0.weight' first) are quantized in each call")
+        and not found.to_dict()["weights"]
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert len(te_dynamo.explain(model, tokens(32, torch.float32), options=options).to_dict()["weights"]) == 2

@@ -231,11 +231,13 @@ def _grouped_flops_per_us(recipe: Recipe, training: bool, rates: Rates) -> float
 @contextlib.contextmanager
 def kept_weights_known(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: bool) -> Iterator[None]:
     """Inside, `is_kept` and `is_dropped` tell of the weights of the graph and of its bodies; with the option weight_cache="step" all are
-    kept."""
+    kept but parts of larger memory."""
     for region in regions(gm) if example_inputs else []:
         for placeholder, positions in region.inputs.items():
             given = [example_inputs[position] for position in positions]
-            if given and all(value in FROZEN for value in given):
+            if any(map(frozen.is_part, given)):
+                placeholder.meta[_KEPT] = "never"
+            elif given and all(value in FROZEN for value in given):
                 placeholder.meta[_KEPT] = "dropped" if any(map(frozen.is_dropped, given)) else "frozen"
     token = _by_step.set(by_step)
     try:
@@ -246,7 +248,8 @@ def kept_weights_known(gm: fx.GraphModule, example_inputs: Sequence[Any], by_ste
 
 def is_kept(weight: fx.Node) -> bool:
     """Whether the quantized copy of a weight, or of its cast or transposition, outlives the call."""
-    return _by_step.get() or _kept(weight) != ""
+    kept = _kept(weight)
+    return kept != "never" and (_by_step.get() or kept != "")
 
 
 def is_dropped(weight: fx.Node) -> bool:
