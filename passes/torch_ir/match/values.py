@@ -33,6 +33,7 @@ __all__ = [
     "quantized_of",
     "replace",
     "sole_user",
+    "spells",
     "tensor_of",
 ]
 
@@ -62,6 +63,11 @@ def quantized_of(node: Any) -> QuantizedTensor | None:
 
 
 def calls(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:
+    """Whether a node calls one of these functions or tensor methods, and its result keeps its form."""
+    return spells(node, functions, methods) and CHANGED_BY not in node.meta
+
+
+def spells(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:
     """Whether a node calls one of these functions or tensor methods, or the aten operation of that name, as a module that
     torch.export made does."""
     if not isinstance(node, fx.Node):

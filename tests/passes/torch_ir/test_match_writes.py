@@ -275,6 +275,14 @@ def unsqueezed(x):
     return y + h.sum()
 
 
+def a_norms_product(x):
+    h = up(x)
+    o = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    w = 1 + SCALE
+    o.unsqueeze_(0)
+    return down(o * w)
+
+
 def other_storage(x):
     w = DOWN.detach().clone().t()
     y = x.new_ones(64, 32)
@@ -284,7 +292,7 @@ def other_storage(x):
 
 @pytest.mark.parametrize(
     "forward",
-    [transposed_twice, swapped_twice, transposed_experts, unsqueezed, other_storage],
+    [transposed_twice, swapped_twice, transposed_experts, unsqueezed, a_norms_product, other_storage],
     ids=lambda f: f.__name__,
 )
 def test_a_view_whose_form_changes(forward: Callable[[Tensor], Tensor]) -> None:
@@ -301,6 +309,15 @@ def test_the_reason_names_the_writer() -> None:
     with torch.no_grad():
         compiled(torch.randn(8, 32))
     assert compiled.reasons("gated silu") == ["opaque writes an input in place inside the pattern"]
+
+
+def test_a_result_whose_form_changes_has_a_reason() -> None:
+    compiled = Matched(unsqueezed)
+    with torch.no_grad():
+        compiled(torch.randn(8, 32))
+    assert compiled.reasons() == ["unsqueeze_ changes the size, the strides or the storage of h in place"] + [
+        "unsqueeze_ changes the size, the strides or the storage of h in place"
+    ]
 
 
 def test_an_unknown_function_that_is_given_something_else_refuses_nothing() -> None:

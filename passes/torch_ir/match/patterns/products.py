@@ -26,7 +26,7 @@ from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.contractions import AS_GROUPED, Contraction, contraction_of
-from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
+from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, spells, tensor_of
 
 __all__ = [
     "LINEAR",
@@ -85,13 +85,13 @@ class Product:
 
 def product_of(node: fx.Node) -> Product | None:
     """The linear that a node is; None for any other node."""
-    if calls(node, LINEAR):
+    if spells(node, LINEAR):
         given = arguments(node, "input", "weight", "bias") or {}
         x, weight = given.get("input"), given.get("weight")
         found: Product | None = Product(x, weight, given.get("bias"), False, _sizes(x, weight))
-    elif calls(node, _ADDMM | _ADDMV, {"addmm", "addmv"}):
+    elif spells(node, _ADDMM | _ADDMV, {"addmm", "addmv"}):
         found = _addmm(node)
-    elif calls(node, _MATMUL, _MATMUL_METHODS):
+    elif spells(node, _MATMUL, _MATMUL_METHODS):
         second = _SECOND.get(getattr(node.target, "__name__", str(node.target)), "other")
         given = arguments(node, "input", second, "out") or {}
         found = _matmul(given.get("input"), given.get(second), _writes(given))
