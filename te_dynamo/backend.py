@@ -60,6 +60,7 @@ from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.gathered_weights import check_gathered
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
+from te_dynamo.passes.torch_ir.match.mutation import facts_known
 from te_dynamo.passes.torch_ir.match.root import compiled_model
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
@@ -178,7 +179,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     record_before("match", gm.graph, compilation.progress)
     # The new nodes' fake values are computed with autograd on. A checkpoint around the compiled model must not count what
     # that saves: recomputation, which does not compile, would save less.
-    with timed("te_dynamo.match"), _disable_saved_tensors_hooks_during_tracing():
+    with timed("te_dynamo.match"), _disable_saved_tensors_hooks_during_tracing(), facts_known(gm):
         match(gm, options, compilation.report, example_inputs)
         if options.fusions:
             fuse_operations(gm, options, compilation.report)

@@ -46,7 +46,6 @@ from te_dynamo.operations import (
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.run import Call
 from te_dynamo.options import Options
-from te_dynamo.passes.torch_ir.match.mutation import written_by
 from te_dynamo.passes.torch_ir.match.patterns import activation as spellings
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL, RELU, written_formula
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, why_no_te_norm
@@ -275,7 +274,7 @@ def _activation_op(node: fx.Node, x: fx.Node) -> BasicOperation | None:
         op = ReLU()
     elif calls(node, {_te.relu2.default}):
         op = SReLU()
-    return None if node.all_input_nodes != [x] or written_by(node) else op
+    return None if node.all_input_nodes != [x] else op
 
 
 # ---- gated activations
@@ -397,7 +396,7 @@ def _halves(node: fx.Node, value: fx.Node) -> Link | None:
 
 def _is_sum(node: fx.Node, value: fx.Node) -> bool:
     """Whether `node` is value + another tensor of its shape and dtype, a new tensor."""
-    if not calls(node, *ADD) or node.kwargs or len(node.args) != 2 or written_by(node):
+    if not calls(node, *ADD) or node.kwargs or len(node.args) != 2:
         return False
     a, b = node.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b or value not in (a, b):

@@ -27,8 +27,8 @@ from te_dynamo.operations.fuser import FusedOps, Group
 from te_dynamo.operations.run import Call, first_needing_grad
 from te_dynamo.operations.sequence import OperationSequence, sequence
 from te_dynamo.options import Options
-from te_dynamo.passes.torch_ir.match.mutation import effects_known, refuses
-from te_dynamo.passes.torch_ir.match.values import emit, emit_getitem, erase_unused, tensor_of
+from te_dynamo.passes.torch_ir.match.mutation import refuses
+from te_dynamo.passes.torch_ir.match.values import emit, emit_getitem, erase_unused, replace, tensor_of
 from te_dynamo.passes.torch_ir.operation_chains import Link, chains
 
 
@@ -51,9 +51,8 @@ def fuse_operations(gm: fx.GraphModule, options: Options, report: Report) -> Non
         return
     for body in [module for module in gm.modules() if isinstance(module, fx.GraphModule)]:
         rewrite = _Rewrite(options, report)
-        with effects_known(body.graph):
-            for chain in list(chains(body.graph, options)):
-                rewrite.chain(chain)
+        for chain in list(chains(body.graph, options)):
+            rewrite.chain(chain)
         body.graph.lint()
         body.recompile()
 
@@ -110,7 +109,7 @@ class _Rewrite:
                 if link in taken:
                     assert link.second is not None
                     link.second.replace_input_with(self._new(link.input), emit_getitem(graph, results, 1 + i))
-        last.replace_all_uses_with(output)
+        replace(last, output)
         self._replaced[last] = output
         erase_unused(graph, span.nodes)
 

@@ -14,7 +14,8 @@ import dataclasses
 import torch
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.values import emit, emit_getitem, quantized_of
+from te_dynamo.passes.torch_ir.match.mutation import reads_through
+from te_dynamo.passes.torch_ir.match.values import emit, emit_getitem, quantized_of, replace
 
 _te = torch.ops.te
 
@@ -29,17 +30,18 @@ def read_buffers(gm: fx.GraphModule) -> None:
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, bias, config = node.args
-    stored = weight
+    stored, casts = weight, []
     while stored.op == "call_method" and stored.target == "to":  # type: ignore[union-attr]
+        casts.append(stored)
         stored = stored.args[0]  # type: ignore[union-attr]
     held = quantized_of(stored)
-    if held is None:
+    if held is None or not reads_through(node, *casts):
         return
     config = dataclasses.replace(config, weight_quantizer=held.quantizer)  # type: ignore[type-var]
     with graph.inserting_before(node):
         buffers = [emit(graph, getattr, (stored, f"_{name}"), node) for name in held.named_buffers()]
         new = emit(graph, _te.linear_with_workspace.default, (x, weight, bias, config, buffers), node)
         for item in list(node.users):
-            item.replace_all_uses_with(emit_getitem(graph, new, item.args[1]))  # type: ignore[arg-type]
+            replace(item, emit_getitem(graph, new, item.args[1]))  # type: ignore[arg-type]
             graph.erase_node(item)
     graph.erase_node(node)

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from te_dynamo.passes.torch_ir.match.mutation import written_by
-from te_dynamo.passes.torch_ir.match.values import tensor_of
+__all__ = ["Region", "bodies_of", "has_operands", "regions"]
 
 _HAVE_OPERANDS = {
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled", "wrap_with_autocast",
@@ -83,8 +81,8 @@ def regions(gm: fx.GraphModule) -> list[Region]:
         for call in reversed(module.graph.nodes):
             if not isinstance(call.target, torch._ops.HigherOrderOperator):
                 continue
-            bodies = _bodies_of(module, call)
-            if not _has_operands(call, bodies):
+            bodies = bodies_of(module, call)
+            if not has_operands(call, bodies):
                 elsewhere.update(inner for body in bodies for inner in body.modules())
                 continue
             known = bodies[0] in calls
@@ -101,40 +99,15 @@ def regions(gm: fx.GraphModule) -> list[Region]:
     return list(found.values())
 
 
-def _bodies_of(gm: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
+def bodies_of(gm: fx.GraphModule | None, call: fx.Node) -> list[fx.GraphModule]:
+    """What a higher-order op of that module's graph may run."""
     named = [getattr(gm, str(node.target), None) for node in call.all_input_nodes if node.op == "get_attr"]
     return [body for body in named if isinstance(body, fx.GraphModule)]
 
 
-def _has_operands(call: fx.Node, bodies: list[fx.GraphModule]) -> bool:
+def has_operands(call: fx.Node, bodies: list[fx.GraphModule]) -> bool:
     """Whether its last arguments are what it passes to the placeholders of its one body."""
     if call.target.name() not in _HAVE_OPERANDS or len(bodies) != 1:  # type: ignore[union-attr]
         return False
     count = len(bodies[0].graph.find_nodes(op="placeholder"))
     return 0 < count < len(call.args)
-
-
-def written_inputs(parts: list[Region]) -> set[int]:
-    """Positions of the inputs of the whole graph (the first of `parts`) that share memory with what something in it writes."""
-    whole = parts[0]
-    calls = {call for region in parts for _, call in region.calls}  # they write what their bodies do
-    memory = [_memory(placeholder) for placeholder in whole.inputs]
-    written = set()
-    for region in parts:
-        here = {_memory(n) for node in region.graph.nodes if node not in calls for n in written_by(node)}
-        if None in here:  # there is no telling
-            return set(range(len(memory)))
-        for placeholder, positions in region.inputs.items():
-            if here and _memory(placeholder) in here:
-                written |= {memory[position] for position in positions}
-        written |= here & set(memory)
-    return {position for position, of_input in enumerate(memory) if of_input in written}
-
-
-def _memory(node: fx.Node) -> StorageWeakRef | None:
-    """The storage of a node's fake tensor; fakes share theirs exactly where the real ones do. None where it cannot be told."""
-    value = tensor_of(node)
-    try:
-        return None if value is None else StorageWeakRef(value.untyped_storage())
-    except (RuntimeError, NotImplementedError):
-        return None

@@ -31,9 +31,10 @@ from te_dynamo.dialect.stacked import segments_stack
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.inspect.report import Report, WorkspaceRecord
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
-from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_getitem, emit_method, tensor_of
+from te_dynamo.passes.torch_ir.match.mutation import reads_through, written_inputs
+from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_getitem, emit_method, replace, tensor_of
 from te_dynamo.passes.torch_ir.match.where import parameter_name, source_line
-from te_dynamo.passes.torch_ir.regions import Region, regions, written_inputs
+from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.weights.cache import Workspace, entry_of
 from te_dynamo.weights.frozen import FROZEN, frozen_name, is_dropped, restore
@@ -147,7 +148,7 @@ def use_workspaces(gm: fx.GraphModule, example_inputs: Sequence[Any], by_step: b
     placeholders = gm.graph.find_nodes(op="placeholder")
     parts = regions(gm)
     found = _readers(parts, example_inputs)
-    written = written_inputs(parts) if found else set()
+    written = {placeholders.index(node) for node in written_inputs(gm.graph)} if found else set()
     managed = managed_by_fsdp(gm, example_inputs) if by_step else set()
     readers = [
         reader
@@ -200,19 +201,19 @@ def _readers(parts: list[Region], example_inputs: Sequence[Any]) -> list[_Reader
 def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
     """The weight that a te linear reads, the experts' of a tensor that was made of them; before autocast's cast.
 
-    Experts that share one matrix's blocks of scales have no part of it each, and are not kept.
+    Experts that share one matrix's blocks of scales have no part of it each, and are not kept. A cast or a stack that is written is no
+    copy of a weight any more: it stands for itself.
     """
     weight: Any = node.args[1]
     weights = [weight]
     grouped = node.target is _te.grouped_linear.default and node.args[3].input_quantizer.one_scale  # type: ignore[union-attr]
-    if grouped and calls(weight, {torch.stack}):
-        weights = weight.args[0] if len(weight.args) == 1 and not weight.kwargs else []
-    return tuple(
-        each.args[0]
-        if each.op == "call_method" and each.target == "to" and isinstance(each.args[1], torch.dtype)
-        else each
-        for each in weights
-    )
+    if grouped and calls(weight, {torch.stack}) and len(weight.args) == 1 and not weight.kwargs:
+        weights = weight.args[0]
+    casts = [w for w in weights if w.op == "call_method" and w.target == "to" and isinstance(w.args[1], torch.dtype)]
+    between = [*casts, *([] if weights == [weight] else [weight])]
+    if between and not reads_through(node, *between):
+        return (weight,)
+    return tuple(each.args[0] if each in casts else each for each in weights)
 
 
 def _is_plain_parameter(value: Any) -> bool:
@@ -415,7 +416,7 @@ def _rewrite(group: _Group, nodes: dict[str, fx.Node]) -> None:
                 kept = weight if config.weight_requires_grad or reads_values else None
                 new = emit(graph, _READING[node.target], (x, kept, *others, buffers), node)
                 for item in list(node.users):
-                    item.replace_all_uses_with(emit_getitem(graph, new, item.args[1]))  # type: ignore[arg-type]
+                    replace(item, emit_getitem(graph, new, item.args[1]))  # type: ignore[arg-type]
                     graph.erase_node(item)
             graph.erase_node(node)
             _erase_computed(graph, weight)

@@ -12,6 +12,8 @@ forward, backward and what is saved.
     cpu_bound.py    whether the graph waits for the CPU, so that no linear gains
     autocast.py     whether autocast may be on where a node stands
     readers.py      what "next to a matched linear" means
+    memory.py       which memory a node's tensors lie in, noted before anything is rewritten
+    writes.py       which tensors a node writes
     mutation.py     why several nodes must not become one: in-place writes and mode changes in between
     where.py        module path and source line of a node
     origins.py      which tensors are made of parameters alone
@@ -42,7 +44,7 @@ record. An unsupported shape, dtype or device is a reason, not an error.
 
 To add a pattern: write a function of that form for the node at which the pattern is easiest to recognise,
 read the other nodes from there by hand (`calls`, `arguments`, `sole_user`), ask `left_as_plain` and
-`refuses`, put the te node in with `emit` and take the user's nodes out with `erase_unused`; then name the
+`refuses`, put the te node in with `emit` and `replace` and take the user's nodes out with `erase_unused`; then name the
 function in `_AFTER_LINEARS` of bodies.py.
 """
 
@@ -58,6 +60,7 @@ from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.bodies import Matcher
 from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
 from te_dynamo.passes.torch_ir.match.cpu_bound import cpu_known
+from te_dynamo.passes.torch_ir.match.mutation import facts_known
 from te_dynamo.passes.torch_ir.match.origins import origins_known
 from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
 from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
@@ -80,7 +83,8 @@ def match(
     linears_only: norms and activations stay what the user wrote.
     """
     by_step = options.weight_cache == "step"
-    with in_whole_model(gm.graph, example_inputs), kept_weights_known(gm, example_inputs, by_step), origins_known():
+    known = kept_weights_known(gm, example_inputs, by_step), origins_known(), facts_known(gm)
+    with in_whole_model(gm.graph, example_inputs), known[0], known[1], known[2]:
         matcher = Matcher(options, linears_only)
         with cpu_known(gm, options, matcher.recipe_for, example_inputs, report):
             records = matcher.match(gm)

@@ -17,7 +17,6 @@ from torch import fx
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.checkpoint import ask_for_what_was_replaced
-from te_dynamo.passes.torch_ir.match.mutation import effects_known
 from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation, match_written_activation
 from te_dynamo.passes.torch_ir.match.patterns.attention import match_attention
 from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
@@ -76,18 +75,17 @@ class Matcher:
             for call, record in self._match_body(body, calls, recipe_for, outside):
                 records.append((place[call], record))
         records += [(place[node], record) for node, left in whole.items() for record in left]
-        with effects_known(gm.graph):
-            for matcher in _LINEARS:
-                for node, index in place.items():
-                    if not node._erased:
-                        records += [(index, record) for record in matcher(node, recipe_for, outside)]
+        for matcher in _LINEARS:
             for node, index in place.items():
                 if not node._erased:
-                    records += [(index, record) for record in match_sequence(node, self.options.fusions)]
-            for match_other in () if outside or self.linears_only else _AFTER_LINEARS:
-                for node in list(gm.graph.nodes):
-                    if node in place and not node._erased and (record := match_other(node)) is not None:
-                        records.append((place[node], record))
+                    records += [(index, record) for record in matcher(node, recipe_for, outside)]
+        for node, index in place.items():
+            if not node._erased:
+                records += [(index, record) for record in match_sequence(node, self.options.fusions)]
+        for match_other in () if outside or self.linears_only else _AFTER_LINEARS:
+            for node in list(gm.graph.nodes):
+                if node in place and not node._erased and (record := match_other(node)) is not None:
+                    records.append((place[node], record))
         gm.graph.lint()
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]

@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around
-from te_dynamo.passes.torch_ir.match.mutation import written_by
-from te_dynamo.passes.torch_ir.match.values import emit, emit_method
+from te_dynamo.passes.torch_ir.match.memory import note_new
+from te_dynamo.passes.torch_ir.match.values import emit, emit_method, replace
+from te_dynamo.passes.torch_ir.match.writes import written_by
 
 __all__ = ["CannotInline", "inline_call"]
 
@@ -54,7 +55,7 @@ def inline_call(node: fx.Node, function: Callable[..., Any]) -> list[fx.Node]:
     added = _between(last, node)
     _take_over(node, result)
     for new in reversed(added):
-        if not new.users and not written_by(new):
+        if not new.users:
             graph.erase_node(new)
     return [new for new in added if not new._erased]
 
@@ -108,9 +109,9 @@ def _check(node: fx.Node, result: Any) -> None:
 
 def _take_over(node: fx.Node, result: Any) -> None:
     if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
+        replace(node, result)
     for item in list(node.users):
-        item.replace_all_uses_with(result[item.args[1]])
+        replace(item, result[item.args[1]])
         node.graph.erase_node(item)
     node.graph.erase_node(node)
 
@@ -159,10 +160,13 @@ class _Recorder(TorchFunctionMode):
         else:
             node = graph.call_function(func, args, kwargs)
         self._know(result, node)
+        if written_by(node):  # the writes of a graph are noted before its calls are inlined
+            raise CannotInline(f"its {name} works in place")
 
     def _know(self, value: Any, node: fx.Node) -> None:
         if node not in self._like.all_input_nodes:
             node.meta = {**self._like.meta, "example_value": value}
+            note_new(node)
         if not isinstance(value, torch.Tensor):
             for index, part in enumerate(value):
                 self._know(part, node.graph.call_function(operator.getitem, (node, index)))

@@ -1,160 +1,134 @@
-"""Whether something between two nodes of a graph writes a tensor, or changes what a rewritten node would
-mean.
+"""Whether several nodes may become one, at the place of the last: nothing between them writes what they read, or changes what they
+would mean there.
 
-A match of several nodes becomes one node, at the place of the last. That reads its inputs later than the user
-did, and may keep them for the backward pass where the user's formula kept a copy. Torch IR has in-place
-methods, augmented assignments and `out=`, so both need proof.
+The one node reads its inputs later than the user's nodes did, and may keep them for the backward pass where the user's formula kept a
+copy. Torch IR has in-place methods, augmented assignments and `out=`, so both need proof. memory.py and writes.py have the facts, which
+`facts_known` takes before anything is rewritten.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
-import operator
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from te_dynamo.passes.torch_ir.match.memory import CHANGED_BY, Memory, memory_of, note_body, note_graph, share
 from te_dynamo.passes.torch_ir.match.values import tensor_of
+from te_dynamo.passes.torch_ir.match.writes import changes_form, name_of, written_by
+from te_dynamo.passes.torch_ir.regions import regions
 
-__all__ = ["effects_known", "refuses", "written_by"]
+__all__ = ["facts_known", "reads_through", "refuses", "written_inputs"]
 
-_AUGMENTED = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-    operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift,
-    operator.irshift, operator.setitem,
-}  # fmt: skip
-_AUGMENTED_METHODS = {f"__{f.__name__}__" for f in _AUGMENTED}
 _MODES = {
     "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode",
     "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class _Effect:
+    """A node that writes the tensors that lie in `memory`, or changes grad mode or autocast."""
+
+    node: fx.Node
+    memory: Memory
+    changes_mode: bool
+
+
 def refuses(nodes: Sequence[fx.Node]) -> str:
     """Why the nodes of a match must not become one node in the place of the last; "" when they may.
 
-    Refused: a write to a tensor that may share memory with one they read, between the first and the last (or
-    anywhere after, when backward will want its value), and a change of grad mode or autocast in between.
+    Refused: a node that works in place; a write between two of them to what an earlier one reads, or to what it gives a later one; a
+    write behind them to what they read, when backward will want its value; a change of grad mode or autocast in between.
     """
-    first, last = min(nodes), max(nodes)
-    reads = {operand for node in nodes for operand in node.all_input_nodes} - set(nodes)
-    result = tensor_of(last)
-    keeps = result is None or result.requires_grad
-    effects = _known.get()
-    for node in _effects(first.graph) if effects is None else effects:
+    result = tensor_of(max(nodes))
+    return _conflict(nodes, keeps=result is None or result.requires_grad)
+
+
+def reads_through(reader: fx.Node, *between: fx.Node) -> bool:
+    """Whether `reader` may read what the nodes `between` are views, casts or stacks of, in their place."""
+    return not _conflict([*between, reader], keeps=False)
+
+
+def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The placeholders that share memory with what something in the graph writes."""
+    written = [effect.memory for effect in _effects_of(graph)]
+    return {
+        node for node in graph.find_nodes(op="placeholder") if any(share(memory_of(node), memory) for memory in written)
+    }
+
+
+def _conflict(nodes: Sequence[fx.Node], keeps: bool) -> str:
+    first, last, own = min(nodes), max(nodes), set(nodes)
+    for effect in _effects_of(first.graph):
+        node = effect.node
         if node._erased or node < first:
             continue
-        inside = not last < node
+        inside = node < last
+        if node in own:
+            return f"its {name_of(node)} works in place"
         if not (inside or keeps):
             break
-        if inside and _changes_mode(node):
-            return f"{_spelled(node)} changes the mode inside the pattern"
-        if any(_may_share_memory(written, read) for written in written_by(node) for read in reads):
+        if inside and effect.changes_mode:
+            return f"{name_of(node)} changes the mode inside the pattern"
+        if any(share(effect.memory, memory_of(value)) for value in _values_at(node, nodes, own)):
             when = "inside the pattern" if inside else "after it, and backward needs its value"
-            return f"{_spelled(node)} writes an input in place {when}"
+            return f"{name_of(node)} writes an input in place {when}"
     return ""
 
 
-@contextlib.contextmanager
-def effects_known(graph: fx.Graph) -> Iterator[None]:
-    """Inside, `refuses` asks about nodes of `graph`, to which no write and no change of mode is added meanwhile.
+def _values_at(place: fx.Node, nodes: Sequence[fx.Node], own: set[fx.Node]) -> Iterator[fx.Node]:
+    """The values whose write at `place` the one node would see, and the user's nodes did not, or the other way round: what is read from
+    outside before it, and what is made inside before it and read after it."""
+    for reader in nodes:
+        for value in reader.all_input_nodes:
+            if value < place < reader if value in own else reader < place:
+                yield value
 
-    Without it each question reads the whole graph.
-    """
-    token = _known.set(_effects(graph))
+
+# --- facts
+
+
+@contextlib.contextmanager
+def facts_known(gm: fx.GraphModule) -> Iterator[None]:
+    """Inside, the questions above are asked of `gm` and the bodies in it, whose memory and writes were noted at the beginning."""
+    if gm.graph in (_known.get() or {}):
+        yield
+        return
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for graph in graphs:
+        note_graph(graph)
+    for region in regions(gm):  # callers first
+        note_body(region.graph, region.operands)
+    token = _known.set({graph: list(_effects(graph)) for graph in graphs})
     try:
         yield
     finally:
         _known.reset(token)
 
 
-_known: contextvars.ContextVar[list[fx.Node] | None] = contextvars.ContextVar("te_dynamo_effects", default=None)
+_known: contextvars.ContextVar[dict[fx.Graph, list[_Effect]] | None] = contextvars.ContextVar(
+    "te_dynamo_effects", default=None
+)
 
 
-def _effects(graph: fx.Graph) -> list[fx.Node]:
+def _effects_of(graph: fx.Graph) -> list[_Effect]:
+    known = _known.get()
+    assert known is not None, "outside of facts_known"
+    return known[graph]
+
+
+def _effects(graph: fx.Graph) -> Iterator[_Effect]:
     """The nodes that write to a tensor or change grad mode or autocast, in order."""
-    return [node for node in graph.nodes if _changes_mode(node) or written_by(node)]
-
-
-def _changes_mode(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") in _MODES
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors this node may write to."""
-    if node.op == "call_module":
-        return node.all_input_nodes
-    if node.op not in ("call_function", "call_method"):
-        return []
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _written_by_body(node)
-    written = list(_nodes(node.kwargs.get("out")))
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema.arguments
-        given = {a.name: value for a, value in zip(schema, node.args, strict=False)} | node.kwargs
-        written += [n for a in schema if a.alias_info and a.alias_info.is_write for n in _nodes(given.get(a.name))]
-    elif _writes_first_argument(node):
-        written += _nodes(node.args[0] if node.args else node.kwargs.get("input"))
-    return written
-
-
-def _writes_first_argument(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return name in _AUGMENTED_METHODS or (name.endswith("_") and not name.endswith("__"))
-    if node.target in _AUGMENTED or node.kwargs.get("inplace") is True:
-        return True
-    name = getattr(node.target, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or _inplace_by_position(node)
-
-
-def _inplace_by_position(node: fx.Node) -> bool:
-    """`F.relu(x, True)`: the flag named inplace, passed without its name."""
-    if True not in [a for a in node.args if isinstance(a, bool)]:
-        return False
-    try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # builtins have no signature, and no flag named inplace
-        return False
-    return bound.arguments.get("inplace") is True
-
-
-def _written_by_body(node: fx.Node) -> list[fx.Node]:
-    """A higher-order op writes what its body writes; one without a body in the graph may write anything it is
-    given."""
-    owner = node.graph.owning_module
-    bodies: list[Any] = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
-    bodies = [b for b in bodies if isinstance(b, fx.GraphModule)]
-    if bodies and not any(written_by(n) for body in bodies for n in body.graph.nodes):
-        return []
-    return [n for n in node.all_input_nodes if tensor_of(n) is not None]
-
-
-def _may_share_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Dynamo's fake tensors share a storage exactly where the real ones do; what cannot be told is taken for
-    shared."""
-    x, y = tensor_of(a), tensor_of(b)
-    if a is b or x is None or y is None:
-        return True
-    try:
-        return StorageWeakRef(x.untyped_storage()) == StorageWeakRef(y.untyped_storage())
-    except (RuntimeError, NotImplementedError):
-        return True
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _nodes(item)
-
-
-def _spelled(node: fx.Node) -> str:
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    changed: dict[int, str] = {}
+    for node in graph.nodes:
+        written, changes_mode = written_by(node), name_of(node) in _MODES
+        if written and changes_form(node):
+            changed |= {id(n.meta.get("example_value")): name_of(node) for n in written}
+        if written or changes_mode:
+            yield _Effect(node, frozenset().union(*map(memory_of, written)), changes_mode)
+    for node in graph.nodes if changed else ():
+        if id(node.meta.get("example_value")) in changed:
+            node.meta[CHANGED_BY] = changed[id(node.meta["example_value"])]

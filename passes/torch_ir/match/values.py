@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from te_dynamo.passes.torch_ir.match.memory import CHANGED_BY, note_new, take_over
 from te_dynamo.quantized.tensor import QuantizedTensor
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "left_as_plain",
     "number",
     "quantized_of",
+    "replace",
     "sole_user",
     "tensor_of",
 ]
@@ -47,8 +49,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensor_of(node: Any) -> torch.Tensor | None:
     """The (fake) tensor Dynamo recorded for a node; None for anything that is not a node giving one
-    tensor."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    tensor, and for a tensor whose form changes later."""
+    known = isinstance(node, fx.Node) and CHANGED_BY not in node.meta
+    value = node.meta.get("example_value") if known else None
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -111,6 +114,8 @@ def left_as_plain(*nodes: fx.Node | None) -> str:
         if node is None:
             continue
         value = tensor_of(node)
+        if CHANGED_BY in node.meta:
+            return f"{node.meta[CHANGED_BY]} changes the size, the strides or the storage of {node} in place"
         if value is None:
             return f"the graph does not say what tensor {node} is"
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -143,6 +148,12 @@ def emit_getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return _with_meta(graph.call_function(operator.getitem, (node, index)), node, operator.getitem)
 
 
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Readers of `node` read `new`, which takes over what is known of its memory."""
+    take_over(node, new)
+    node.replace_all_uses_with(new)
+
+
 def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Removes the nodes of a finished match that nothing reads any more. Never a graph-wide elimination: at
     Torch IR that would take in-place methods, whose results nobody reads, for dead."""
@@ -159,4 +170,5 @@ def _with_meta(new: fx.Node, like: fx.Node, run: Callable[..., Any]) -> fx.Node:
     grad = replaced is None or replaced.requires_grad
     with fake_modes[0] if fake_modes else contextlib.nullcontext(), torch.set_grad_enabled(grad):
         new.meta["example_value"] = run(*values, **options)
+    note_new(new)
     return new

@@ -199,9 +199,9 @@ def test_reads_a_linear_is_enough():
     ("forward", "kind", "reason"),
     [
         (lambda x: F.gelu(x), "gelu", "no FP8 linear reads its output; left to Inductor"),
-        (lambda x: F.linear(F.relu(x.clone(), inplace=True), WEIGHT), "relu", "it works in place"),
-        (lambda x: F.linear(F.silu(x.clone(), True), WEIGHT), "silu", "it works in place"),
-        (lambda x: F.linear(x.clone().relu_(), WEIGHT), "relu", "it works in place"),
+        (lambda x: F.linear(F.relu(x.clone(), inplace=True), WEIGHT), "relu", "its relu works in place"),
+        (lambda x: F.linear(F.silu(x.clone(), True), WEIGHT), "silu", "its silu works in place"),
+        (lambda x: F.linear(x.clone().relu_(), WEIGHT), "relu", "its relu_ works in place"),
         (lambda x: F.linear((s := F.silu(x)) * x.cos() + s, WEIGHT), "gated silu", "its intermediate value"),
         (lambda x: quick_gelu(x), "quick_gelu", "no FP8 linear reads its output; left to Inductor"),
         (lambda x: F.linear(quick_gelu(x.double()), WEIGHT.double()), "quick_gelu", "its input is fp64"),

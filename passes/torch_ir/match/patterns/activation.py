@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.mutation import refuses, written_by
+from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.formulas import MUL, RELU, written_formula
 from te_dynamo.passes.torch_ir.match.readers import comes_from_linear, why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.torch_ir.match.values import (
@@ -23,6 +23,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     emit,
     erase_unused,
     left_as_plain,
+    replace,
     sole_user,
     tensor_of,
 )
@@ -36,7 +37,7 @@ __all__ = [
     "match_activation",
     "match_written_activation",
     "record",
-    "replace",
+    "replace_activation",
 ]
 
 GELU = {F.gelu, torch._C._nn.gelu}
@@ -67,12 +68,10 @@ def match_written_activation(node: fx.Node) -> MatchRecord | None:
 
 def _match(node: fx.Node, kind: str, x: fx.Node, nodes: tuple[fx.Node, ...]) -> MatchRecord:
     name, op, options = _OPERATIONS[kind]
-    if written_by(node):
-        return record(name, node, "it works in place")
     reader = sole_user(node)
     if reader is not None and factors(reader):
         return record(name, node, "only a product reads it, which no kernel takes; left to Inductor")
-    return replace(name, op, (x,), options, nodes)
+    return replace_activation(name, op, (x,), options, nodes)
 
 
 _Activation = tuple[str, fx.Node, tuple[fx.Node, ...]]
@@ -104,7 +103,7 @@ def _written(node: Any) -> _Activation | None:
     return formula and (formula.kind, formula.x, formula.nodes)
 
 
-def replace(
+def replace_activation(
     kind: str, op: Any, reads: tuple[fx.Node, ...], options: tuple[Any, ...], nodes: tuple[fx.Node, ...]
 ) -> MatchRecord:
     """Puts op(*reads, *options) in the place of `nodes` where that pays, next to matched linears. kind: what the record calls it."""
@@ -116,7 +115,7 @@ def replace(
     if not reason:
         with last.graph.inserting_before(last):
             new = emit(last.graph, op, (*reads, *options), last)
-        last.replace_all_uses_with(new)
+        replace(last, new)
         erase_unused(last.graph, nodes)
     return record(kind, last, reason)
 

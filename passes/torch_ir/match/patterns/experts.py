@@ -31,6 +31,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     erase_unused,
     fixed,
     left_as_plain,
+    replace,
     sole_user,
     tensor_of,
 )
@@ -52,9 +53,12 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
     linears = _linears(node)
     if not linears or outside:
         return []
-    (split, *_), weights = zip(*((piece.args[0], weight) for piece, weight in linears.values()), strict=True)
-    x = split.args[0] if isinstance(split, fx.Node) else None
+    pieces, weights = zip(*linears.values(), strict=True)
+    split: Any = pieces[0].args[0]
+    x = split.args[0]
     if not isinstance(x, fx.Node) or not _one_product(node, x, list(linears), list(weights)):
+        return []
+    if refuses([split, *pieces, *linears, node]):
         return []
     rows = [fixed(tensor_of(piece).shape[0]) for piece, _ in linears.values()]
     sizes = [(size, *tensor_of(weights[0]).shape) for size in rows]
@@ -72,8 +76,8 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
         experts = emit_method(graph, "transpose", (stacked, 1, 2), node)
         ends = list(itertools.accumulate(rows))
         new = emit_grouped_linear(node, x, experts, _offsets(node, ends), recipe)
-    node.replace_all_uses_with(new)
-    erase_unused(graph, [node, *linears, *(piece for piece, _ in linears.values()), split, experts])
+    replace(node, new)
+    erase_unused(graph, [node, *linears, *pieces, split, experts])
     for record, _ in records:
         record.groups = len(weights)
     return [record for record, _ in records]
@@ -119,8 +123,8 @@ def _is_piece(node: fx.Node, index: int) -> bool:
 
 
 def _one_product(node: fx.Node, x: fx.Node, linears: list[fx.Node], weights: list[fx.Node]) -> bool:
-    """Whether dtypes, ranks, weights' shapes and the order of writes allow one product in place of `linears`."""
-    if left_as_plain(node, x, *linears, *weights) or refuses([*linears, node]):
+    """Whether dtypes, ranks and weights' shapes allow one product in place of `linears`."""
+    if left_as_plain(node, x, *linears, *weights):
         return False
     values = [tensor_of(n) for n in (x, node, *weights)]
     return (

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.mutation import written_by
 from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
 
 __all__ = ["ADD", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
@@ -141,7 +140,7 @@ class _Reading:
         raise _NoFormulaError
 
     def _function(self, node: fx.Node, function: str) -> _Polynomial:
-        if self.t is not None or len(node.args) != 1 or node.kwargs or written_by(node):
+        if self.t is not None or len(node.args) != 1 or node.kwargs:
             raise _NoFormulaError
         self.t, self.function = node, function
         self.nodes.add(node)

@@ -17,8 +17,7 @@ from torch import fx
 
 from te_dynamo.dialect.gated import KINDS
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.mutation import written_by
-from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, record, replace
+from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, record, replace_activation
 from te_dynamo.passes.torch_ir.match.patterns.formulas import SIGMOID
 from te_dynamo.passes.torch_ir.match.readers import linear_behind
 from te_dynamo.passes.torch_ir.match.values import (
@@ -50,8 +49,6 @@ def match_gated(node: fx.Node) -> MatchRecord | None:
         kind, gate, nodes = found
         if len(function.users) != 1:
             return record(f"gated {kind}", node, f"its intermediate value {function} is used elsewhere too")
-        if written_by(function):
-            return record(f"gated {kind}", node, f"its {function.name} works in place")
         return _replace(kind, gate, up, (*nodes, node))
     return None
 
@@ -62,7 +59,7 @@ def _replace(kind: str, gate: fx.Node, up: fx.Node, nodes: tuple[fx.Node, ...]) 
     return (
         record(name, nodes[-1], reason)
         if reason
-        else replace(name, torch.ops.te.gated.default, (gate, up), (kind,), nodes)
+        else replace_activation(name, torch.ops.te.gated.default, (gate, up), (kind,), nodes)
     )
 
 

@@ -23,6 +23,7 @@ from te_dynamo._compat import attribute_read
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
+from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, hint, linear_record, named_by_rule
 from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter, takes_groups, why_no_linear
@@ -37,6 +38,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     erase_unused,
     fixed,
     left_as_plain,
+    replace,
     tensor_of,
 )
 from te_dynamo.rates import rates_of
@@ -79,15 +81,15 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     record.groups = fixed(tensor_of(weight).shape[0]) or 0
     with node.graph.inserting_before(node):
         new = _batched(node, x, weight, recipe) if offs is None else emit_grouped_linear(node, x, weight, offs, recipe)
-    node.replace_all_uses_with(new)
-    erase_unused(node.graph, [node, *([weight] if _is_transposition(weight) else [])])
+    replace(node, new)
+    erase_unused(node.graph, [node, *([weight] if _is_transposition(node, weight) else [])])
     return [record]
 
 
 def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Recipe) -> fx.Node:
     """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, for the user's `node`."""
-    transposed = _stored_transposed(weight)
-    weight = _as_stored(weight, node)
+    transposed = _stored_transposed(node, weight)
+    weight = _as_stored(node, weight)
     grad = tensor_of(node).requires_grad
     config = GroupedLinearConfig.for_weight(
         recipe,
@@ -99,26 +101,28 @@ def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Nod
     return emit_getitem(node.graph, results, 0)
 
 
-def _stored_transposed(weight: fx.Node) -> bool:
+def _stored_transposed(node: fx.Node, weight: fx.Node) -> bool:
     """Whether the weight [G, K, N] lies in memory as such: not where the user transposed one, or made it by strides."""
     value = tensor_of(weight)
-    return not _is_transposition(weight) and (value.stride(1) != 1 or value.stride(2) == 1)
+    return not _is_transposition(node, weight) and (value.stride(1) != 1 or value.stride(2) == 1)
 
 
-def _as_stored(weight: fx.Node, like: fx.Node) -> fx.Node:
+def _as_stored(node: fx.Node, weight: fx.Node) -> fx.Node:
     """The weight as it lies in memory: [G, K, N] if `_stored_transposed`, else [G, N, K]."""
-    if _is_transposition(weight):
+    if _is_transposition(node, weight):
         return weight.args[0]  # type: ignore[return-value]
-    if _stored_transposed(weight):
+    if _stored_transposed(node, weight):
         return weight
-    return emit_method(like.graph, "transpose", (weight, 1, 2), like)
+    return emit_method(node.graph, "transpose", (weight, 1, 2), node)
 
 
-def _is_transposition(weight: fx.Node) -> bool:
+def _is_transposition(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether the product `node` may read what was transposed in its place."""
     if attribute := attribute_read(weight):
-        return attribute == "mT"
+        return attribute == "mT" and reads_through(node, weight)
     dims = weight.args[1:] if calls(weight, {torch.transpose}, {"transpose"}) else ()
-    return len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
+    swaps = len(dims) == 2 and all(isinstance(d, int) for d in dims) and {d % 3 for d in dims} == {1, 2}  # type: ignore[operator]
+    return swaps and reads_through(node, weight)
 
 
 def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> fx.Node:
@@ -178,7 +182,7 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
     if dtypes[0] not in FLOATS or len(set(dtypes)) > 1:
         names = ", ".join(map(dtype_name, dtypes))
         return f"its input, weight and output are {names}; te.grouped_linear takes one of bf16, fp16 and fp32 for all"
-    return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe, _stored_transposed(weight))
+    return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe, _stored_transposed(node, weight))
 
 
 def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> str:

@@ -31,6 +31,7 @@ from te_dynamo.passes.torch_ir.match.cost import (
     linear_times,
     waiting_for_cpu,
 )
+from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
@@ -47,6 +48,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     fixed,
     left_as_plain,
     quantized_of,
+    replace,
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
@@ -126,7 +128,7 @@ def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool
         node.meta[LEFT_FOR_COST] = linear.meta.get(LEFT_FOR_COST, "")
         erase_unused(node.graph, [whole, linear, *filter(None, (shards.x, shards.weight, shards.bias))])
         return f"of its shards: {reason}"
-    node.replace_all_uses_with(whole)
+    replace(node, whole)
     erase_unused(node.graph, [node])
     return ""
 
@@ -146,14 +148,14 @@ def _rewrite_contraction(node: fx.Node, product: Product, recipe: Recipe, named:
         while node.prev is not before:
             node.graph.erase_node(node.prev)
         return reason
-    node.replace_all_uses_with(node.prev if whole is linear else whole)  # what is in the place of `linear` now
+    replace(node, node.prev if whole is linear else whole)  # what is in the place of `linear` now
     erase_unused(node.graph, [node])
     return ""
 
 
 def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     out, x, weight = tensor_of(node), product.x, product.weight
-    batch_first = _before_swap(x) if recipe.input_quantizer().one_scale else None
+    batch_first = _before_swap(node, x) if recipe.input_quantizer().one_scale else None
     config = _config(node, product, recipe)
     graph, written = node.graph, node.all_input_nodes
     n = out.shape[-1]
@@ -169,7 +171,7 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
             new = columns_of(new, n, node)
         if batch_first is not None:
             new = emit_method(graph, "contiguous", (emit_method(graph, "transpose", (new, 0, 1), node),), node)
-    node.replace_all_uses_with(new)
+    replace(node, new)
     swaps = [product.x] if batch_first is not None else []
     erase_unused(graph, [node, *swaps, *dict.fromkeys(view for operand in written for view in transpositions(operand))])
 
@@ -185,14 +187,15 @@ def _config(node: fx.Node, product: Product, recipe: Recipe) -> LinearConfig:
     )
 
 
-def _before_swap(x: fx.Node) -> fx.Node | None:
+def _before_swap(reader: fx.Node, x: fx.Node) -> fx.Node | None:
     """y [B, T, K], of which x is y.transpose(0, 1): what nn.MultiheadAttention makes of a batch-first input; else None.
 
     One scale a tensor has the same bits in either order, so y is what is read: no copy, and a norm that makes y writes FP8.
     """
     dims = x.args[1:] if calls(x, {torch.transpose}, {"transpose"}) and not x.kwargs else ()
     y = tensor_of(x.args[0]) if dims in ((0, 1), (1, 0)) else None
-    return x.args[0] if y is not None and y.dim() == 3 and y.is_contiguous() else None  # type: ignore[return-value]
+    swapped = y is not None and y.dim() == 3 and y.is_contiguous() and reads_through(reader, x)
+    return x.args[0] if swapped else None  # type: ignore[return-value]
 
 
 def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:

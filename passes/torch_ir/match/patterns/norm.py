@@ -32,6 +32,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     is_number,
     left_as_plain,
     number,
+    replace,
     sole_user,
     tensor_of,
 )
@@ -136,7 +137,7 @@ def replace_norm(norm: Norm) -> MatchRecord:
     with graph.inserting_before(last):
         new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *flags), last), 0)
     record = _record(norm.kind, last)
-    last.replace_all_uses_with(new)
+    replace(last, new)
     erase_unused(graph, norm.nodes)
     return record
 

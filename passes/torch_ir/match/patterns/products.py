@@ -23,6 +23,7 @@ from torch import fx
 
 from te_dynamo._compat import attribute_read
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
+from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, contraction_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
@@ -95,7 +96,7 @@ def product_of(node: fx.Node) -> Product | None:
         found = _matmul(given.get("input"), given.get(second), _writes(given))
     else:
         return _contraction(node)
-    return found and _as_stored(found)
+    return found and _as_stored(node, found)
 
 
 def without_casts(node: Any) -> fx.Node | None:
@@ -135,11 +136,14 @@ def transpositions(node: Any) -> list[fx.Node]:
     return found
 
 
-def _as_stored(product: Product) -> Product:
+def _as_stored(node: fx.Node, product: Product) -> Product:
     """The same linear of the weight below the transpositions that the user wrote for it."""
     views = transpositions(product.weight)
-    weight = views[-1].args[0] if views else product.weight
-    return dataclasses.replace(product, weight=weight, transposed=product.transposed != (len(views) % 2 == 1))
+    if not views or not reads_through(node, *views):
+        return product
+    return dataclasses.replace(
+        product, weight=views[-1].args[0], transposed=product.transposed != (len(views) % 2 == 1)
+    )
 
 
 def _is_transposition(node: Any) -> bool:

@@ -22,7 +22,7 @@ from te_dynamo.operations.run import Call, fake
 from te_dynamo.operations.sequence import OperationSequence
 from te_dynamo.passes.torch_ir.match.patterns.grouped import recipe_reason
 from te_dynamo.passes.torch_ir.match.patterns.linear import hint
-from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
+from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, replace, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 
@@ -43,7 +43,7 @@ def match_sequence(node: fx.Node, fusions: bool) -> list[MatchRecord]:
             alone = OperationSequence(sequence.ops, sequence.recipe, fusions=False)
             new = graph.call_function(node.target, (*node.args[:3], alone, *node.args[4:]), dict(node.kwargs))  # type: ignore[arg-type]
             new.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
-        node.replace_all_uses_with(new)
+        replace(node, new)
         graph.erase_node(node)
     return records
 
