@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from te_dynamo.passes.torch_ir.match.mutation import written_by
+from te_dynamo.passes.torch_ir.match.writes import written_by
 
 __all__ = ["Observed", "Seen", "spelled"]
 
