@@ -77,7 +77,8 @@ def take_over(node: fx.Node, new: fx.Node) -> None:
 
 
 def _storages(value: Any) -> Memory:
-    return frozenset().union(*(_of_tensor(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
+    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return frozenset().union(*(_of_tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 def _of_tensor(tensor: torch.Tensor) -> Memory:

@@ -12,6 +12,7 @@ A custom operation whose schema lies is not ours to see. tests/passes/torch_ir/t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         written += [node.args[0]] if node.args else list(_named(node).values())[:1]
     for op in _overloads(node):
         given = _by_schema(node, op)
-        written += [given.get(a.name) for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        written += [given.get(a.name) for a in op._schema.arguments if _is_written(a)]
     return [*dict.fromkeys(n for value in (*written, *_hidden(node)) for n in _nodes(value))]
 
 
@@ -109,24 +110,32 @@ def _is_known(node: fx.Node) -> bool:
 
 def _home(target: Any) -> str:
     """The module of a function, a builtin or a method of a class."""
-    home = getattr(target, "__module__", None) or getattr(getattr(target, "__objclass__", None), "__module__", None)
-    return home or getattr(getattr(target, "__self__", None), "__name__", "")
+    home: str | None = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__objclass__", None), "__module__", None
+    )
+    return home or str(getattr(getattr(target, "__self__", None), "__name__", ""))
 
 
 # --- what the known ones write
 
 
-def _overloads(node: fx.Node) -> list[torch._ops.OpOverload]:
+def _overloads(node: fx.Node) -> tuple[torch._ops.OpOverload, ...]:
     """The operations that a node may run: of a torch function or method those that aten has under its name."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return [target]
-    packet = target if isinstance(target, torch._ops.OpOverloadPacket) else getattr(torch.ops.aten, name_of(node), None)
-    return (
-        [getattr(packet, name) for name in packet.overloads()]
-        if isinstance(packet, torch._ops.OpOverloadPacket)
-        else []
-    )
+        return (target,)
+    return _of_packet(target) if isinstance(target, torch._ops.OpOverloadPacket) else _of_name(name_of(node))
+
+
+@functools.cache
+def _of_packet(packet: torch._ops.OpOverloadPacket) -> tuple[torch._ops.OpOverload, ...]:
+    return tuple(getattr(packet, name) for name in packet.overloads())
+
+
+@functools.cache
+def _of_name(name: str) -> tuple[torch._ops.OpOverload, ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    return _of_packet(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else ()
 
 
 def _writes_first_argument(node: fx.Node) -> bool:
@@ -156,16 +165,27 @@ def _named(node: fx.Node) -> dict[str, Any]:
     function: Any = node.target if node.op != "call_method" else getattr(torch.Tensor, str(node.target), None)
     if inspect.isfunction(function):
         try:
-            return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
+            bound = inspect.signature(function).bind(*node.args, **node.kwargs)
         except TypeError:
             return dict(node.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
     overloads = _overloads(node)  # a builtin has no signature
     return _by_schema(node, overloads[0]) if overloads else dict(node.kwargs)
 
 
 def _by_schema(node: fx.Node, op: torch._ops.OpOverload) -> dict[str, Any]:
+    """The call's arguments by the names of that operation's; {} where it does not take them."""
     names = [argument.name for argument in op._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    by_position = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    if len(node.args) > len(by_position) or not {*node.kwargs} <= {*names}:
+        return {}
+    return {**dict(zip(by_position, node.args, strict=False)), **node.kwargs}
+
+
+def _is_written(argument: Any) -> bool:
+    """Of a schema's arguments; packets also hold TorchScript's functions of lists."""
+    return argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type)
 
 
 def _written_by_body(node: fx.Node) -> list[fx.Node]:
