@@ -75,7 +75,7 @@ ALIASES = {
     "chunk": "{v}.chunk(2, -1)[0]", "split": "torch.split({v}, 24, -1)[0]", "unbind": "{v}.unbind(0)[-1]", "swap": "{v}.transpose(0, -1)",
     "movedim": "{v}.movedim(0, -1)", "permute": "{v}.movedim(-1, 0)", "expand": "{v}.expand_as({v})",
     "unsqueeze": "{v}.unsqueeze(0)", "squeeze": "{v}.unsqueeze(0).squeeze(0)", "unflatten": "{v}.unflatten(-1, (-1, 1))",
-    "select": "torch.select({v}, 0, 0)", "view_as": "{v}.view_as({v})", "strided": "{v}.as_strided({v}.shape, {v}.stride())",
+    "select": "torch.select({v}, 0, 0)", "view_as": "{v}.view_as({v})",
     "same dtype": "{v}.to({v}.dtype)", "contiguous": "{v}.contiguous()", "T": "{v}.reshape(-1, {v}.shape[-1]).T",
 }  # fmt: skip
 UNTRACKED = ("", ".detach()", ".data")

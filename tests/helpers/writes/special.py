@@ -50,7 +50,6 @@ def flagged_calls(on: bool) -> Iterator[Call]:
         yield _call(f, _x(4, 3, 4), None, None, *statistics(), on, 0.1, 1e-5, False)
     for f in (torch.native_batch_norm, aten.native_batch_norm, aten.native_batch_norm.default):
         yield _call(f, _x(4, 3), None, None, *statistics(), on, 0.1, 1e-5)
-    yield _call(torch._C._nn.rrelu_with_noise, -_x(64).abs(), _x(64), 0.1, 0.3, on)
     norm, indices, offsets = 0.1 if on else None, torch.tensor([0, 1]), torch.tensor([0])
     yield _call(F.embedding, indices, _x(4, 4), max_norm=norm)
     yield _call(F.embedding, indices, _x(4, 4), None, norm)
@@ -70,7 +69,9 @@ def calls_of_writers() -> Iterator[Call]:
     indices = torch.tensor([0, 1])
     for f in (torch.embedding_renorm_, torch.ops.aten.embedding_renorm_, torch.ops.aten.embedding_renorm_.default):
         yield _call(f, _x(4, 4), indices, 0.1, 2.0)
-    yield _call(torch._C._nn.rrelu_with_noise_, -_x(64).abs(), _x(64), 0.1, 0.3, True)
+    for f in (torch._C._nn.rrelu_with_noise, torch._C._nn.rrelu_with_noise_):
+        yield _call(f, -_x(64).abs(), _x(64), 0.1, 0.3, True)
+    yield _call(F.instance_norm, _x(4, 3, 4), _x(3), _x(3).abs())
     yield _call(torch.nan_to_num_, torch.tensor([float("nan")]))
     on, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     helper = torch.ops.aten._fused_moving_avg_obs_fq_helper
