@@ -34,7 +34,9 @@ def _many(x: Tensor, outs: list[Tensor], by: float = -3.0) -> None:
 
 for _name, _function in {"first": _first, "second": _second, "returns": _returns, "many": _many}.items():
     _LIBRARY.impl(_name, _function, "CPU")
-    torch.library.register_fake(f"te_fuzz::{_name}", lambda x, out, by=0.0, n=_name: x.new_empty(()) if n == "returns" else None)
+    torch.library.register_fake(
+        f"te_fuzz::{_name}", lambda x, out, by=0.0, n=_name: x.new_empty(()) if n == "returns" else None
+    )
 
 
 @torch.library.custom_op("te_fuzz::decorated", mutates_args={"out"})

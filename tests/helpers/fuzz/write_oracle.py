@@ -83,16 +83,18 @@ def _run(program: Program, source: str, compiled: Callable[[nn.Module], Any], wi
         with within or contextlib.nullcontext():
             with torch.set_grad_enabled(not program.inference):
                 outputs = [y for y in tree_leaves(call(x, r)) if isinstance(y, Tensor)]
-            found |= {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)} if step == 0 else {
-                f"output {i} of the second call": y.detach().clone() for i, y in enumerate(outputs)
-            }  # fmt: skip
+                if program.caller_writes:
+                    outputs[-1].mul_(-3)
+            of = f" of call {step}"
+            found |= {f"output {i}{of}": y.detach().clone() for i, y in enumerate(outputs)}
             differentiable = [y for y in outputs if y.requires_grad and not program.inference]
             if differentiable:
                 dys = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in differentiable]
                 torch.autograd.backward(differentiable, dys)
-        of = f" in call {step}"
         found |= {f"gradient of {name}{of}": p.grad for name, p in [("x", x), *model.named_parameters()]}
-        found |= {f"{name} after{of}": t.detach().clone() for name, t in [("x", x), ("r", r), *model.state_dict().items()]}
+        found |= {
+            f"{name} after it{of}": t.detach().clone() for name, t in [("x", x), ("r", r), *model.state_dict().items()]
+        }
         model.zero_grad()
         with torch.no_grad():
             for p in model.parameters():
@@ -190,7 +192,14 @@ def shrunk(program: Program, wrong: Callable[[Program], bool]) -> Program:
             dataclasses.replace(program, writes=program.writes[:i] + program.writes[i + 1 :])
             for i in range(len(program.writes))
         ]
-        simpler = {"inside": None, "weights": "", "dtype": "torch.float32", "codegen": "eager", "inference": True}
+        simpler = {
+            "inside": None,
+            "weights": "",
+            "dtype": "torch.float32",
+            "codegen": "eager",
+            "inference": True,
+            "caller_writes": False,
+        }
         fewer += [dataclasses.replace(program, **{k: v}) for k, v in simpler.items() if getattr(program, k) != v]
         smaller = next((p for p in fewer if wrong(p)), None)
         if smaller is None:

@@ -86,10 +86,10 @@ WRITERS = {
     "copy_": "{a}.copy_({a} * -2 + 1)", "clamp_": "{a}.clamp_(min=2.0)", "masked_fill_": "{a}.masked_fill_({a} > 0, -4.0)",
     "setitem": "{a}[:] = 3.0", "setitem of a mask": "{a}[{a} < 0] = 5.0", "augmented": "t = {a}\nt *= -3", "augmented add": "t = {a}\nt += 4",
     "operator": "operator.imul({a}, -3)", "dunder": "{a}.__iadd__(4)", "function": "torch.relu_({a}).mul_(-2)", "unbound": "torch.Tensor.mul_({a}, -3)",
-    "out": "t = {u}\ntorch.mul(t, -3, out=t)", "other out": "torch.add({b}, 4.0, out={w})",
+    "out": "t = {u}\ntorch.mul(t, -3, out=t)", "other out": "torch.add({b}, 4.0, out={v}.detach())",
     "overload": "torch.ops.aten.mul_.Tensor({a}, {a} * 0 - 3)", "scalar overload": "torch.ops.aten.add_.Scalar({a}, 5)",
     "aten packet": "torch.ops.aten.mul_({a}, -3)", "packet": "torch.ops.te_fuzz.first({u}, {b})", "packet's second": "torch.ops.te_fuzz.second({b}, {u})",
-    "packet returns": "{b2} = {b2} + torch.ops.te_fuzz.returns({b}, {u}) * 0", "packet of a list": "torch.ops.te_fuzz.many({b}, [{u}])",
+    "packet returns": "torch.ops.te_fuzz.returns({b}, {u})", "packet of a list": "torch.ops.te_fuzz.many({b}, [{u}])",
     "overload's second": "torch.ops.te_fuzz.second.default({b}, {u})", "by name": "torch.ops.te_fuzz.second(out={u}, x={b})",
     "decorated": "as_operator({b}, {u})", "decorated packet": "torch.ops.te_fuzz.decorated({b}, {u})",
     "triton": "as_triton({b}, {u})", "triton packet": "torch.ops.te_fuzz.triton({b}, {u})",
@@ -99,9 +99,17 @@ WRITERS = {
     "max_norm": "F.embedding(torch.arange(1), {u}.reshape(1, -1), max_norm=0.1)", "numpy": "{u}.numpy()[...] = 3.0",
     "batch_norm": "F.batch_norm({u}.reshape(1, -1, 1).expand(2, -1, 2) + torch.arange(2.0), {u}.reshape(-1), torch.ones_like({u}).reshape(-1), training=True, momentum=1.0)",
     "index_fill_": "{a}.index_fill_(0, torch.zeros(1, dtype=torch.long), -9.0)", "lerp_": "{a}.lerp_({a} * 0 + 4, 0.9)",
-    "resized": "{a}.t_()", "swapped in place": "{a}.transpose_(0, -1)", "swapaxes_": "torch.Tensor.swapaxes_({a}, 0, -1)",
-    "set_": "{u0}.set_({u0} * -3)",
 }  # fmt: skip
+FORMS = {
+    "t_": "{a}.t_()", "transpose_": "{a}.transpose_(0, 1)", "swapaxes_": "torch.Tensor.swapaxes_({a}, 0, -1)",
+    "set_": "{a}.set_({a} * -3)", "squeeze_": "{a}.unsqueeze_(0).transpose_(1, 2).squeeze_(0)", "packet": "torch.ops.aten.t_({a})",
+}  # fmt: skip
+"""Writers of strides and storages; of square values, so that what follows fits."""
+HOOKS = (
+    ".register_forward_hook(lambda module, args, out: (out.detach().mul_(-3), None)[1])",
+    ".register_forward_pre_hook(lambda module, args: (args[0].detach()[..., ::2].mul_(-3), None)[1])",
+    ".register_forward_hook(lambda module, args, out: (module.weight.data.mul_(-2), None)[1])",
+)
 STATISTICS = "F.batch_norm({v}.reshape(-1, {v}.shape[-1]), self.mean, self.var, None, None, True, 0.9)"
 """Writes the buffer `var`, of any width that it fits."""
 
@@ -131,6 +139,8 @@ class Program:
     weights: str
     recipe: str
     codegen: str
+    caller_writes: bool = False
+    """The last output, behind the call."""
 
     def body(self) -> list[str]:
         body: list[str] = []
@@ -148,7 +158,7 @@ class Program:
 
     def settings(self) -> str:
         """What the source does not say."""
-        names = ("dtype", "shape", "inference", "x_requires_grad", "weights", "recipe", "codegen")
+        names = ("dtype", "shape", "inference", "x_requires_grad", "weights", "recipe", "codegen", "caller_writes")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def source(self) -> str:
@@ -160,7 +170,10 @@ class Program:
 class _Draw:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.setup = ["self.register_buffer('mean', torch.zeros(64))", "self.register_buffer('var', torch.rand(64) + 0.5)"]
+        self.setup = [
+            "self.register_buffer('mean', torch.zeros(64))",
+            "self.register_buffer('var', torch.rand(64) + 0.5)",
+        ]
         self.lines: list[str] = []
         self.number = 0
         self.square = self.random.random() < 0.25
@@ -170,14 +183,20 @@ class _Draw:
     def block(self, table: dict, v: str, k: int, j: int, **names: str) -> str:
         setup, lines = self.random.choice(list(table.values()))
         self.number += 1
-        gain = self.random.choice([f"self.g{self.number}", f"self.g{self.number}", "self.var"]) if k == 64 else f"self.g{self.number}"
+        gain = (
+            self.random.choice([f"self.g{self.number}", f"self.g{self.number}", "self.var"])
+            if k == 64
+            else f"self.g{self.number}"
+        )
         names = {"n": self.number, "v": v, "k": k, "j": j, "gain": gain, "bias": self.random.random() < 0.5}
         for line in setup:
             self.setup.append(line.format(**names))
             name = line.format(**names).split(" = ")[0]
             if ".Linear" in line or "Norm" in line:
                 name += ".weight"
-            self.values.append((0, "self.w%d" % self.number if "register" in line else name + ("[0]" if "List" in line else "")))
+            self.values.append(
+                (0, f"self.w{self.number}" if "register" in line else name + ("[0]" if "List" in line else ""))
+            )
         if any(gain in line.format(**names) for line in lines) and gain != "self.var":
             self.setup.append(f"{gain} = nn.Parameter(torch.rand({k}))")
             self.values.append((0, gain))
@@ -231,15 +250,16 @@ class _Draw:
         if self.random.random() < 0.04 and not self.square:
             return Write(at, (STATISTICS.format(v="x"),))
         weight = v.startswith("self.") and v != "self.var"
+        if self.square and not weight and self.random.random() < 0.3:
+            return Write(at, (self.random.choice(list(FORMS.values())).format(a=v),))
         kind, alias = self.random.choice(list(ALIASES.items()))
-        name, writer = self.random.choice(list(WRITERS.items()))
-        while name in ("resized", "swapped in place", "swapaxes_", "set_") and not (self.square and kind == "itself" and not weight):
-            name, writer = self.random.choice(list(WRITERS.items()))
-        untracked = self.random.choice(UNTRACKED[1:] if weight and not inference or kind in ("chunk", "split", "unbind") else (*UNTRACKED, ".data"))
+        writer = self.random.choice(list(WRITERS.values()))
+        hidden = kind in ("chunk", "split", "unbind") or (weight and not inference)  # autograd lets nobody write these
+        untracked = self.random.choice(UNTRACKED[1:] if hidden else (*UNTRACKED, ".data"))
         sure = untracked or ("" if inference else ".detach()")
         a, u = alias.format(v=v + untracked), alias.format(v=v + sure)
-        text = writer.format(a=a, u=u, w=u, u0=v, b=f"{v}.detach().clone()" if "out=" not in writer else u, b2=v if v not in ("x", "r") and not v.startswith("self") else "_")
-        return Write(at, tuple(text.replace("_ = _ + ", "").split("\n")))
+        text = writer.format(a=a, u=u, b=f"{v}.detach().clone()", v=v)
+        return Write(at, tuple(text.split("\n")))
 
 
 def drawn(seed: int) -> Program:
@@ -266,11 +286,7 @@ def drawn(seed: int) -> Program:
         linears = [line.split(" = ")[0] for line in draw.setup if "nn.Linear" in line]
         if linears:
             name = choice(linears)
-            draw.setup.append(choice([
-                f"{name}.register_forward_hook(lambda module, args, out: out.detach().mul_(-3) and None)",
-                f"{name}.register_forward_pre_hook(lambda module, args: args[0].detach()[..., ::2].mul_(-3) and None)",
-                f"{name}.register_forward_hook(lambda module, args, out: module.weight.data.mul_(-2) and None)",
-            ]).replace(" and None", ".__class__ and None"))  # fmt: skip
+            draw.setup.append(name + choice(HOOKS))
     return Program(
         tuple(draw.setup), tuple(draw.lines), result, tuple(writes), inside, given or "x",
         dtype=choice(["torch.float32", "torch.float32", "torch.bfloat16"]),
@@ -278,5 +294,5 @@ def drawn(seed: int) -> Program:
         inference=inference, x_requires_grad=draw.random.random() < 0.5,
         weights=choice(["", "", "step", "freeze"] if inference else ["", "", "step"]),
         recipe=choice(["float8_current_scaling", "float8_current_scaling", "mxfp8"]),
-        codegen="eager" if draw.random.random() < 0.95 else "inductor",
+        codegen="eager" if draw.random.random() < 0.95 else "inductor", caller_writes=draw.random.random() < 0.1,
     )  # fmt: skip
