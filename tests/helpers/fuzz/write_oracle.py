@@ -114,11 +114,12 @@ def _backend(program: Program, name: str, **options: Any) -> Callable[[nn.Module
 
 
 def _reads_late(program: Program, source: str) -> bool:
-    """Whether backward reads what `.data` wrote: eager's gradients are those of the written values then, which we do not promise."""
-    if program.inference or ".data" not in source:
+    """Whether backward reads what was written past the version counter: eager's gradients are those of the written values then, which we do
+    not promise."""
+    if program.inference:
         return False
     try:
-        _run(program, source.replace(".data", ".detach()"), lambda model: model)
+        _run(program, source.replace(".data", ".detach()").replace("  # t.add_", "; t.add_"), lambda model: model)
     except Exception:
         return True
     return False

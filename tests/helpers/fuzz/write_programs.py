@@ -97,7 +97,7 @@ WRITERS = {
     "foreach lists": "torch._foreach_add_([{a}], [{a} * 0 + 4])", "inplace": "F.relu({a}, inplace=True).add_(2)", "inplace by place": "F.leaky_relu({a}, -2.0, True)",
     "dropout": "F.dropout({a}, 1.0, True, True)", "init": "nn.init.constant_({u}, 3.0)", "init by name": "nn.init.constant_(tensor={u}, val=3.0)",
     "max_norm": "F.embedding(torch.arange(1), {u}.reshape(1, -1), max_norm=0.1)", "numpy": "{u}.numpy()[...] = 3.0",
-    "batch_norm": "F.batch_norm({u}.reshape(1, -1, 1).expand(2, -1, 2) + torch.arange(2.0), {u}.reshape(-1), torch.ones_like({u}).reshape(-1), training=True, momentum=1.0)",
+    "batch_norm": "t = {u}.reshape(-1)\nF.batch_norm(t.expand(2, -1) + torch.arange(2.0)[:, None], t, torch.ones_like(t), training=True, momentum=1.0)  # t.add_(0)",
     "index_fill_": "{a}.index_fill_(0, torch.zeros(1, dtype=torch.long), -9.0)", "lerp_": "{a}.lerp_({a} * 0 + 4, 0.9)",
 }  # fmt: skip
 FORMS = {
