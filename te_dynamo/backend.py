@@ -15,7 +15,6 @@ import contextvars
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ from te_dynamo.passes.torch_ir.gathered_weights import check_gathered
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.mutation import facts_known
-from te_dynamo.passes.torch_ir.match.root import compiled_model
+from te_dynamo.passes.torch_ir.match.root import compiled_model, traced_code
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
 from te_dynamo.passes.torch_ir.quantized_weights import read_buffers
@@ -218,22 +217,16 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
 
 def _is_whole(gm: GraphModule) -> bool:
     """Whether Dynamo has made one graph of what it compiles: none came before a break, and none after it."""
-    code = _traced_code()
+    code = traced_code()
     resumes = code is not None and code.co_name.startswith("torch_dynamo_resume_in")
     return not resumes and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True)
 
 
 def _watch_for_freezing(example_inputs: Sequence[Any]) -> None:
     """te_dynamo.freeze has what is being compiled now compiled again, if it freezes a parameter that it reads."""
-    code = _traced_code()
+    code = traced_code()
     if code is not None:
         watch(code, [value for value in example_inputs if isinstance(value, torch.nn.Parameter)])
-
-
-def _traced_code() -> CodeType | None:
-    """The function that Dynamo compiles; None where something else calls the backend."""
-    codes = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
-    return codes[0] if codes else None
 
 
 def _private_copy(gm: GraphModule, copies: dict[GraphModule, GraphModule] | None = None) -> GraphModule:

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["OWNERS", "clean_path", "source_line"]
+__all__ = ["OWNERS", "clean_path", "is_torchs", "source_line"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
@@ -30,9 +30,14 @@ def source_line(node: fx.Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
-    users = [frame for frame in frames if not os.path.abspath(frame[0]).startswith(_TORCH)]
+    users = [frame for frame in frames if not is_torchs(frame[0])]
     path, line = (users or frames)[-1]
     return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
+
+
+def is_torchs(file: str) -> bool:
+    """Whether it is one of torch's own."""
+    return os.path.abspath(file).startswith(_TORCH)
 
 
 def clean_path(name: str) -> str:

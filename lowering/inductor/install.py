@@ -136,6 +136,11 @@ TABLE = (
     ),
     DYNAMO_STATE,
     Private(
+        "torch._dynamo.guards.install_guard",
+        "modules that run one function behind a graph break, and that rules treat differently, have a graph each",
+        needs=("torch._dynamo.guards.GuardBuilder.ID_MATCH",),
+    ),
+    Private(
         "torch._dynamo.eval_frame.reset_code",
         "te_dynamo.freeze has code compiled again that read the weight before",
     ),

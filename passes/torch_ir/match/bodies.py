@@ -28,7 +28,8 @@ from te_dynamo.passes.torch_ir.match.patterns.modulated_norm import match_modula
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
-from te_dynamo.passes.torch_ir.match.where import module_path, path_prefix, sharing_prefixes
+from te_dynamo.passes.torch_ir.match.root import also_run_at, tell_apart
+from te_dynamo.passes.torch_ir.match.where import module_path
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Matcher"]
@@ -92,12 +93,12 @@ class Matcher:
 
     def recipe_for(self, path: str) -> tuple[Recipe | None, str]:
         """The options' choice, None where another module that runs the same graph has a choice of its own."""
-        chosen, prefix = self.options.recipe_for(path), path_prefix.get() or ""
-        paths = [other + path.removeprefix(prefix) for other in sharing_prefixes.get()]
-        if all(self.options.recipe_for(other)[0] == chosen[0] for other in paths):
+        chosen, others = self.options.recipe_for(path), also_run_at(path)
+        alike = all(self.options.recipe_for(other)[0] == chosen[0] for other in others)
+        if alike or tell_apart(1 + len(others)):
             return chosen
         return None, (
-            f"{len(paths)} modules run this graph, behind graph breaks, and the rules treat them differently; compile each "
+            f"{1 + len(others)} modules run this graph, behind graph breaks, and the rules treat them differently; compile each "
             "with options of its own"
         )
 

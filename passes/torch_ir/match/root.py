@@ -1,31 +1,38 @@
-"""Where in the whole model a graph's paths begin.
+"""Where in the whole model a graph's paths begin, and which other modules run the same graph.
 
 Behind a graph break Dynamo compiles the rest of a function as a function of its own: the paths in its graph begin at the
 module, or the variable, that this function was given. Rules name paths of the whole model, so those are found again: the
 compiled model is on the Python stack, and its parameters are the graph's inputs, the same objects.
 
-Modules of one class that are reached behind graph breaks (layers in a loop with a break in it, FSDP's blocks) run one graph:
-the paths in it are those of the first, and where a rule tells the others from it, its linears are left.
+Modules that run one function (layers in a loop with a break in it, FSDP's blocks) run one graph: the paths in it are those of the
+first. Which modules run it, the traced code says: those with a method that holds its lines. They need parameters of the same form, or
+Dynamo compiles a graph for each. Where a rule tells the others from the first, Dynamo is made to compile a graph for each of a few; of
+more the linears are left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix, sharing_prefixes
-from te_dynamo.user_code import OWNERS, clean_path
+from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
+from te_dynamo.user_code import OWNERS, clean_path, is_torchs
 
-__all__ = ["also_run_at", "compiled_model", "in_whole_model"]
+__all__ = ["also_run_at", "compiled_model", "in_whole_model", "tell_apart", "traced_code"]
 
 
 @contextlib.contextmanager
 def in_whole_model(graph: fx.Graph, example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, `path_prefix` holds for `graph`, `sharing_prefixes` too, and its placeholders know their OWNERS."""
+    """Inside, `path_prefix` and `also_run_at` hold for `graph`, and its placeholders know their OWNERS."""
     root = compiled_model()
     paths = {} if root is None else {name: p for name, p in root.named_parameters(remove_duplicate=False)}
     names: dict[int, list[str]] = {}
@@ -45,31 +52,110 @@ def in_whole_model(graph: fx.Graph, example_inputs: Sequence[Any]) -> Iterator[N
     if not prefixes and alike is not None and len(alike) == 1:
         prefixes = set(alike)  # fake parameters: a graph that is split where DDP's buckets end
     prefix = prefixes.pop() if len(prefixes) == 1 else None
-    tokens = path_prefix.set(prefix), sharing_prefixes.set(_of_one_class(root, prefix, alike or set()))
+    token, other = path_prefix.set(prefix), _twins.set(_twins_of(root, prefix, graph))
     try:
         yield
     finally:
-        path_prefix.reset(tokens[0])
-        sharing_prefixes.reset(tokens[1])
+        path_prefix.reset(token)
+        _twins.reset(other)
 
 
-def _of_one_class(root: nn.Module | None, prefix: str | None, alike: set[str]) -> tuple[str, ...]:
-    """The prefixes of modules that have the same parameters and are of the same class as the one at `prefix`.
+_APART = 4
+"""Dynamo compiles a function eight times by default; a graph with gradients and one without count apart."""
 
-    A class of the user's: one of torch's own (nn.Linear) is seldom what Dynamo compiles by itself, and is used everywhere.
+
+@dataclasses.dataclass(frozen=True)
+class _Twins:
+    """Modules that run the graph being matched.
+
+    places: for each that holds the graph's parameters its path, and the paths of the others.
+    forms:  what modules and parameters must agree in to stand for one another, by path.
+    owned:  the placeholders of parameters.
+    seldom: whether many could run it, as nn.Linear's own method, which Dynamo seldom compiles by itself.
     """
-    if root is None or not prefix or len(alike) < 2:
-        return ()
-    classes = {f"{clean_path(path)}.": type(module) for path, module in root.named_modules()}
-    if classes.get(prefix, nn.Module).__module__.startswith("torch.nn."):
-        return ()
-    return tuple(sorted(other for other in alike if classes.get(other) is classes.get(prefix)))
+
+    places: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    forms: dict[str, Any] = dataclasses.field(default_factory=dict)
+    owned: tuple[fx.Node, ...] = ()
+    seldom: bool = False
+
+
+_twins: contextvars.ContextVar[_Twins] = contextvars.ContextVar("te_dynamo_twins", default=_Twins())  # noqa: B039  nobody writes it
 
 
 def also_run_at(path: str) -> tuple[str, ...]:
     """The paths that stand for `path` in the other modules that may run this graph."""
-    prefix = path_prefix.get() or ""
-    return tuple(other + path.removeprefix(prefix) for other in sharing_prefixes.get() if other != prefix)
+    twins, found = _twins.get(), set()
+    for place, others in twins.places:
+        if path == place or path.startswith(f"{place}."):
+            found |= {f"{other}{path[len(place) :]}" for other in others}
+    return tuple(sorted(other for other in found if twins.forms.get(other) == twins.forms.get(path)))
+
+
+def tell_apart(count: int) -> bool:
+    """Has Dynamo compile a graph for each of the `count` modules that may run this one; False where they are too many for that."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+
+    twins = _twins.get()
+    if count > _APART and not twins.seldom:
+        return False
+    for node in twins.owned:
+        install_guard(node._dynamo_source.make_guard(GuardBuilder.ID_MATCH))  # type: ignore[attr-defined]
+    return True
+
+
+def _twins_of(root: nn.Module | None, prefix: str | None, graph: fx.Graph) -> _Twins:
+    """Of a function that is no module's method: the modules like the one that it was given."""
+    modules = {} if root is None else {clean_path(path): m for path, m in root.named_modules(remove_duplicate=False)}
+    owned = [node for node in graph.find_nodes(op="placeholder") if node.meta.get(OWNERS)]
+    code = traced_code()
+    running = [path for path, module in modules.items() if code is not None and _runs(type(module), code)]
+    if running:
+        owners = [node.meta[OWNERS] for node in owned]
+        holding = [path for path in running if all(any(_holds(path, owner) for owner in each) for each in owners)]
+    elif own := (prefix or "").removesuffix("."):
+        holding, running = [own], [path for path in modules if type(modules[path]) is type(modules.get(own))]
+    if root is None or len(running) < 2:
+        return _Twins()
+    forms: dict[str, Any] = {path: (type(m), *map(_form, m.named_parameters())) for path, m in modules.items()}
+    forms |= {clean_path(path): _form(("", p)) for path, p in root.named_parameters(remove_duplicate=False)}
+    places = tuple((path, tuple(p for p in running if p != path)) for path in holding)
+    return _Twins(places, forms, tuple(owned), code is not None and is_torchs(code.co_filename))
+
+
+def _form(named: tuple[str, nn.Parameter]) -> Any:
+    name, parameter = named
+    return name, parameter.shape, parameter.dtype, parameter.requires_grad
+
+
+def _holds(path: str, owner: str) -> bool:
+    return not path or owner == path or owner.startswith(f"{path}.")
+
+
+def _runs(kind: type, code: CodeType) -> bool:
+    """Whether the code is a method of that class, or the rest of one behind a graph break: that begins in the method's lines."""
+    return (code.co_filename, code.co_firstlineno) in _lines(kind)
+
+
+@functools.lru_cache(1024)
+def _lines(kind: type) -> frozenset[tuple[str, int]]:
+    """The file and line of everything in the methods of a class."""
+    codes = [
+        f.__code__
+        for base in kind.__mro__[:-1]
+        if base is not nn.Module
+        for f in vars(base).values()
+        if isinstance(f, FunctionType)
+    ]
+    return frozenset(
+        (code.co_filename, line) for code in codes for _, _, line in code.co_lines() if line is not None
+    ) | frozenset((code.co_filename, code.co_firstlineno) for code in codes)
+
+
+def traced_code() -> CodeType | None:
+    """The function that Dynamo compiles; None where something else calls the backend."""
+    codes = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
+    return codes[0] if codes else None
 
 
 def compiled_model() -> nn.Module | None:

@@ -13,18 +13,12 @@ __all__ = [
     "module_path",
     "parameter_name",
     "path_prefix",
-    "sharing_prefixes",
     "source_line",
     "source_name",
 ]
 
 path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dynamo_path_prefix", default=None)
 """What stands before every path of the graph being matched ("" or "layers.0."); None where that is not known."""
-
-sharing_prefixes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
-    "te_dynamo_sharing_prefixes", default=()
-)
-"""The prefixes of all modules that may run the graph being matched; () where it is but one."""
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
