@@ -45,9 +45,9 @@ test-gpu: $(STAMP)test                            ## the tests that need a GPU
 # SEED=1 draws the models of that seed again.
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 
-fuzz: $(STAMP)test                                ## N models drawn at random (N=2000): tests/models/test_fuzz.py
+fuzz: $(STAMP)test                                ## N models drawn at random (N=2000), and N programs that write in place
 	@echo "make fuzz N=$(or $(N),100) SEED=$(SEED)"
-	FUZZ_MODELS=$(or $(N),100) FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/models/test_fuzz.py --show-capture=no --tb=short $(ARGS)
+	FUZZ_MODELS=$(or $(N),100) FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/models/test_fuzz.py tests/models/test_write_fuzz.py --show-capture=no --tb=short $(ARGS)
 
 lint: $(STAMP)dev
 	$(RUN) -m ruff check .
