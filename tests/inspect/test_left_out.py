@@ -92,7 +92,7 @@ SHAPES = (
     "dynamic shape operators with `torch._dynamo.config.capture_dynamic_output_shape_ops = True`. torch.compile(..., fullgraph=True) traces "
     "it too; as F.grouped_mm a mixture's experts need neither"
 )
-RNN = "Dynamo leaves nn.LSTM as it is; with torch._dynamo.config.allow_rnn = True Inductor compiles it, in the model's precision"
+RNN = "Dynamo leaves nn.LSTM as it is, and torch fails on its gradient on a CPU"
 LEFT = "Dynamo left the code that runs it as it is: "
 REASONS: dict[type[nn.Module], dict[str, str]] = {
     Experts: {"part.gate": SHAPES, "part.experts.0": SHAPES, "part.experts.1": SHAPES},

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import te_dynamo
+from te_dynamo.inspect.dynamo import Seen
 from te_dynamo.inspect.explain import Explanation
-from te_dynamo.inspect.flops import count_matrix_flops, rows_of_modules_left_out
+from te_dynamo.inspect.flops import count_matrix_flops
+from te_dynamo.inspect.left_out import rows_left_out
 from te_dynamo.inspect.report import Report
 
 transformers = pytest.importorskip("transformers")
@@ -51,7 +53,7 @@ def explanation_of(model: Any, kwargs: dict[str, Any], reports: list[Report]) ->
     """What te_dynamo.explain says of the model, from a compilation that there was already: its own takes as long again."""
     flops = count_matrix_flops(model, (), kwargs)
     linears = [match for report in reports for match in report.matches if match.kind == "linear"]
-    return Explanation(reports, [], flops, list(rows_of_modules_left_out(model, flops, linears)))
+    return Explanation(reports, [], flops, list(rows_left_out(model, flops, linears, Seen())))
 
 
 def loss_and_gradient(model: Any, run: Any, kwargs: dict[str, Any]) -> tuple[float, torch.Tensor]:

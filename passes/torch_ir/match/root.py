@@ -139,17 +139,18 @@ def _runs(kind: type, code: CodeType) -> bool:
 
 @functools.lru_cache(1024)
 def _lines(kind: type) -> frozenset[tuple[str, int]]:
-    """The file and line of everything in the methods of a class."""
-    codes = [
-        f.__code__
-        for base in kind.__mro__[:-1]
-        if base is not nn.Module
-        for f in vars(base).values()
-        if isinstance(f, FunctionType)
-    ]
+    """The file and line of everything in the methods of a class, and in those that they override and call."""
+    bases = [base for base in kind.__mro__[:-1] if base is not nn.Module]
+    names, codes = {base.__name__ for base in bases} | {"super"}, []
+    for method in dict.fromkeys(name for base in bases for name in vars(base)):
+        for function in (vars(base).get(method) for base in bases):
+            if isinstance(function, FunctionType):
+                codes.append(function.__code__)
+                if names.isdisjoint(function.__code__.co_names):
+                    break
     return frozenset(
-        (code.co_filename, line) for code in codes for _, _, line in code.co_lines() if line is not None
-    ) | frozenset((code.co_filename, code.co_firstlineno) for code in codes)
+        (code.co_filename, line or code.co_firstlineno) for code in codes for _, _, line in code.co_lines()
+    )
 
 
 def traced_code() -> CodeType | None:

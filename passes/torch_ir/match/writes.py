@@ -43,7 +43,7 @@ _HIDDEN: dict[str, tuple[str, tuple[str, ...]]] = {
     "cudnn_batch_norm": ("training", _STATISTICS),
     "miopen_batch_norm": ("training", _STATISTICS),
     "embedding": ("max_norm", ("weight",)),
-    "embedding_bag": ("max_norm", ("weight", "input")),  # it takes the two in either order
+    "embedding_bag": ("max_norm", ("weight", "input")),  # it takes weight and indices in either order
     "rrelu_with_noise": ("training", ("noise",)),
     "module_load": ("", ("self",)),
     "fused_moving_avg_obs_fake_quant": ("", ("running_min", "running_max", "scale", "zero_point")),
@@ -157,7 +157,12 @@ def _hidden(node: fx.Node) -> list[Any]:
     flag, names = _HIDDEN.get(name_of(node), ("", ()))
     given = _named(node) if names else {}
     written = not flag or given.get(flag) not in (None, False)
-    return [given.get(name) for name in names] if written else []
+    return [given.get(name) for name in names if name != "input" or _is_floating(given.get(name))] if written else []
+
+
+def _is_floating(node: Any) -> bool:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return not isinstance(value, torch.Tensor) or value.is_floating_point()
 
 
 def _named(node: fx.Node) -> dict[str, Any]:

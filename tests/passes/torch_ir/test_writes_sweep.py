@@ -15,11 +15,13 @@ from helpers.writes.observed import Observed, spelled
 from helpers.writes.special import calls_of_writers, flagged_calls, traced_functions
 from torch import fx
 
-NAMED_THOUGH_IDLE = {"torch.empty(out)", *(f"torch._fused_{name}_(1)" for name in ("sgd", "adam", "adamw"))} | {
-    f"torch._amp_{name}_(1)" for name in ("foreach_non_finite_check_and_unscale", "update_scale")
-}
+NAMED_THOUGH_IDLE = {
+    "torch.empty(out)",
+    "torch.fused_moving_avg_obs_fake_quant(6)",
+    *(f"torch._fused_{name}_(1)" for name in ("sgd", "adam", "adamw")),
+} | {f"torch._amp_{name}_(1)" for name in ("foreach_non_finite_check_and_unscale", "update_scale")}
 """What `written_by` names, and what was written in no call. `empty` leaves what is in `out`; schemas say it of the others: gradients are
-divided by a loss's scale if there is one."""
+divided by a loss's scale if there is one, and a zero point is often zero."""
 
 
 @pytest.fixture(scope="module")
