@@ -110,7 +110,8 @@ def target_of(device: torch.device) -> Target:
     """A CUDA device as its driver describes it; an H200 where no GPU can be asked, so that graphs build anywhere."""
     if _acting is not None:
         return _acting
-    if device.type != "cuda" or not torch.cuda.is_available():
+    # is_available counts the devices each time, which costs as much as a quarter of a launch.
+    if device.type != "cuda" or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return TARGETS["h200"]
     return _asked(device)
 
