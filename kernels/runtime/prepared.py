@@ -32,7 +32,7 @@ class Prepared:
 
     def run(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """kernel[grid](*args, **constants) on the current device and stream; args: its other parameters, in its order."""
-        if self.kernel.pre_run_hooks or _triton_is_watched():
+        if self.kernel.pre_run_hooks or triton_is_watched():
             self._run_by_triton(grid, args)
             return
         active = triton.runtime.driver.active
@@ -131,7 +131,7 @@ _PLAIN = {int, float, bool, type(None)}
 """Types whose values Triton takes for what they are."""
 
 
-def _triton_is_watched() -> bool:
+def triton_is_watched() -> bool:
     """Whether hooks want to see Triton's launches, or Triton is told to compile in another way than before."""
     runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
