@@ -78,8 +78,11 @@ def stacked_specialized_out(
     out: torch.Tensor,
 ) -> None:
     """Writes `kernels/gemm/stacked.py`'s C to out [M, N], N a multiple of 8. Checks nothing."""
-    stacking = Stacking(along, tuple(segments))
+    stacking = _stacking(along, tuple(segments))
     gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast, stacking=stacking, out=out)
+
+
+_stacking = functools.cache(Stacking)
 
 
 @functools.cache
