@@ -45,7 +45,7 @@ def launch_prepared(prepared: Prepared, grid: tuple[Any, ...], /, *args: Any) ->
 
 def _is_run_now(kernel: Any) -> bool:
     """Whether a kernel is compiled and launched here: not compiled only, not recorded, and not of Triton's interpreter."""
-    return not _compiling_only.get() and not is_recording() and isinstance(kernel, triton.JITFunction)
+    return not (is_recording() or _compiling_only.get()) and isinstance(kernel, triton.JITFunction)
 
 
 _compiling_only: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_compiling_only", default=False)

@@ -28,7 +28,7 @@ class Prepared:
         self._options = launched_early(constants)
         self._unread = (None,) * sum(name in constants for name in kernel.arg_names)
         self._bind: Callable[..., Any] = lambda *_: None
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._launchers: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # of each compiled kernel, and what it wants
 
     def run(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """kernel[grid](*args, **constants) on the current device and stream; args: its other parameters, in its order."""
@@ -37,24 +37,21 @@ class Prepared:
             return
         active = triton.runtime.driver.active
         device = active.get_current_device()
-        key, values = self._bound(device, args)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._run_by_triton(grid, args)
-            if compiled is not None and key is not None:  # None: a hook of Triton's refuses to compile
-                self._compiled[key] = compiled
-            return
-        triton.set_allocator(scratch)  # each thread has its own
-        how = active.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(*grid, *_PADDING[len(grid)], *how, *values, *self._unread)
-
-    def _bound(self, device: int, args: Sequence[Any]) -> Any:
-        """`binder`'s (key, values); mostly by that of the last call."""
         bound = self._bind(device, *args)
         if bound is None:
             self._bind = bind = binder(tuple(map(type, args)))  # another thread may put its own there
             bound = bind(device, *args)
-        return bound
+        key, values = bound
+        known = self._launchers.get(key)
+        if known is None:
+            compiled = self._run_by_triton(grid, args)
+            if compiled is not None and key is not None:  # None: a hook of Triton's refuses to compile
+                self._launchers[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = known
+        triton.set_allocator(scratch)  # each thread has its own
+        stream = active.get_current_stream(device)
+        run(*grid, *_PADDING[len(grid)], stream, function, metadata, None, None, None, *values, *self._unread)
 
     def _run_by_triton(self, grid: tuple[int, ...], args: Sequence[Any]) -> Any:
         triton.set_allocator(scratch)
@@ -103,32 +100,29 @@ def binder(types: tuple[type, ...]) -> Callable[..., Any]:
     """A function (device, *args) -> (key, values) for arguments of these types, or None if they are of others.
 
     key:    what the compiled kernel depends on. None where Triton has to look each time: at a tensor of another device, at an
-            integer of more than 64 bits, at anything but tensors, integers, floats, bools and None.
+            integer of more than 32 bits, at anything but tensors, integers, floats, bools and None.
     values: what the compiled kernel's launcher takes: addresses and numbers.
 
     It is written out, as Triton's is: a loop takes twice the time.
     """
-    names = [f"x{i}" for i in range(len(types))]
-    tensors = [x for x, kind in zip(names, types, strict=True) if issubclass(kind, torch.Tensor)]
-    integers = [x for x, kind in zip(names, types, strict=True) if kind is int]
-    others = {kind for x, kind in zip(names, types, strict=True) if x not in tensors}
-    fits = [f"{x}.get_device() == device" for x in tensors] + [f"{x}.bit_length() < 64" for x in integers]
-    key = [f"{x}.dtype, {x}_ % 16 == 0" for x in tensors]
-    key += [f"4 if {x} == 1 else ({x} % 16 == 0) + 2 * (-0x80000000 <= {x} < 0x80000000)" for x in integers]
+    kinds = {f"x{i}": kind for i, kind in enumerate(types)}
+    tensors = [x for x, kind in kinds.items() if issubclass(kind, torch.Tensor)]
+    integers = [x for x, kind in kinds.items() if kind is int]
+    known = all(x in tensors or kind in (int, float, bool, type(None)) for x, kind in kinds.items())
+    here = [f"{x}.get_device() == device" for x in tensors] + [f"-0x80000000 <= {x} < 0x80000000" for x in integers]
+    aligned = ", ".join(f"{x}_ % 16 == 0" for x in tensors)
+    key = [f"{x}.dtype" for x in tensors] + [f"2 if {x} == 1 else {x} % 16 == 0" for x in integers]
     lines = [
-        f"def bind(device, {', '.join(names)}):",
-        f" if {' or '.join(f'type({x}) is not {x}_type' for x in names)}: return None",
-        f" if not ({' and '.join(fits) or True}) or {not others <= _PLAIN}: return None, ()",
+        f"def bind(device, {', '.join(kinds)}):",
+        f" if {' or '.join(f'type({x}) is not {x}_type' for x in kinds)}: return None",
+        f" if not ({' and '.join([str(known), *here])}): return None, ()",
         *(f" {x}_ = {x}.data_ptr()" for x in tensors),
-        f" return (bind, device, {', '.join(key)}), ({', '.join(x + '_' * (x in tensors) for x in names)},)",
+        f" aligned = ({' | '.join(['0', *(f'{x}_' for x in tensors)])}) % 16 == 0 or ({aligned})",
+        f" return (bind, device, aligned, {', '.join(key)}), ({', '.join(x + '_' * (x in tensors) for x in kinds)},)",
     ]
-    scope: dict[str, Any] = {f"{x}_type": kind for x, kind in zip(names, types, strict=True)}
+    scope: dict[str, Any] = {f"{x}_type": kind for x, kind in kinds.items()}
     exec("\n".join(lines), scope)
     return scope["bind"]  # type: ignore[no-any-return]
-
-
-_PLAIN = {int, float, bool, type(None)}
-"""Types whose values Triton takes for what they are."""
 
 
 def triton_is_watched() -> bool:

@@ -1,7 +1,8 @@
 """Global memory for the tensor descriptors that a kernel makes: one buffer for each device and stream, kept.
 
-Kernels of one stream run one after the other, and a descriptor is read by the launch alone that wrote it, so they share a buffer. To
-allocate at each launch costs the CPU as much as half a launch. What a CUDA graph captures is allocated in the graph's own memory: its
+Kernels of one stream run one after the other, and a descriptor is read by the launch alone that wrote it, so they share a buffer. No
+kernel that is launched early (dependent_launch.py), beside its predecessor's end, makes descriptors. To allocate at each launch costs
+the CPU as much as half a launch. What a CUDA graph captures is allocated in the graph's own memory: its
 replays may run beside anything.
 """
 
@@ -23,12 +24,13 @@ def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     if size > KEPT_BYTES or torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.int8, device="cuda")
     place = torch.cuda.current_device(), stream or 0
-    if place not in _kept:
+    kept = _kept.get(place)
+    if kept is None:
         # Around a run that precedes a capture, torch gives this thread memory of the graph that is to come, and checks that nothing
         # but its results stays there.
         with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
-            _kept[place] = other_thread.submit(_allocate, *place).result()
-    return _kept[place]
+            _kept[place] = kept = other_thread.submit(_allocate, *place).result()
+    return kept
 
 
 def _allocate(device: int, stream: int) -> torch.Tensor:

@@ -21,12 +21,15 @@ def make_launcher(own: Callable[..., Any], result: Any) -> Any:
     told = own(result)
     with _no_hooks():
         untold = own(result)
+    # A kernel that starts beside its predecessor's end must not write where that one's descriptors are.
+    keeps_scratch = not result.kernel.metadata.launch_pdl
 
     @functools.wraps(told)  # torch reads its attributes
     def launcher(*args: Any, **kwargs: Any) -> Any:
         if triton_is_watched():
             return told(*args, **kwargs)
-        triton.set_allocator(scratch)
+        if keeps_scratch:
+            triton.set_allocator(scratch)
         return untold(*args, **kwargs)
 
     return launcher

@@ -107,7 +107,7 @@ def test_a_captured_graph_has_scratch_of_its_own(run: Callable[..., Tensor], mon
         captured = run(*static)
     found = []
     for kept in scratch._kept.values():
-        kept.fill_(255)
+        kept.fill_(-1)
     for _ in range(50):
         rubbish = [torch.full((2**16,), 255, dtype=torch.uint8, device="cuda") for _ in range(8)]
         with torch.cuda.stream(stream):

@@ -60,7 +60,7 @@ def gemm_specialized_out(
     """
     (m, k), n = a.shape, b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
-    prepared = _prepared(bias is not None, out.element_size(), fast, stacking)
+    prepared = _prepared(bias is not None, out.element_size(), fast, stacking if stacking.along else None)
     programs = gemm_multiprocessors(a.device)
     launch_prepared(prepared, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, addend, m, n, k)
 
@@ -86,8 +86,8 @@ _stacking = functools.cache(Stacking)
 
 
 @functools.cache
-def _prepared(has_bias: bool, out_bytes: int, fast: bool, stacking: Stacking) -> Prepared:
-    return Prepared(gemm_specialized_kernel, specialized_options(has_bias, out_bytes, fast, stacking))
+def _prepared(has_bias: bool, out_bytes: int, fast: bool, stacking: Stacking | None) -> Prepared:
+    return Prepared(gemm_specialized_kernel, specialized_options(has_bias, out_bytes, fast, stacking or NOT_STACKED))
 
 
 def specialized_options(

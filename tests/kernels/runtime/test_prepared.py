@@ -110,7 +110,6 @@ def test_addresses_are_those_of_the_call(gpu: Gpu) -> None:
         ({"x": X.double()}, {"x": "*fp64"}),
         ({"n": 16}, {}),
         ({"n": 1}, {"n": "constexpr"}),
-        ({"n": 2**31}, {"n": "i64"}),
         ({"n": 0.5}, {"n": "fp32"}),
         ({"n": True}, {"n": "u1"}),
         ({"n": None}, {"n": "constexpr"}),
@@ -151,7 +150,7 @@ def test_device_and_stream_are_asked_each_time(gpu: Gpu) -> None:
     assert len(gpu.compiled) == 3
 
 
-@pytest.mark.parametrize("n", [2**63, (1, 2)], ids=["65 bits", "a tuple"])
+@pytest.mark.parametrize("n", [2**31, (1, 2)], ids=["33 bits", "a tuple"])
 def test_triton_judges_other_arguments_each_time(gpu: Gpu, n: Any) -> None:
     for _ in range(2):
         add(X, Y, n=n)
@@ -271,7 +270,7 @@ def test_one_key_is_one_specialization_of_tritons(arguments: list[Any]) -> None:
         triton_binds = kernel.create_binder()[-1]
     key, values = binder(tuple(map(type, arguments)))(HERE, *arguments)
     if key is None:
-        assert any(type(x) is int and not -(2**63) < x < 2**63 for x in arguments)
+        assert any(type(x) is int and not -(2**31) <= x < 2**31 for x in arguments)
         return
     _, specialized, _ = triton_binds(*arguments, EVEN=True, BLOCK=16)
     assert SPECIALIZED.setdefault(key, specialized) == specialized

@@ -25,12 +25,12 @@ def kernel(x, n, BLOCK: tl.constexpr):
 class Binary:
     """A compiled kernel. seen: (what was passed behind the stream, the allocator) of each launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, launch_pdl: bool = False) -> None:
         from triton.runtime._allocation import _allocator
 
         self.src = SimpleNamespace(fn=kernel, signature={"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, constants={})
         self.metadata = SimpleNamespace(
-            shared=0, num_warps=4, num_ctas=1, cluster_dims=(1, 1, 1), global_scratch_size=128
+            shared=0, num_warps=4, num_ctas=1, cluster_dims=(1, 1, 1), global_scratch_size=128, launch_pdl=launch_pdl
         )
         self.function, self.packed_metadata, self.hash = "function", (4, 1, 0), "ab" * 32
         self.seen: list[tuple[tuple[Any, ...], Any]] = []
@@ -75,6 +75,17 @@ def test_a_launch_asks_nothing_for_hooks_that_are_not_there() -> None:
     assert arguments[:6] == (5, 1, 1, 7, "function", (4, 1, 0)) and arguments[6:9] == (None, None, None)
     assert arguments[9:] == theirs.seen[0][0][9:] and allocator is scratch
     assert vars(before).keys() <= vars(launcher).keys() and launcher.config.kwargs == {"BLOCK": 16}
+
+
+def test_an_early_launch_has_scratch_of_its_own() -> None:
+    """It may write its descriptors while its predecessor still reads others."""
+    install()
+    early = Binary(launch_pdl=True)
+    with compiling_ours():
+        launcher = launcher_of(early)
+    triton.set_allocator(theirs := lambda *_: None)
+    launch(launcher)
+    assert early.seen[0][1] is theirs and not early.asked
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
