@@ -22,7 +22,7 @@ _kept: dict[tuple[int, int], torch.Tensor] = {}
 def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """Triton's allocator of a launch on the current device and stream; torch's memory is aligned to 512 bytes."""
     if size > KEPT_BYTES or torch.cuda.is_current_stream_capturing():
-        return torch.empty(size, dtype=torch.int8, device="cuda")
+        return fresh(size, alignment, stream)
     place = torch.cuda.current_device(), stream or 0
     kept = _kept.get(place)
     if kept is None:
@@ -31,6 +31,11 @@ def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
         with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
             _kept[place] = kept = other_thread.submit(_allocate, *place).result()
     return kept
+
+
+def fresh(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """The same for a launch that shares with none."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _allocate(device: int, stream: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.prepared import triton_is_watched
-from te_dynamo.kernels.runtime.scratch import scratch
+from te_dynamo.kernels.runtime.scratch import fresh, scratch
 
 
 def make_launcher(own: Callable[..., Any], result: Any) -> Any:
@@ -22,15 +22,12 @@ def make_launcher(own: Callable[..., Any], result: Any) -> Any:
     with _no_hooks():
         untold = own(result)
     # A kernel that starts beside its predecessor's end must not write where that one's descriptors are.
-    keeps_scratch = not result.kernel.metadata.launch_pdl
+    allocator = fresh if result.kernel.metadata.launch_pdl else scratch
 
     @functools.wraps(told)  # torch reads its attributes
     def launcher(*args: Any, **kwargs: Any) -> Any:
-        if triton_is_watched():
-            return told(*args, **kwargs)
-        if keeps_scratch:
-            triton.set_allocator(scratch)
-        return untold(*args, **kwargs)
+        triton.set_allocator(allocator)
+        return (told if triton_is_watched() else untold)(*args, **kwargs)
 
     return launcher
 
