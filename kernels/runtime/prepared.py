@@ -2,7 +2,8 @@
 
 Triton finds the compiled kernel again at each launch: it binds the arguments, and makes one string of them and of the options. That
 costs the CPU more than the launch. No address is remembered, and what a launch runs on is asked each time. Where somebody wants what
-Triton does at its own launches alone (hooks, debugging), and for arguments of other kinds or of another device, it launches.
+Triton does at its own launches alone (hooks, debugging), and for arguments of other kinds or of another device, it launches. What it
+checks besides, that no global which a kernel reads has changed, it checks at the first launch: those of our kernels are constants.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Kernels of one stream run one after the other, and a descriptor is read by the launch alone that wrote it, so they share a buffer. No
 kernel that is launched early (dependent_launch.py), beside its predecessor's end, makes descriptors. To allocate at each launch costs
-the CPU as much as half a launch. What a CUDA graph captures is allocated in the graph's own memory: its
-replays may run beside anything.
+the CPU as much as half a launch. What a CUDA graph captures is allocated in the graph's own memory: its replays may run beside anything.
 """
 
 from __future__ import annotations
