@@ -1,17 +1,20 @@
-"""The code that Inductor writes for a GPU, on a machine without one, and the bytes that are alive while it runs.
+"""The code that Inductor writes for a GPU, on a machine without one: the bytes that are alive while it runs, and its launches.
 
     with kernels_everywhere(), generated_code() as graphs:
         capture_on_fake_cuda(make_model, make_inputs, options=...)
     peak_bytes(graphs)
+    launches_and_allocations(graphs)
 
 The code is run on meta tensors with launches that do nothing: allocations, reuse and releases are Inductor's own.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -62,6 +65,26 @@ def peak_bytes(graphs: Sequence[Generated]) -> list[int]:
             saved += module["call"](arguments)
             peaks.append(alive.most)
     return peaks
+
+
+def launches_and_allocations(graphs: Sequence[Generated]) -> dict[str, int]:
+    """How often a step does what the CPU pays for, by what it costs: the code is one line after the other.
+
+    A launch is made by torch's launcher, or by Triton's if the kernel needs scratch memory or is launched early. Calls are those of
+    our Gluon kernels and of torch's operations. What these allocate themselves is not in the code.
+    """
+    counted: collections.Counter[str] = collections.Counter()
+    for graph in graphs:
+        kernels = dict(
+            re.findall(r"^(\w+) = async_compile\.triton\(.*?'''(.*?)'''", graph.text, re.DOTALL | re.MULTILINE)
+        )
+        for name in re.findall(r"^ *(\w+)\.run\(", graph.text, re.MULTILINE):
+            by_triton = any(mark in kernels[name] for mark in ("make_tensor_descriptor", "'launch_pdl': True"))
+            counted["launches by Triton" if by_triton else "launches by torch"] += 1
+        for called in re.findall(r"^ *(?:\w+ = )?(?:extern_kernels|torch\.ops)\.(\S+?)\(", graph.text, re.MULTILINE):
+            counted["calls of ours" if called.startswith("te_") else "calls of torch"] += 1
+        counted["allocations"] += len(re.findall(r"= empty_strided_\w+\(", graph.text))
+    return dict(counted)
 
 
 def _like(x: Any) -> Any:
@@ -140,7 +163,7 @@ _WITHOUT_A_GPU = (
     mock.patch("torch.cuda.set_device", lambda index: None),
     mock.patch("torch._inductor.async_compile.AsyncCompile.triton", lambda *args, **kwargs: _Launch()),
     mock.patch("torch._inductor.async_compile.AsyncCompile.wait", lambda *args: None),
-    mock.patch("te_dynamo.kernels.gemm.specialized.gated.launch", lambda *args, **kwargs: None),
+    mock.patch("te_dynamo.kernels.gemm.specialized.gated.launch_prepared", lambda *args, **kwargs: None),
 )
 
 

@@ -94,7 +94,7 @@ scaled_dot_product.register_autograd(
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
     return scaled_dot_product(q, k, v)[0]
 
 

@@ -72,6 +72,9 @@ TABLES = {
     "train_blocks_speedups": Table("train_blocks", ("block",), "provider", ("speedup",)),
     "train_blocks_memory": Table("train_blocks", ("block",), "provider", ("peak_mib", "peak_ratio")),
     "train_blocks_rows": Table("train_blocks"),
+    "cpu_time": Table("cpu_time", ("block",), "provider", ("wall_ms", "speedup", "enqueue_ms", "kernels_ms")),
+    "cpu_time_rows": Table("cpu_time"),
+    "cpu_time_calls": Table("cpu_time_calls"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
     **{
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)

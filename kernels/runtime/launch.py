@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from te_dynamo.kernels.runtime._triton import triton
+from te_dynamo.kernels.runtime.prepared import Prepared, launched_early, prepared_of
+from te_dynamo.kernels.runtime.scratch import scratch
 from te_dynamo.kernels.runtime.target import target_of
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[Any, ...] | Callable[[dict[str, Any]], tuple[Any, ...]],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
+def launch(kernel: Any, grid: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> None:
     """kernel[grid](*args, **kwargs), run now or, under `make_fx`, recorded for Inductor's code to launch.
 
     Give every argument of the kernel explicitly (torch takes every tensor for mutated when one is left to its
@@ -28,15 +24,28 @@ def launch(
     kernel. `num_warps` and `num_stages` may stand among the keyword arguments. EARLY=True, of a kernel that has it: launched
     before its predecessor ends (kernels/runtime/dependent_launch.py).
     """
-    recorded = is_recording()
-    if kwargs.get("EARLY") and not recorded:
-        kwargs["launch_pdl"] = True
-    if _compiling_only.get():
-        kernel.warmup(*(_untouched(x) for x in args), grid=grid, **{name: _untouched(x) for name, x in kwargs.items()})
-        return
-    triton.set_allocator(_scratch)
-    # wrap_triton costs about 100 us a call, which nobody need pay where nothing records it.
-    (torch.library.wrap_triton(kernel) if recorded else kernel)[grid](*args, **kwargs)
+    if _is_run_now(kernel):
+        prepared, own = prepared_of(kernel, args, kwargs)
+        prepared.run(grid, own)
+    elif _compiling_only.get():
+        options = kwargs if is_recording() else launched_early(kwargs)
+        kernel.warmup(*(_untouched(x) for x in args), grid=grid, **{name: _untouched(x) for name, x in options.items()})
+    else:
+        triton.set_allocator(scratch)
+        (torch.library.wrap_triton(kernel) if is_recording() else kernel)[grid](*args, **kwargs)
+
+
+def launch_prepared(prepared: Prepared, grid: tuple[Any, ...], /, *args: Any) -> None:
+    """`launch` of its kernel and constants, which one place holds because it launches the same again and again."""
+    if _is_run_now(prepared.kernel):
+        prepared.run(grid, args)
+    else:
+        launch(prepared.kernel, grid, *args, **prepared.constants)
+
+
+def _is_run_now(kernel: Any) -> bool:
+    """Whether a kernel is compiled and launched here: not compiled only, not recorded, and not of Triton's interpreter."""
+    return not (is_recording() or _compiling_only.get()) and isinstance(kernel, triton.JITFunction)
 
 
 _compiling_only: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_compiling_only", default=False)
@@ -67,11 +76,6 @@ def is_recording() -> bool:
     return _get_current_dispatch_mode() is not None and any(
         mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
     )
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Global memory for the descriptors that a kernel makes; torch's allocations are aligned to 512 bytes."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 8192) -> int:

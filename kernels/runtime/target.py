@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,9 +109,13 @@ def target_of(device: torch.device) -> Target:
     """A CUDA device as its driver describes it; an H200 where no GPU can be asked, so that graphs build anywhere."""
     if _acting is not None:
         return _acting
+    told = _told.get(device)  # before anything else, as every launch of a GEMM asks
+    if told is not None:
+        return told
     if device.type != "cuda" or not torch.cuda.is_available():
         return TARGETS["h200"]
-    return _asked(device)
+    _told[device] = told = _asked(device)
+    return told
 
 
 def is_acting() -> bool:
@@ -131,7 +134,10 @@ def acting_as(target: Target) -> Iterator[None]:
         _acting = before
 
 
-@functools.cache
+_told: dict[torch.device, Target] = {}
+"""What drivers have said."""
+
+
 def _asked(device: torch.device) -> Target:
     found: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks some of them
     return described(

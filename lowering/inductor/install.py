@@ -16,6 +16,7 @@ from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
 from te_dynamo.lowering.inductor.define_kernel import define_kernel
 from te_dynamo.lowering.inductor.fake_values import incremental_update
 from te_dynamo.lowering.inductor.launch_buffers import allocate_late, operands_once
+from te_dynamo.lowering.inductor.launchers import make_launcher
 from te_dynamo.lowering.inductor.mutation import analyse
 from te_dynamo.lowering.inductor.private import Private, warn_skipped
 from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
@@ -111,6 +112,12 @@ TABLE = (
         needs=("torch._inductor.ir.TensorBox",),
     ),
     WORKERS,
+    Private(
+        "torch._inductor.runtime.triton_heuristics.TritonCompileResult.make_launcher",
+        "launches with scratch memory or early ones ask for hooks' metadata only where there are hooks, and allocate nothing",
+        "some 40 us of the CPU for each product that Inductor launches",
+        make_launcher,
+    ),
     Private(
         "torch._inductor.codegen.cuda.device_op_overrides.CUDADeviceOpOverrides.cpp_scratch",
         "in C++ code each program of a launch has scratch memory of its own; they write over each other's without",

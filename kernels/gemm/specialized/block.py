@@ -9,6 +9,8 @@ E8M0 codes are written as fp32 scales in the layout of Float8 block scaling firs
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from te_dynamo.kernels.gemm.specialized.ring import (
@@ -28,8 +30,9 @@ from te_dynamo.kernels.gemm.specialized.ring import (
 from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import gl, gluon, hopper, mbarrier, tma
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.launch import launch, launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
+from te_dynamo.kernels.runtime.prepared import Prepared
 from te_dynamo.kernels.tiles.blocks import decode_e8m0
 
 _DECODE_ROWS = 128
@@ -50,12 +53,17 @@ def gemm_block_specialized_out(
 
     Checks nothing.
     """
-    m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    (m, k), n = a.shape, b.shape[0]
     if a_scale_inv.dtype == torch.uint8:
         a_scale_inv, b_scale_inv = _decode(a_scale_inv, m), _decode(b_scale_inv, n)
-    options = specialized_block_options(bias is not None, b_two_d, out.element_size())
+    prepared = _prepared(bias is not None, b_two_d, out.element_size())
     arguments = (a, a_scale_inv, b, b_scale_inv, a_scale_inv if bias is None else bias, out, m, n, k)
-    launch(gemm_block_specialized_kernel, (gemm_multiprocessors(a.device),), *arguments, **options)
+    launch_prepared(prepared, (gemm_multiprocessors(a.device),), *arguments)
+
+
+@functools.cache
+def _prepared(has_bias: bool, b_two_d: bool, out_bytes: int) -> Prepared:
+    return Prepared(gemm_block_specialized_kernel, specialized_block_options(has_bias, b_two_d, out_bytes))
 
 
 def specialized_block_options(has_bias: bool, b_two_d: bool, out_bytes: int) -> dict[str, int]:

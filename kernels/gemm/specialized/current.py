@@ -11,6 +11,7 @@ A call costs the CPU more than such a launch does, so kernels/gemm/choose.py tak
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +35,9 @@ from te_dynamo.kernels.gemm.specialized.ring import (
 )
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
-from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
+from te_dynamo.kernels.runtime.prepared import Prepared
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
 
@@ -56,12 +58,11 @@ def gemm_specialized_out(
     fast: by fast accumulation. stacking: of operands as kernels/gemm/stacked.py takes them. Checks nothing.
     addend: None, or what is added to C as kernels/gemm/epilogue.py does; of two bytes an element, not stacked. It may be out.
     """
-    m, k, n = a.shape[0], a.shape[1], b.shape[0]
+    (m, k), n = a.shape, b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
-    options = specialized_options(bias is not None, out.element_size(), fast, stacking)
+    prepared = _prepared(bias is not None, out.element_size(), fast, stacking if stacking.along else None)
     programs = gemm_multiprocessors(a.device)
-    arguments = (a, a_scale_inv, b, b_scale_inv, bias_or_any, out, addend, m, n, k)
-    launch(gemm_specialized_kernel, (programs,), *arguments, **options)
+    launch_prepared(prepared, (programs,), a, a_scale_inv, b, b_scale_inv, bias_or_any, out, addend, m, n, k)
 
 
 def stacked_specialized_out(
@@ -77,8 +78,16 @@ def stacked_specialized_out(
     out: torch.Tensor,
 ) -> None:
     """Writes `kernels/gemm/stacked.py`'s C to out [M, N], N a multiple of 8. Checks nothing."""
-    stacking = Stacking(along, tuple(segments))
+    stacking = _stacking(along, tuple(segments))
     gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast, stacking=stacking, out=out)
+
+
+_stacking = functools.cache(Stacking)
+
+
+@functools.cache
+def _prepared(has_bias: bool, out_bytes: int, fast: bool, stacking: Stacking | None) -> Prepared:
+    return Prepared(gemm_specialized_kernel, specialized_options(has_bias, out_bytes, fast, stacking or NOT_STACKED))
 
 
 def specialized_options(

@@ -13,6 +13,7 @@ raise its amax, n tiles in random order about ln(n) times, and a bound that cost
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ from te_dynamo.kernels.gemm.stacked import check_stack, gemm_stacked, gemm_stack
 from te_dynamo.kernels.gemm.tiles import DecodeTile, specialized_tile, stages_that_fit
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
-from te_dynamo.kernels.runtime.launch import is_recording, launch
+from te_dynamo.kernels.runtime.launch import is_recording, launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
+from te_dynamo.kernels.runtime.prepared import Prepared
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
 
@@ -120,10 +122,15 @@ def gemm_gated_specialized(
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-    options = gemm_gated_options(fast, n // 2, gate, kind)
     programs = min(gemm_multiprocessors(a.device), PARTIALS // GROUPS.value)
-    launch(gemm_gated_kernel, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k, **options)
+    prepared = _prepared(fast, n // 2, gate, kind)
+    launch_prepared(prepared, (programs,), a, a_scale_inv, b, b_scale_inv, c, partials, m, n, k)
     return c, partials
+
+
+@functools.cache
+def _prepared(fast: bool, width: int, gate: int, kind: str) -> Prepared:
+    return Prepared(gemm_gated_kernel, gemm_gated_options(fast, width, gate, kind))
 
 
 def gemm_gated_options(fast: bool, width: int, gate: int, kind: str) -> dict[str, Any]:

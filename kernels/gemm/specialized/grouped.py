@@ -10,6 +10,7 @@ group, where the kernel of grouped.py does three times a tile. Bit for bit an un
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from te_dynamo.kernels.gemm.specialized.ring import (
 )
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
-from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
+from te_dynamo.kernels.runtime.prepared import Prepared
 
 _MASK_WARPS = gl.constexpr(2)
 _MASK_ROWS = gl.constexpr(32)  # of a tile in registers at once
@@ -50,8 +52,12 @@ def columns_specialized_out(
     """Writes `gemm_grouped_columns`'s C to out [G, N, K]; N a multiple of 64, K of 8. Checks nothing."""
     (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
     arguments = (a, a_scale_inv, b, b_scale_inv, offs, out, m, n, k, groups)
-    options = columns_specialized_options(out.element_size(), fast)
-    launch(gemm_grouped_columns_specialized_kernel, (gemm_multiprocessors(a.device),), *arguments, **options)
+    launch_prepared(_prepared(out.element_size(), fast), (gemm_multiprocessors(a.device),), *arguments)
+
+
+@functools.cache
+def _prepared(out_bytes: int, fast: bool) -> Prepared:
+    return Prepared(gemm_grouped_columns_specialized_kernel, columns_specialized_options(out_bytes, fast))
 
 
 def columns_specialized_options(out_bytes: int, fast: bool) -> dict[str, Any]:

@@ -79,6 +79,9 @@ def test_an_early_kernel_waits_first(name: str) -> None:
         if any(word in line for word in ("ld.global", "st.global", "cp.async", "atom.global", "red.global"))
     ]
     assert len(waits) == 1 and touches and waits[0] < min(touches)
+    assert not any(
+        "tensormap" in line for line in lines
+    )  # its descriptors would lie where those of its predecessor are
     plain = compile_for(kernel, args=args, constexprs={**constexprs, "EARLY": False}, num_warps=4).ptx
     assert "griddepcontrol" not in plain
 
