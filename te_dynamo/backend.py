@@ -58,7 +58,7 @@ from te_dynamo.passes.dialect.regather import gather_again_in_backward
 from te_dynamo.passes.dialect.saved_inputs import save_inputs_themselves
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.usage import drop_unread_usages
-from te_dynamo.passes.dialect.views import read_through_views
+from te_dynamo.passes.dialect.views import read_through_views, return_no_views
 from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.gathered_weights import check_gathered
@@ -360,6 +360,7 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
         @leaving
         def compile_graph(graph_module: GraphModule, inputs: Sequence[Any]) -> Any:
             compilation.divided(graph_module.graph, phase)
+            return_no_views(graph_module.graph)
             graph_module.recompile()
             return make_boxed_func(leaving(graph_module.forward))
 

@@ -15,6 +15,7 @@ microbatches is one graph; gemm_add.py has the next products add to it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.fx import Graph, Node
 
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gemm import bias_grad
-from te_dynamo.dialect.memory import RESHAPES
+from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls
 
@@ -34,6 +35,23 @@ _NEW = {
     torch.ops.aten.new_empty_strided.default,
 }
 _READ_THROUGH = (*RESHAPES, _CLONE)
+
+
+def return_no_views(graph: Graph) -> None:
+    """Results of te operations in another shape are new tensors for autograd, as torch's own products are: a caller may write each of them.
+
+    For graphs that run as they are. Inductor's code allocates its results.
+    """
+    for node in graph.output_node().all_input_nodes:
+        if node.target is torch.ops.aten.view.default and is_te(getattr(_origin(node), "target", None)):
+            node.target = torch.ops.aten._unsafe_view.default
+
+
+def _origin(value: Any) -> Any:
+    """What views and items are taken from."""
+    while is_view(value) or (isinstance(value, Node) and value.target is operator.getitem):
+        value = value.args[0]
+    return value
 
 
 def read_through_views(graph: Graph) -> int:
