@@ -137,7 +137,7 @@ def _launches(node: Node) -> Callable[..., Any]:
 
         def with_amaxes(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
             amaxes = [amax_by_rows(x) if is_known else None for x, is_known in zip(xs, known, strict=True)]
-            return quantize_stacked_with_amaxes(xs, quantizer, by_columns, amaxes)
+            return KERNELS[quantize_stacked_with_amaxes](xs, quantizer, by_columns, amaxes)
 
         return with_amaxes
     sums: list[Callable[..., Any]] = [KERNELS[bias_grad]] if node.target is quantize_bias_grad else []

@@ -57,6 +57,7 @@ from te_dynamo.passes.dialect.recompute import save_products_only
 from te_dynamo.passes.dialect.regather import gather_again_in_backward
 from te_dynamo.passes.dialect.saved_inputs import save_inputs_themselves
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
+from te_dynamo.passes.dialect.shared_amaxes import share_amaxes
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views, return_no_views
 from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
@@ -149,6 +150,7 @@ class _Compilation:
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:
+        share_amaxes(graph)
         if self.options.max_autotune:
             with timed("te_dynamo.tune"):
                 tune(graph)

@@ -188,8 +188,7 @@ def quantize(
     x = x.contiguous()
     rows, columns = rows_and_columns(x)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
-    known = isinstance(rows, int) and isinstance(columns, int)
-    if amax is None and not columnwise and known and rows * columns <= FEW_VALUES:
+    if amax is None and in_one_launch(x, columnwise):
         _quantize_few(x, buffers, buffers.constants(power_of_two, eps))
         return buffers.as_list()
     partials = partial_amaxes(x) if amax is None else amax
@@ -212,6 +211,11 @@ def quantize(
             num_warps=warps,
         )
     return buffers.as_list()
+
+
+def in_one_launch(x: torch.Tensor, columnwise: bool) -> bool:
+    """Whether `quantize` finds the amax in the launch that casts."""
+    return not columnwise and isinstance(x.numel(), int) and x.numel() <= FEW_VALUES
 
 
 def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any]) -> None:

@@ -1,18 +1,19 @@
 """Several tensors -> float8 in the buffers of one, each with its own scale (kernels/quantize/current.py).
 
 Stacked by rows, tensors [M_i, K] are written as one [sum of M_i, K]; stacked by columns, [M, K_i] as one [M, sum of K_i].
-`scale_inv` has an element for each. Every element has the bits that `quantize` gives it. The GEMMs of kernels/gemm/stacked.py
+`scale_inv` has an element for each. Every element has the bits that `quantize` gives it. All of them take two launches. The GEMMs of kernels/gemm/stacked.py
 read this.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from te_dynamo.kernels.quantize.current import PARTIALS, cast_tile, partial_amaxes, quantize_reference
+from te_dynamo.kernels.quantize.amaxes import partial_amaxes_of
+from te_dynamo.kernels.quantize.current import PARTIALS, cast_tile, quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
@@ -27,7 +28,7 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_from_the_end,
     tile_total,
 )
-from te_dynamo.kernels.tiles.stacking import check_segments
+from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
 
 
 def stacked_size(xs: Sequence[torch.Tensor], by_columns: bool) -> tuple[Size, Size]:
@@ -50,10 +51,12 @@ def quantize_stacked_reference(
     power_of_two: bool,
     eps: float,
     by_columns: bool,
+    amaxes: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """`quantize_stacked` in plain PyTorch, on any device."""
     stacked_size(xs, by_columns)
-    each = [quantize_reference(x, fp8_dtype, rowwise, columnwise, power_of_two, eps) for x in xs]
+    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
+    each = [quantize_reference(x, *form, amax) for x, amax in zip(xs, amaxes or [None] * len(xs), strict=True)]
     return stack_buffers(each, rowwise, columnwise, by_columns)
 
 
@@ -75,16 +78,22 @@ def stack_buffers(
 @writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def quantize_stacked_kernel(
-    x,
-    partials,
+    x0,
+    x1,
+    x2,
+    partials0,
+    partials1,
+    partials2,
+    COUNT_0,
+    COUNT_1,
+    COUNT_2,
     data,
     transpose,
     scale_inv,
-    M,
-    K,
-    first,
-    length,
-    SLOT: tl.constexpr,
+    SIDE_0,
+    SIDE_1,
+    SIDE_2,
+    other,
     BY_COLUMNS: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
@@ -95,15 +104,29 @@ def quantize_stacked_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Every tile of x [M, K], scaled and cast, to its place in the stack: number SLOT, at `first` of `length`."""
-    scale = load_scale(partials, scale_inv + SLOT, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    padded = (M + 15) // 16 * 16
+    """Every tile of x_i, scaled and cast, to its place in the stack: SIDE_i is what is stacked, `other` what all have in common.
+
+    The last tensor comes first, as its amaxes were found last. COUNT_i of PARTIALS partial amaxes are there.
+    """
+    slot = tl.num_programs(1) - 1 - tl.program_id(1)
+    x = tl.where(slot == 0, x0, tl.where(slot == 1, x1, x2))
+    partials = tl.where(slot == 0, partials0, tl.where(slot == 1, partials1, partials2))
+    count = tl.where(slot == 0, COUNT_0, tl.where(slot == 1, COUNT_1, COUNT_2))
+    side = tl.where(slot == 0, SIDE_0, tl.where(slot == 1, SIDE_1, SIDE_2))
+    first = tl.where(slot == 0, 0, tl.where(slot == 1, SIDE_0, SIDE_0 + SIDE_1))
+    length = SIDE_0 + SIDE_1 + SIDE_2
+    scale = load_scale(partials, scale_inv + slot, PARTIALS, FMAX, EPS, POWER_OF_TWO, count)
     if BY_COLUMNS:
+        M = other
+        K = side
+        padded = (M + 15) // 16 * 16
         data += first
         transpose += tl.cast(first, tl.int64) * padded
         data_stride = length
         transpose_stride = padded
     else:
+        M = side
+        K = other
         data += tl.cast(first, tl.int64) * K
         transpose += first
         data_stride = K
@@ -143,36 +166,43 @@ def quantize_stacked(
     """[data?, transpose?, scale_inv] of the stack of xs, each of any rank >= 1 and read as a matrix.
 
     data [M, K] and transpose [K, M rounded up to 16] of the stack's M and K are `fp8_dtype`, scale_inv is fp32 [len(xs)].
-    The stacked sides are two or three multiples of 128. amaxes: fp32 [1] of each x whose amax is known already.
+    The stacked sides are two or three multiples of 128. amaxes: of each x whose amax is known already, fp32 [1] or PARTIALS partial ones.
     Raises ValueError for tensors that do not stack.
     """
     rows, columns = stacked_size(xs, by_columns)
     buffers = Fp8Buffers(rows, columns, xs[0].device, fp8_dtype, rowwise, columnwise, scales=len(xs))
-    sides = [rows_and_columns(x)[by_columns] for x in xs]
-    firsts = itertools.accumulate(sides, initial=0)
-    for slot, (x, amax, first) in enumerate(zip(xs, amaxes or [None] * len(xs), firsts, strict=False)):
-        x = x.contiguous()
-        m, k = rows_and_columns(x)
-        partials = partial_amaxes(x) if amax is None else amax
-        block_m, block_k, warps = cast_tile(m, k, columnwise)
-        for usage in buffers.launches(x.element_size()):
-            launch(
-                quantize_stacked_kernel,
-                (program_count(m, k, block_m, block_k, x.device),),
-                x=x,
-                partials=partials,
-                M=m,
-                K=k,
-                first=first,
-                length=sum(sides),
-                SLOT=slot,
-                BY_COLUMNS=by_columns,
-                **buffers.pointers(unused=x),
-                **buffers.constants(power_of_two, eps),
-                **usage,
-                PARTIALS=PARTIALS if amax is None else 1,
-                BLOCK_M=block_m,
-                BLOCK_K=block_k,
-                num_warps=warps,
-            )
+    xs = [x.contiguous() for x in xs]
+    sizes = [rows_and_columns(x) for x in xs]
+    partials = _with_all_amaxes(xs, amaxes or [None] * len(xs))
+    block_m, block_k, warps = cast_tile(rows, columns, columnwise)
+    for usage in buffers.launches(xs[0].element_size()):
+        launch(
+            quantize_stacked_kernel,
+            (max(program_count(m, k, block_m, block_k, xs[0].device) for m, k in sizes), len(xs)),
+            **_numbered("x", xs, xs[0]),
+            **_numbered("partials", partials, partials[0]),
+            **_numbered("COUNT_", [p.shape[0] for p in partials], 1),
+            **_numbered("SIDE_", [size[by_columns] for size in sizes], 0),
+            other=sizes[0][not by_columns],
+            BY_COLUMNS=by_columns,
+            **buffers.pointers(unused=xs[0]),
+            **buffers.constants(power_of_two, eps),
+            **usage,
+            PARTIALS=PARTIALS,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            num_warps=warps,
+        )
     return buffers.as_list()
+
+
+def _with_all_amaxes(xs: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The amaxes, those that are not known found in one launch."""
+    unknown = [x for x, amax in zip(xs, amaxes, strict=True) if amax is None]
+    found = iter(partial_amaxes_of(unknown) if unknown else ())
+    return [next(found) if amax is None else amax for amax in amaxes]
+
+
+def _numbered(name: str, values: Sequence[Any], unused: Any) -> dict[str, Any]:
+    """The kernel's arguments of that name, one for each tensor that may be in a stack."""
+    return {f"{name}{i}": values[i] if i < len(values) else unused for i in range(MOST_SEGMENTS)}

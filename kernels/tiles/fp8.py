@@ -105,9 +105,11 @@ def store_rounded_amax(partials, amaxes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_amax(partials, PARTIALS: tl.constexpr):
-    """The tensor's amax from its fp32 [PARTIALS] partial ones."""
-    bits = abs_bits(tl.load(partials + tl.arange(0, PARTIALS)))
+def load_amax(partials, PARTIALS: tl.constexpr, count=None):
+    """The tensor's amax from its fp32 [PARTIALS] partial ones, or from `count` of them."""
+    places = tl.arange(0, PARTIALS)
+    mask = None if count is None else places < count
+    bits = abs_bits(tl.load(partials + places, mask=mask, other=None if count is None else 0.0))
     return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
 
 
@@ -141,9 +143,10 @@ def load_scale(
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    count=None,
 ):
     """The scale of the tensor that `partials` describe; one program also stores its inverse."""
-    scale = scale_from_amax(load_amax(partials, PARTIALS), FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
+    scale = scale_from_amax(load_amax(partials, PARTIALS, count), FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
     if tl.program_id(0) == 0:
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
     return scale

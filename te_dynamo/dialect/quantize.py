@@ -1,5 +1,5 @@
 """`te.quantize`: a tensor into the buffers of its quantizer; `te.quantize_bias_grad` with column sums beside them; `te.transpose` of its codes;
-`te.amax`, what decides its one scale; `te.amax_bits_of_parts` and `te.quantize_parts` of rows that go to several receivers.
+`te.amax` and `te.amaxes`, what decides its one scale; `te.amax_bits_of_parts` and `te.quantize_parts` of rows that go to several receivers.
 
 `FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
 """
@@ -14,6 +14,7 @@ import torch
 from te_dynamo.dialect.define import kernel_or_reference, te_op
 from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.quantize import amaxes as amaxes_kernels
 from te_dynamo.kernels.quantize import bias_grad as bias_grad_kernels
 from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, parts, several
@@ -147,6 +148,12 @@ quantize_several = kernel_or_reference(
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max|x| of a tensor of any rank >= 1, fp32 [1]: what te.quantize_with_amax takes. NaN propagates, no values give 0."""
     return plain((1,), torch.float32, x)
+
+
+@te_op(reference=amaxes_kernels.partial_amaxes_of_reference, kernel=amaxes_kernels.partial_amaxes_of)
+def amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
+    """fp32 [len(xs), PARTIALS]: a row has partial amaxes of its tensor, as te.quantize_with_amax takes them. Contiguous, of one dtype."""
+    return plain((len(xs), kernels.PARTIALS), torch.float32, xs[0])
 
 
 @te_op(reference=parts.amax_bits_of_parts)

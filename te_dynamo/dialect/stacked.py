@@ -26,9 +26,6 @@ __all__ = [
     "stacking_pays",
 ]
 
-quantize_stacked_with_amaxes = takes_quantizer(kernels.quantize_stacked)
-"""The launches of `te.quantize_stacked` with a last argument, a list of the amax (fp32 [1]) of each tensor or None."""
-
 
 @te_op(
     reference=takes_quantizer(kernels.quantize_stacked_reference),
@@ -39,6 +36,17 @@ def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: b
 
     data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. The stacked sides are two or three multiples of 128.
     """
+    return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
+
+
+@te_op(
+    reference=takes_quantizer(kernels.quantize_stacked_reference),
+    kernel=takes_quantizer(kernels.quantize_stacked),
+)
+def quantize_stacked_with_amaxes(
+    xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool, amaxes: Sequence[Optional[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """te.quantize_stacked where amaxes are known: of each tensor partial ones, fp32 [a power of two up to PARTIALS], or None."""
     return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
 
 

@@ -105,14 +105,11 @@ def test_lower_forward(training: Captured) -> None:
         """\
 norm_rows_kernel -> rstd, partials
 norm_cast_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
-quantize_stacked_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
+quantize_amaxes_kernel -> partials
 quantize_stacked_kernel -> data, transpose, scale_inv
 gemm_stacked_kernel -> c
 gated_amax_kernel -> partials
 gated_write_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c""",
     )
@@ -142,9 +139,7 @@ def test_lower_inference(inference: Captured) -> None:
         """\
 norm_rows_kernel -> rstd, partials
 norm_cast_kernel -> data, scale_inv
-quantize_amax_kernel -> partials
-quantize_stacked_kernel -> data, scale_inv
-quantize_amax_kernel -> partials
+quantize_amaxes_kernel -> partials
 quantize_stacked_kernel -> data, scale_inv
 gemm_stacked_kernel -> c
 gated_amax_kernel -> partials

@@ -71,22 +71,16 @@ def test_h200() -> None:
 lower.forward:
   norm_rows_kernel
   norm_cast_kernel
-  quantize_amax_kernel
-  quantize_stacked_kernel
-  quantize_amax_kernel
+  quantize_amaxes_kernel
   quantize_stacked_kernel
   gemm_gated in Gluon
   gated_write_kernel
-  quantize_amax_kernel
   quantize_cast_kernel
   gemm in Gluon
 lower.backward:
-  quantize_amax_kernel
+  quantize_amaxes_kernel
   quantize_cast_kernel
   gemm in Gluon
-  quantize_amax_kernel
-  quantize_stacked_kernel
-  quantize_amax_kernel
   quantize_stacked_kernel
   gemm_stacked in Gluon
   transpose_kernel
@@ -131,23 +125,17 @@ def test_l40s() -> None:
 lower.forward:
   norm_rows_kernel
   norm_cast_kernel
-  quantize_amax_kernel
-  quantize_stacked_kernel
-  quantize_amax_kernel
+  quantize_amaxes_kernel
   quantize_stacked_kernel
   gemm_stacked_kernel: 4096x16384x4096 by 142 programs, slow 128x128x128
   gated_amax_kernel
   gated_write_kernel
-  quantize_amax_kernel
   quantize_cast_kernel
   gemm_kernel: 4096x4096x8192 by 142 programs, slow 128x128x128
 lower.backward:
-  quantize_amax_kernel
+  quantize_amaxes_kernel
   quantize_cast_kernel
   gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128
-  quantize_amax_kernel
-  quantize_stacked_kernel
-  quantize_amax_kernel
   quantize_stacked_kernel
   gemm_stacked_kernel: 4096x4096x16384 by 142 programs, slow 128x128x128
   transpose_kernel

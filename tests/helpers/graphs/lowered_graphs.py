@@ -188,9 +188,14 @@ CASES: dict[str, Case] = {
     "quantize_stacked": (
         te.quantize_stacked,
         lambda: ([bf16(128, 64), bf16(256, 64)], BOTH, False),
-        "quantize_amax_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv\n"
-        "quantize_amax_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv",
+        "quantize_amaxes_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv",
     ),
+    "quantize_stacked_with_amaxes": (
+        te.quantize_stacked_with_amaxes,
+        lambda: ([bf16(128, 64), bf16(256, 64)], ROWS, False, [f32(512), f32(1)]),
+        "quantize_stacked_kernel -> data, scale_inv",
+    ),
+    "amaxes": (te.amaxes, lambda: ([bf16(128, 64), bf16(64)],), "quantize_amaxes_kernel -> partials"),
     "gemm_stacked": (
         te.gemm_stacked,
         lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), None, torch.bfloat16, True, "N", [128, 256]),

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from te_dynamo.kernels.activation import activation, gated, gated_halves, gated_kernels
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.quantize import amaxes
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize.bias_grad import stripes
 from te_dynamo.kernels.tiles import fp8
@@ -48,6 +49,7 @@ def tiled(tile: quantize.Tile, **constants: Any) -> tuple[dict[str, Any], int]:
 
 def amax_cases():
     yield quantize.quantize_amax_kernel, *tiled(quantize.amax_tile(4096))
+    yield amaxes.quantize_amaxes_kernel, {"BLOCK": 4096}, 8
     for kind in activation.KINDS:
         for backward in (False, True):
             tile = quantize.amax_tile(4096)

@@ -216,17 +216,20 @@ def gemm_case(fast: bool, along: str, segments: tuple[int, ...], m: int, n: int,
 
 def quantize_case(by_columns: bool) -> Case:
     block_m, block_k, warps = plain.CAST_TILE
-    pointers = {"x": "*bf16", "partials": "*fp32", "data": "*fp8e4nv", "transpose": "*fp8e4nv", "scale_inv": "*fp32"}
+    pointers = {f"x{i}": "*bf16" for i in range(3)} | {f"partials{i}": "*fp32" for i in range(3)}
+    pointers |= {"data": "*fp8e4nv", "transpose": "*fp8e4nv", "scale_inv": "*fp32"}
+    sizes = [*(f"COUNT_{i}" for i in range(3)), *(f"SIDE_{i}" for i in range(3)), "other"]
+    args = {**pointers, **dict.fromkeys(sizes, "i32")}
     return Case(
         name=f"quantize_stacked {by_columns=}",
         kernel=quantize_stacked_kernel,
-        args={**pointers, "M": "i32", "K": "i32", "first": "i32", "length": "i32"},
+        args={name: args[name] for name in quantize_stacked_kernel.arg_names if name in args},
         constants={
-            **{"SLOT": 1, "BY_COLUMNS": by_columns, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False},
+            **{"BY_COLUMNS": by_columns, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False},
             **{"ROWWISE": True, "COLUMNWISE": True, "PARTIALS": plain.PARTIALS},
             **{"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps},
         },
-        aligned=(*pointers, "M", "K", "first", "length"),
+        aligned=tuple(args),
         has=("st.global.v4.b32", "cvt.rn.satfinite.e4m3x2.f32"),
         writes=("data", "transpose", "scale_inv"),
     )

@@ -1,0 +1,92 @@
+"""Tensors that are quantized with one scale each: the amaxes of several that are there at one place are found in one launch.
+
+    before    q = te.quantize_stacked([gate, up], e4m3[row+column], False)
+              ...
+              w: (f8e4m3[N, K], f8e4m3[K, N], f32[1]) = te.quantize(down, e4m3[row+column])
+    after     a: f32[3, 512] = te.amaxes([gate, up, down])
+              q = te.quantize_stacked_with_amaxes([gate, up], e4m3[row+column], False, [a[0], a[1]])
+              ...
+              w: (f8e4m3[N, K], f8e4m3[K, N], f32[1]) = te.quantize_with_amax(down, e4m3[row+column], a[2])
+
+The casts stay where they were, so that no codes are alive earlier: amaxes have a few bytes. A launch takes the CPU longer than small
+weights take the GPU. But what is read for an amax is read again by its cast, faster if the cast follows at once. So a group has at most
+MOST_BYTES. Every bit is the same.
+
+These are left as they are:
+
+- tensors that Inductor's code writes, which finds the amax too (lowering/trace.py), and of few values, which one launch quantizes;
+- graphs with collectives: a launch that reads several gathered tensors would wait for the last of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from te_dynamo.dialect.memory import byte_hint, written_by_inductor
+from te_dynamo.dialect.quantize import amaxes, quantize, quantize_with_amax
+from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
+from te_dynamo.kernels.quantize.amaxes import MOST_TENSORS
+from te_dynamo.kernels.quantize.current import in_one_launch
+from te_dynamo.kernels.runtime import availability
+from te_dynamo.passes.dialect.graph import call_like, calls
+from te_dynamo.passes.dialect.usage import quantizer_of
+
+MOST_BYTES = 2**28
+"""Two weights of a Llama-8B block's MLP have almost as many."""
+
+
+def share_amaxes(graph: Graph) -> int:
+    """Rewrites a graph in place, right before it is lowered; returns how many quantizations have their amax from another launch."""
+    if any("c10d" in str(node.target) for node in graph.nodes):
+        return 0
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    waiting = [node for node in calls(graph, quantize, quantize_stacked) if _finds_amaxes(node)]
+    shared = 0
+    while waiting:
+        first, *waiting = waiting
+        group, tensors = [first], list(first.all_input_nodes)
+        for node in waiting:
+            joined = list(dict.fromkeys([*tensors, *node.all_input_nodes]))
+            if _fit(joined) and all(places[tensor] < places[first] for tensor in joined):
+                group, tensors = [*group, node], joined
+        if len(group) > 1:
+            _share(graph, group, tensors)
+            waiting = [node for node in waiting if node not in group]
+            shared += len(group)
+    return shared
+
+
+def _finds_amaxes(node: Node) -> bool:
+    """Whether the node is lowered to a launch that finds amaxes, and one that casts."""
+    _, quantizer = quantizer_of(node)
+    values = [tensor.meta["val"] for tensor in node.all_input_nodes]
+    return (
+        quantizer.one_scale
+        and availability.kernels_available(values[0].device).ok
+        and all(value.is_contiguous() for value in values)
+        and not any(map(written_by_inductor, node.all_input_nodes))
+        and not (node.target is quantize and in_one_launch(values[0], quantizer.columnwise))
+    )
+
+
+def _fit(tensors: list[Node]) -> bool:
+    """Whether one launch may read those tensors."""
+    values = [tensor.meta["val"] for tensor in tensors]
+    alike = len({(value.dtype, value.device) for value in values}) == 1
+    return alike and len(values) <= MOST_TENSORS and sum(map(byte_hint, values)) <= MOST_BYTES
+
+
+def _share(graph: Graph, group: list[Node], tensors: list[Node]) -> None:
+    found = call_like(graph, amaxes, (tensors,), group[0])
+    for node in group:
+        own = [
+            call_like(graph, torch.ops.aten.select.int, (found, 0, tensors.index(tensor)), node)
+            for tensor in node.all_input_nodes
+        ]
+        if node.target is quantize:
+            cast = call_like(graph, quantize_with_amax, (*node.args[:2], own[0]), node)
+        else:
+            cast = call_like(graph, quantize_stacked_with_amaxes, (*node.args, own), node)
+        node.replace_all_uses_with(cast)
+        graph.erase_node(node)
