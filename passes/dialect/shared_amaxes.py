@@ -24,11 +24,8 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.memory import byte_hint, written_by_inductor
-from te_dynamo.dialect.quantize import amaxes, quantize, quantize_with_amax
+from te_dynamo.dialect.quantize import MOST_AMAXES, amaxes, finds_amax, quantize, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
-from te_dynamo.kernels.quantize.amaxes import MOST_TENSORS
-from te_dynamo.kernels.quantize.current import in_one_launch
-from te_dynamo.kernels.runtime import availability
 from te_dynamo.passes.dialect.graph import call_like, calls
 from te_dynamo.passes.dialect.usage import quantizer_of
 
@@ -61,20 +58,15 @@ def _finds_amaxes(node: Node) -> bool:
     """Whether the node is lowered to a launch that finds amaxes, and one that casts."""
     _, quantizer = quantizer_of(node)
     values = [tensor.meta["val"] for tensor in node.all_input_nodes]
-    return (
-        quantizer.one_scale
-        and availability.kernels_available(values[0].device).ok
-        and all(value.is_contiguous() for value in values)
-        and not any(map(written_by_inductor, node.all_input_nodes))
-        and not (node.target is quantize and in_one_launch(values[0], quantizer.columnwise))
-    )
+    alone = all(value.is_contiguous() and finds_amax(value, quantizer) for value in values)
+    return alone and not any(map(written_by_inductor, node.all_input_nodes))
 
 
 def _fit(tensors: list[Node]) -> bool:
     """Whether one launch may read those tensors."""
     values = [tensor.meta["val"] for tensor in tensors]
     alike = len({(value.dtype, value.device) for value in values}) == 1
-    return alike and len(values) <= MOST_TENSORS and sum(map(byte_hint, values)) <= MOST_BYTES
+    return alike and len(values) <= MOST_AMAXES and sum(map(byte_hint, values)) <= MOST_BYTES
 
 
 def _share(graph: Graph, group: list[Node], tensors: list[Node]) -> None:

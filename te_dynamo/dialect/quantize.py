@@ -21,6 +21,7 @@ from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, parts, severa
 from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.tiles.fp8 import round_up, rows_and_columns
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
@@ -30,6 +31,9 @@ from te_dynamo.quantized.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+
+MOST_AMAXES = amaxes_kernels.MOST_TENSORS
+"""Tensors of one te.amaxes."""
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -148,6 +152,14 @@ quantize_several = kernel_or_reference(
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max|x| of a tensor of any rank >= 1, fp32 [1]: what te.quantize_with_amax takes. NaN propagates, no values give 0."""
     return plain((1,), torch.float32, x)
+
+
+def finds_amax(x: torch.Tensor, quantizer: Quantizer) -> bool:
+    """Whether `te.quantize` finds the amax in a launch of its own."""
+    one_scale = isinstance(quantizer, Float8CurrentScalingQuantizer) and not kernels.in_one_launch(
+        x, quantizer.columnwise
+    )
+    return one_scale and availability.kernels_available(x.device).ok
 
 
 @te_op(reference=amaxes_kernels.partial_amaxes_of_reference, kernel=amaxes_kernels.partial_amaxes_of)
