@@ -205,7 +205,7 @@ def casts(call: Callable[[], None]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    names = ("quantize_cast_kernel", "quantize_stacked_kernel")  # one a tensor, one a tensor of a stack
+    names = ("quantize_cast_kernel", "quantize_stacked_kernel")  # one a tensor, one a stack
     return sum(any(name in event.name for name in names) for event in profiler.events())
 
 
@@ -225,7 +225,7 @@ def test_a_profile_shows_one_quantization_a_weight_and_step() -> None:
         step(1)
     one, two, five = (casts(lambda count=count: step(count)) for count in (1, 2, 5))  # type: ignore[misc]
     assert five - two == 3 * (two - one), "each microbatch quantizes the same"
-    assert one - (two - one) == 3, "gate, up and down"
+    assert one - (two - one) == 2, "the stack of gate and up, and down"
 
 
 def test_a_frozen_call_launches_no_quantization_of_a_weight() -> None:

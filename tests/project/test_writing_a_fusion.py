@@ -75,14 +75,13 @@ def test_the_kernels_are_launched_by_the_compiled_model(example) -> None:
     assert_expected_inline(
         launches(graphs["lower.forward"]),
         """\
-quantize_amax_kernel -> partials
+quantize_amaxes_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 quantize_few_kernel -> data, scale_inv
 gemm_kernel -> c
 bias_squared_relu_kernel -> y
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c""",
     )
