@@ -25,6 +25,7 @@ from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
+from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, hint, linear_record, named_by_rule
 from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter, takes_groups, why_no_linear
 from te_dynamo.passes.torch_ir.match.values import (
@@ -73,6 +74,8 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
+        if not record.reason and not named_by_rule(recipe_for, record.module):
+            record.reason = kept_in_fp32(node, x, weight)
         if not record.reason and not named_by_rule(recipe_for, record.module):
             record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
     if recipe is None or record.reason:
@@ -189,11 +192,11 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
     m, n, k = map(hint, _sizes(x, weight))
     value = tensor_of(node)
-    if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
+    if value.device.type != "cuda" or value.dtype not in FLOATS or not m:
         return ""
     groups = fixed(tensor_of(weight).shape[0]) or 1
     rates = rates_of(value.device)
-    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, rates, is_kept(weight))
+    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, rates, is_kept(weight), value.dtype)
 
 
 def recipe_reason(recipe: Recipe) -> str:

@@ -34,6 +34,7 @@ from te_dynamo.passes.torch_ir.match.cost import (
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
+from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
 from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
 from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, local, to_shards
@@ -95,6 +96,9 @@ def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> st
         return _rewrite_shards(node, product, recipe, named)
     if reason := _reason(node, product, recipe):
         return reason
+    if not named and (reason := _fp32_reason(node, product)):
+        node.meta[LEFT_FOR_COST] = ""  # it shares no x
+        return reason
     if not named and (reason := _cost_reason(node, product, recipe)):
         node.meta[LEFT_FOR_COST] = reason
         return reason
@@ -110,7 +114,7 @@ def becomes_fp8(node: fx.Node, product: Product, recipe: Recipe, named: bool) ->
             return False
     elif product.contraction is None and (product.reason or _reason(node, product, recipe)):
         return False
-    return named or not _cost_reason(node, product, recipe)
+    return named or not (_fp32_reason(node, product) or _cost_reason(node, product, recipe))
 
 
 def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
@@ -259,6 +263,12 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
     return ""
 
 
+def _fp32_reason(node: fx.Node, product: Product) -> str:
+    """`kept_in_fp32` of a linear; "" where nothing but FP8 can multiply by its weight."""
+    only_fp8 = is_dropped(product.weight) or quantized_of(product.weight) is not None
+    return "" if only_fp8 else kept_in_fp32(node, product.x, product.weight)
+
+
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
     if not _has_times(node, product) or is_dropped(product.weight) or quantized_of(product.weight) is not None:
@@ -269,7 +279,7 @@ def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
 
 
 def estimated_times(node: fx.Node, product: Product, recipe: Recipe) -> tuple[float, ...]:
-    """(us in 16 bits, us in the recipe), () where nobody knows."""
+    """(us in the model's precision, us in the recipe), () where nobody knows."""
     if not isinstance(product.x, fx.Node) or not isinstance(product.weight, fx.Node) or not _has_times(node, product):
         return ()
     return linear_times(**_costs(node, product, recipe))
@@ -289,6 +299,7 @@ def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
         "weight_readers": len(weight.users),
         "x_readers": max(1, _readers(x)),
         "kept": is_kept(weight),
+        "dtype": tensor_of(node).dtype,
     }
 
 
@@ -297,7 +308,7 @@ def _has_times(node: fx.Node, product: Product) -> bool:
     return (
         out is not None
         and out.device.type == "cuda"
-        and out.dtype.itemsize == 2
+        and out.dtype in FLOATS
         and bool(product.sizes)
         and hint(product.sizes[0]) > 0
     )
