@@ -24,7 +24,7 @@ forward, backward and what is saved.
     linear.py       linears: always tried, always recorded
     products.py     the ways in which models write them: F.linear, x @ weight, addmm
     contractions.py einsum, tensordot, inner
-    padding.py      a weight whose N the GEMMs do not take
+    padding.py      a weight whose N or K the GEMMs do not take
     fp32.py         a product whose author casts up to fp32 for it
     compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
     attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
