@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.patterns.contractions import einsum_steps
+from te_dynamo.passes.torch_ir.match.patterns.letters import einsum_steps
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
-from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter
+from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, contraction_by_weight, is_parameter
 from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
 
 __all__ = ["match_compound"]
@@ -59,7 +59,9 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
 
 
 def _weights(node: fx.Node) -> list[tuple[Any, Sizes]]:
-    """(weight, (M, N, K)) of each product."""
+    """(weight, (M, N, K)) of each product that no other matcher records."""
+    if contraction_by_weight(node) is not None:
+        return []
     if calls(node, _CELLS):
         return [(weight, _sizes(node.args[0], weight)) for weight in node.args[2:4]]
     if calls(node, _BILINEAR):

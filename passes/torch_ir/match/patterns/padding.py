@@ -15,17 +15,14 @@ import operator
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_method, tensor_of
+from te_dynamo.passes.torch_ir.match.patterns.strides import readable
+from te_dynamo.passes.torch_ir.match.values import emit, emit_method, tensor_of
 
 __all__ = ["columns_of", "padded", "padded_rows", "padding"]
 
 MOST_WASTE = 1 / 16
 """Of the product. A router of 8 columns would be half zeros; it is better off in the user's precision."""
-
-_VIEWS = {torch.Tensor.view, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.unflatten}
-_VIEW_METHODS = {"view", "view_as", "transpose", "permute", "unsqueeze", "squeeze", "unflatten", "t"}
 
 
 def padding(n: int, alignment: int) -> int:
@@ -50,23 +47,4 @@ def padded_rows(x: fx.Node, missing: int, like: fx.Node) -> fx.Node:
 def columns_of(whole: fx.Node, n: int, node: fx.Node) -> fx.Node:
     """whole[..., :n], to stand in the place of `node`."""
     part = emit(node.graph, operator.getitem, (whole, (Ellipsis, slice(None, n))), node)
-    return part if _can_be_read(node, tensor_of(part)) else emit_method(node.graph, "contiguous", (part,), node)
-
-
-def _can_be_read(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether all views of `node` can be made of a tensor with the strides of `value`."""
-    for user in node.users:
-        if user.target in ("as_strided", torch.as_strided):
-            return False
-        if calls(user, _VIEWS, _VIEW_METHODS) and user.args[0] is node:
-            args, kwargs = fx.map_arg((user.args[1:], user.kwargs), lambda n: n.meta["example_value"])
-            run = user.target if callable(user.target) else getattr(torch.Tensor, str(user.target))
-            assert isinstance(value, FakeTensor)
-            try:
-                with value.fake_mode:
-                    view = run(value, *args, **kwargs)
-            except (RuntimeError, ValueError):
-                return False
-            if not _can_be_read(user, view):
-                return False
-    return True
+    return readable(node, part)
