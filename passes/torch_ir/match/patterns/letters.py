@@ -4,7 +4,7 @@ torch.einsum("btd,dn->btn", x, weight)      as it says
 torch.tensordot(x, weight, ([2], [1]))      "abc,Bc->abB"
 x @ weight[:, None]                         "ebcd,edf->ebcf": a dimension of size one that is broadcast has no letter
 torch.baddbmm(bias, x, weight)              "eab,ebc->eac", and the bias
-torch.einsum("btd,df,fg->btg", x, w, v)     `einsum_steps`, for compounds.py
+torch.einsum("btd,df,fg->btg", x, w, v)     `einsum_steps` and `emit_steps`, for compounds.py
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, Factor
-from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, spells, tensor_of
+from te_dynamo.passes.torch_ir.match.values import arguments, calls, emit, fixed, spells, tensor_of
 
-__all__ = ["MATMUL", "MATMUL_METHODS", "contraction_of", "einsum_steps", "factors_of"]
+__all__ = ["MATMUL", "MATMUL_METHODS", "contraction_of", "einsum_steps", "emit_steps", "factors_of"]
 
 _aten = torch.ops.aten
 
@@ -107,6 +107,19 @@ def einsum_steps(node: fx.Node) -> list[list[tuple[fx.Node, tuple[Any, ...]]]]:
             added.append((operand, sizes))
         steps.append(added)
         left = "".join(sorted(kept))
+    return steps
+
+
+def emit_steps(node: fx.Node) -> list[fx.Node]:
+    """The same as einsums of two tensors, at the graph's insert point; the last is the user's result."""
+    operands, terms, output, _ = _letters(node) or ([], [], "", "")
+    steps, value, left = [], operands[0], terms[0]
+    for i in range(1, len(terms)):
+        after = {*output, *"".join(terms[i + 1 :])}
+        kept = output if i == len(terms) - 1 else "".join(c for c in dict.fromkeys(left + terms[i]) if c in after)
+        value = emit(node.graph, torch.einsum, (f"{left},{terms[i]}->{kept}", value, operands[i]), node)
+        steps.append(value)
+        left = kept
     return steps
 
 

@@ -5,6 +5,7 @@
     torch.addmm(bias, x, weight)                     the same; GPT-2's Conv1D
     torch.einsum, torch.tensordot, torch.inner       letters.py
     weight @ x, x @ weight[None]                     the same
+    F.conv2d of 1x1, of patches                      convolutions.py
     x @ weight.t(), .T, .mT, transpose(0, 1)         the parameter as it is stored, [N, K]
 
 A product of two tensors that depend on the model's input, such as attention's, is none of these. A linear in a form that te.linear does not compute
@@ -26,6 +27,7 @@ from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction
+from te_dynamo.passes.torch_ir.match.patterns.convolutions import contraction_of_convolution
 from te_dynamo.passes.torch_ir.match.patterns.letters import MATMUL, MATMUL_METHODS, contraction_of, factors_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, spells, tensor_of
 
@@ -219,7 +221,7 @@ def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
 
 def contraction_by_weight(node: fx.Node) -> tuple[Contraction, int] | None:
     """The product by letters that a node is, and which operand is the weight; None for x @ weight [K, N] too, which needs no letters."""
-    found = contraction_of(node)
+    found = contraction_of(node) or contraction_of_convolution(node)
     index = _position_of_weight(*found.operands) if found is not None else None
     if found is None or index is None:
         return None
