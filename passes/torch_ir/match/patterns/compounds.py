@@ -1,12 +1,12 @@
-"""Calls of torch's that multiply by weights in a form that te.linear does not have: recorded, so that none is silent. An einsum of several
-weights is taken apart.
+"""Calls of torch's that multiply by weights in a form that te.linear does not have: recorded, so that none is silent. An einsum that
+multiplies by a weight in each step is taken apart.
 
 torch.gru_cell(x, (h), w_ih, w_hh, ..)     nn.GRUCell, nn.LSTMCell, nn.RNNCell: two products, a row each
 torch.lstm(x, (h), [w_ih, w_hh, ..], ..)   nn.LSTM, nn.GRU, nn.RNN, which Dynamo traces with allow_rnn alone: a row for each matrix
 torch.bilinear(a, b, weight)               nn.Bilinear
 torch.baddbmm(bias, x, weight), addbmm     by a weight of three dimensions
 torch.linalg.multi_dot([x, a, b])          a row for each weight, as if multiplied from the left
-torch.einsum("btd,df,fg->btg", x, a, b)    the same, where none of its steps becomes a linear
+torch.einsum("btd,bsd,df->bsf", x, y, w)   the same, unless each step multiplies by a weight
 torch.conv2d(x, weight, ..)                a convolution that is no linear (convolutions.py), as the matrix product of its windows
 """
 
@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around
+from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.letters import einsum_steps, emit_steps
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record, match_linear
@@ -49,13 +50,16 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
 
     recipe_for, outside: as for match_linear.
     """
-    weights = _weights(node)
-    records = _match_steps(node, recipe_for, outside) if weights and calls(node, {torch.einsum}) else []
-    for weight, sizes in [] if records else weights:
+    weights, steps = _weights(node), einsum_steps(node)
+    if steps and len(steps) == len(weights):  # else an order of torch's choice may be the better one
+        return _match_steps(node, recipe_for, outside)
+    records = []
+    for weight, sizes in weights:
         record, recipe = linear_record(node, weight, sizes, recipe_for)
         if recipe is not None:
             name = getattr(node.target, "__name__", node.target)
             apart = f"inside torch.{name}, which te_dynamo does not take apart"
+            apart += "; write it as products of two" if steps else ""
             record.reason = outside or _reason_of_convolution(node, weight) or apart
         record.matched, record.recipe = False, ""
         records.append(record)
@@ -63,7 +67,7 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
 
 
 def _match_steps(node: fx.Node, recipe_for: RecipeFor, outside: str) -> list[MatchRecord]:
-    """The records of an einsum as products of two, multiplied from the left, in its place; none where no product becomes a linear."""
+    """The records of an einsum as products of two, multiplied from the left, in its place where one of them becomes a linear."""
     before, records = node.prev, []
     with node.graph.inserting_before(node), autocast_around(node):
         steps = emit_steps(node)
@@ -73,9 +77,11 @@ def _match_steps(node: fx.Node, recipe_for: RecipeFor, outside: str) -> list[Mat
         replace(node, node.prev)
         erase_unused(node.graph, [node])
         return records
+    reasons = [step.meta.get(LEFT_FOR_COST, "") for step in steps]
+    node.meta[RECORD], node.meta[LEFT_FOR_COST] = records[0], max(reasons)
     while node.prev is not before:
         node.graph.erase_node(node.prev)
-    return []
+    return records
 
 
 def _reason_of_convolution(node: fx.Node, weight: Any) -> str:

@@ -59,9 +59,9 @@ class Contraction:
     def sizes(self, weight: int) -> tuple[Any, ...]:
         """(M, N, K) of the linear whose weight is the operand of that position, M the rows of all groups."""
         extent = dict(zip(*self._letters_and_sizes(), strict=True))
-        groups, kept, summed = self._of(weight)
+        summed = [c for c in extent if c not in self.output]
+        kept = [c for c in self._of(weight)[1] if c in self.output]
         rows = [c for c in extent if c in self.output and c not in kept]
-        assert set(groups) <= set(rows)
         return tuple(math.prod(extent[c] for c in letters) for letters in (rows, kept, summed))
 
     def groups(self, weight: int) -> bool:
@@ -137,6 +137,8 @@ def emit_contraction(node: fx.Node, contraction: Contraction, weight: int) -> tu
     y = _permuted(y, "".join([*groups, *rows, *kept]), list(contraction.output), node)
     if groups and contraction.bias is not None:
         y = emit(graph, operator.add, (y, contraction.bias), node)
+        if tensor_of(y).dtype != tensor_of(node).dtype:  # autocast
+            y = emit_method(graph, "to", (y, tensor_of(node).dtype), node)
     return product, readable(node, y)
 
 
