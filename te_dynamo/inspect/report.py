@@ -24,8 +24,8 @@ class MatchRecord:
     flops:   2*M*N*K for a linear (size hints where dynamic), else 0.
     dtype:   the user's precision, "bf16".
     groups:  experts of a grouped linear, whose N x K the shape holds; 0 for any other.
-    us:      (microseconds in 16 bits, in the recipe) as the rule of what FP8 costs on a GPU estimates them, () where it is not asked. The
-             second is that of 16 bits where the linear is left.
+    us:      (microseconds in the model's precision, in the recipe) as the rule of what FP8 costs on a GPU estimates them, () where it is not
+             asked. The second is the first where the linear is left.
     shared:  behind graph breaks, the paths at which other modules of the same class may run the same graph.
     """
 

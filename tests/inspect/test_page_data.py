@@ -118,7 +118,7 @@ def test_cards(data):
 Linear FLOPs in a recipe: 99.8% (8 of 9 linears, in float8_current_scaling)
 Rows: 17 (9 linears, 8 norms and activations; 100.0% of all matrix FLOPs have a row or are products of activations)
 te operations a step: 52 (they read and write 9.2 GiB; how many kernels is not known: none was compiled for a GPU here)
-Time of the linears, estimated: 11.63 ms (beside 18.83 ms in 16 bits on an NVIDIA H200, 1.62x; of 8 of 9 linears, norms and all else not counted)
+Time of the linears, estimated: 11.63 ms (beside 18.83 ms in the model's precision on an NVIDIA H200, 1.62x; of 8 of 9 linears, norms and all else not counted)
 Graphs: 1 (0 graph breaks; no quantized weight is kept)""",
     )
 

@@ -23,9 +23,13 @@ forward, backward and what is saved.
     patterns/
     linear.py       linears: always tried, always recorded
     products.py     the ways in which models write them: F.linear, x @ weight, addmm
-    contractions.py einsum, tensordot, inner
-    padding.py      a weight whose N the GEMMs do not take
-    compounds.py    calls that hide products (recurrent cells, bilinear): never rewritten, always recorded
+    letters.py      einsum, tensordot, inner, weight @ x, baddbmm: a letter for each dimension
+    contractions.py what such a product is: a linear, or one of groups, between changes of shape
+    convolutions.py 1x1 convolutions and patches
+    strides.py      results that the user's views read
+    padding.py      a weight whose N or K the GEMMs do not take
+    fp32.py         a product whose author casts up to fp32 for it
+    compounds.py    calls that hide products (recurrent cells, bilinear): recorded; an einsum of several weights is taken apart
     attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
     shards.py       F.linear of DTensors: te.linear of the rank's shards
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts

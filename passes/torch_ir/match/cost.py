@@ -9,7 +9,8 @@ narrower the linear is. A weight that is kept (te_dynamo.freeze, weight_cache="s
 tiles of the product leave multiprocessors idle. For experts all is counted: each has a weight, and few rows.
 
 Times are those of an H200: of linears fitted to benchmarks/few_rows.py, of experts from grouped.py and quantize.py, estimated where scales are those of blocks. For another GPU
-te_dynamo/rates.py says how its memory and its tensor cores compare; fixed times stay. That a norm or an activation writes x in FP8 for less is not
+te_dynamo/rates.py says how its memory and its tensor cores compare; fixed times stay. A linear of fp32 has half bf16's rate in TF32, and in
+fp32 that of the cores beside the tensor cores; what quantizes it has twice the bytes. That a norm or an activation writes x in FP8 for less is not
 known here: such linears are left in bf16 where FP8 would be up to a tenth faster.
 """
 
@@ -22,11 +23,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from te_dynamo.kernels.gemm.choose import Product, product_us
 from te_dynamo.kernels.gemm.mxfp8 import multiplies_codes
+from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
+from te_dynamo.passes.torch_ir.match.values import dtype_name
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.rates import Rates
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
@@ -71,6 +75,8 @@ _E8M0 = (_Times(16.0, 0.87, 0.84, 949), _Times(52.8, 1.60, 0.63, 909))
 _E8M0_NATIVE = (_Times(16.0, 0.87, 0.84, 1553), _Times(52.8, 1.60, 0.63, 1554))
 # A GEMM of current scaling takes that much of its time with sums that are not in fp32 (benchmarks/gemm.py), and where fp32 costs nothing.
 _FAST_SUMS = 0.9
+# Of a multiprocessor in fp32: 128 multiply-adds in a clock of 2 GHz.
+_FP32_TFLOPS = 0.512
 # us less of `fixed` without the launches for the weight (benchmarks/inference.py at one token).
 _WEIGHT_LAUNCHES = 8.0
 
@@ -104,23 +110,24 @@ def linear_cost_reason(
     weight_readers: float = 1,
     x_readers: int = 1,
     kept: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Why a linear of x [M, K] and a weight [N, K] stays in 16 bits; "" where FP8 is faster, and for a recipe that the GPU emulates: it
+    """Why a linear of x [M, K] and a weight [N, K] stays in the model's precision; "" where FP8 is faster, and for a recipe that the GPU emulates: it
     is slower at any size, and chosen for its numbers.
 
     gemms:          which of "fprop", "dgrad" and "wgrad" run. recipe: what quantizes. rates: of the GPU.
     weight_readers: how many linears of M rows share the quantized weight. x_readers: how many share the quantized x.
-    kept:           whether the quantized weight outlives the call.
+    kept:           whether the quantized weight outlives the call. dtype: the model's precision.
     """
-    times = linear_times(m, n, k, gemms, recipe, rates, weight_readers, x_readers, kept)
+    times = linear_times(m, n, k, gemms, recipe, rates, weight_readers, x_readers, kept, dtype)
     if not times or times[1] <= times[0]:
         return ""
-    bf16, fp8 = times
-    weight = fp8 - linear_times(m, n, k, gemms, recipe, rates, math.inf, x_readers, kept)[1]
+    plain, fp8 = times
+    weight = fp8 - linear_times(m, n, k, gemms, recipe, rates, math.inf, x_readers, kept, dtype)[1]
     keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
     of_weight = f", {weight:.0f} of them to quantize its weight; {keep}" if round(weight) else ""
     of_weight = ", though its weight is kept quantized" if kept else of_weight
-    return f"M = {m}, N = {n}, K = {k}: bf16 takes {bf16:.0f} us, FP8 {fp8:.0f} us{of_weight} ({rates}); {BY_RULE}"
+    return f"M = {m}, N = {n}, K = {k}: {dtype_name(dtype)} takes {plain:.0f} us, FP8 {fp8:.0f} us{of_weight} ({rates}); {BY_RULE}"
 
 
 def linear_times(
@@ -133,8 +140,9 @@ def linear_times(
     weight_readers: float = 1,
     x_readers: int = 1,
     kept: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[float, ...]:
-    """(us in bf16, us in FP8) of such a linear; () for a recipe that the GPU emulates. Arguments as for `linear_cost_reason`."""
+    """(us in the model's precision, us in FP8) of such a linear; () for a recipe that the GPU emulates. Arguments as for `linear_cost_reason`."""
     fp32_is_free = isinstance(recipe, Float8CurrentScaling) and not rates.target.has_wgmma
     fast = [
         is_fast or fp32_is_free
@@ -147,18 +155,30 @@ def linear_times(
         return ()
     products = flops * sum(_FAST_SUMS if is_fast else 1.0 for is_fast in fast) / ours.teraflops / 1e6 / rates.fp8
     activations = m * k / x_readers + (m * n if count > 1 else 0)
-    passes = ours.rows * activations / 1e6 / rates.quantizing
+    quantizing = rates.quantizing * 2 / dtype.itemsize
+    passes = ours.rows * activations / 1e6 / quantizing
     if kept:
         fixed = (ours.fixed - _WEIGHT_LAUNCHES) / (
             x_readers if count == 1 else 1
         )  # linears of one x become one product
         products += _idle_us(m, n, k, recipe, rates, fast[0])
     else:
-        fixed, passes = ours.fixed, passes + ours.weight * n * k / weight_readers / 1e6 / rates.quantizing
+        fixed, passes = ours.fixed, passes + ours.weight * n * k / weight_readers / 1e6 / quantizing
     return (
-        bf16.fixed * rates.launch + max(flops * count / bf16.teraflops / 1e6 / rates.bf16, 2 * read),
+        bf16.fixed * rates.launch
+        + max(
+            flops * count / bf16.teraflops / 1e6 / rates.bf16 * _beside_bf16(dtype, rates.target), dtype.itemsize * read
+        ),
         fixed * rates.launch + max(products, read) + passes,
     )
+
+
+def _beside_bf16(dtype: torch.dtype, target: Target) -> float:
+    """How many times as long as in bf16 a large product takes, as torch is set to multiply fp32."""
+    if dtype.itemsize == 2:
+        return 1.0
+    in_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return 2.0 if in_tf32 else target.bf16_tflops / (target.multiprocessors * _FP32_TFLOPS)
 
 
 def _times(recipe: Recipe, rates: Rates, gemms: int) -> _Times | None:
@@ -193,21 +213,30 @@ def _idle_us(m: int, n: int, k: int, recipe: Recipe, rates: Rates, is_fast: bool
 
 
 def experts_cost_reason(
-    m: int, n: int, k: int, groups: int, recipe: Recipe, training: bool, rates: Rates, kept: bool = False
+    m: int,
+    n: int,
+    k: int,
+    groups: int,
+    recipe: Recipe,
+    training: bool,
+    rates: Rates,
+    kept: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Why G experts of [N, K] on M tokens in all stay in 16 bits, "" where FP8 is faster.
+    """Why G experts of [N, K] on M tokens in all stay in the model's precision, "" where FP8 is faster.
 
     recipe:   what quantizes. One that the GPU emulates is slower at any size, and chosen for its numbers.
     training: whether gradients are computed: then a copy for wgrad or dgrad is written beside each forward's, dy is quantized too.
-    rates:    of the GPU. kept: whether the quantized weights outlive the call.
+    rates:    of the GPU. kept: whether the quantized weights outlive the call. dtype: the model's precision.
     """
     gain = 2 * m * n * k * (3 if training else 1)
     flops_per_us = _grouped_flops_per_us(recipe, training, rates)
     if flops_per_us is None:
         return ""
-    gain_us = gain / BF16_FLOPS_PER_US / rates.bf16 - gain / flops_per_us / rates.fp8
+    plain_us = gain / BF16_FLOPS_PER_US / rates.bf16 * _beside_bf16(dtype, rates.target)
+    gain_us = plain_us - gain / flops_per_us / rates.fp8
     elements = (0 if kept else groups * n * k) + m * k + (m * n if training else 0)
-    cost_us = elements * (2 + 2 + (2 if training else 1)) / BYTES_PER_US / rates.quantizing
+    cost_us = elements * (2 * dtype.itemsize + (2 if training else 1)) / BYTES_PER_US / rates.quantizing
     if cost_us <= gain_us:
         return ""
     return (

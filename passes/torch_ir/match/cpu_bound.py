@@ -103,7 +103,7 @@ def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor
     out = "" if found.learns else '; mode="reduce-overhead" takes it out of the way'
     return (
         f"the CPU is the bound: to call the graph{also} and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
-        f"in 16 bits the kernels take {found.gpu:.0f} us ({rates}){out}"
+        f"without it the kernels take {found.gpu:.0f} us ({rates}){out}"
     )
 
 

@@ -101,7 +101,7 @@ def _time(explanation: Explanation) -> dict[str, str]:
     return _card(
         title,
         f"{ours:.2f} ms",
-        f"beside {bf16:.2f} ms in 16 bits{_where(there)}, {bf16 / ours:.2f}x; of {len(known)} of {len(there.linears)} linears, norms and all else not counted",
+        f"beside {bf16:.2f} ms in the model's precision{_where(there)}, {bf16 / ours:.2f}x; of {len(known)} of {len(there.linears)} linears, norms and all else not counted",
     )
 
 

@@ -109,6 +109,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "matmul by a copy": ("nk", "{x} @ {w}.t().contiguous()"),
     "tensordot": ("kn", "torch.tensordot({x}, {w}, dims=1)"),
     "inner": ("nk", "torch.inner({x}, {w})"),
+    "weight on the left": ("nk", "({w} @ {x}.transpose(-1, -2)).transpose(-1, -2)"),
     "einsum from heads": ("3D", "torch.einsum('...hd,hdn->...n', {x}.unflatten(-1, (-1, 1)), {w})"),
     "einsum to heads": ("3D", "torch.einsum('...k,khd->...hd', {x}, {w}).flatten(-2)"),
 }

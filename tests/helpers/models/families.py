@@ -214,7 +214,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
         },
         0.99,
     ),
-    # State-space models: convolutions, projections of 36 columns, and weight @ x are left.
+    # State-space models: convolutions and projections of 36 columns are left.
     "Mamba": ("MambaForCausalLM", {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2}, 0.83),
     "Mamba2": (
         "Mamba2ForCausalLM",
@@ -290,7 +290,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
         },
         0.99,
     ),
-    # Images and sounds: what is left are the convolutions that cut them.
+    # Images and sounds: what is left are convolutions that are no patches, and patches of few values.
     "CLIP": ("CLIPModel", {**TOWERS, "projection_dim": 64}, 0.94),
     "Siglip": ("SiglipModel", TOWERS, 0.94),
     "Whisper": (

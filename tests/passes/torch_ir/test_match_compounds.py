@@ -17,7 +17,7 @@ class Baddbmm(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, 32, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(x.new_zeros(1), x.expand(2, *x.shape), self.weight)
+        return torch.baddbmm(x.new_zeros(1), x.expand(2, *x.shape), self.weight, alpha=2)
 
 
 class Addbmm(Baddbmm):
@@ -62,6 +62,44 @@ CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...], tuple[str, ...]]] = {
     "transposed": (nn.ConvTranspose2d(32, 16, 2, stride=2), (2, 32, 4, 4), ("32", "64", "32")),
     "same": (nn.Conv3d(4, 8, 3, padding="same"), (1, 4, 3, 3, 3), ("27", "8", "108")),
 }
+
+
+LINEARS: dict[str, tuple[nn.Module, tuple[int, ...], bool, tuple[str, ...]]] = {
+    "1x1": (nn.Conv2d(32, 16, 1), (2, 32, 4, 4), True, ("32", "16", "32")),
+    "a pixel": (nn.Conv2d(32, 16, 1), (2, 32, 1, 1), False, ("2", "16", "32")),
+    "patches": (nn.Conv2d(4, 32, 4, stride=4), (2, 4, 8, 12), False, ("12", "32", "64")),
+    "patches in channels_last": (nn.Conv2d(4, 32, 2, stride=2, bias=False), (2, 4, 8, 8), True, ("32", "32", "16")),
+    "tubes": (nn.Conv3d(4, 32, (1, 2, 4), stride=(1, 2, 4), padding="valid"), (2, 4, 3, 4, 8), False, ("24", "32", "32")),
+    "frames": (nn.Conv1d(4, 32, 16, stride=16), (2, 4, 64), False, ("8", "32", "64")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINEARS)
+def test_convolutions_that_are_linears(case: str) -> None:
+    model, shape, channels_last, sizes = LINEARS[case]
+    x = torch.randn(shape)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    compiled = Matched(nn.Sequential(model, nn.Flatten(2)), run="aot")
+    y, expected = compiled(x), compiled.module(x)
+    torch.testing.assert_close(y, expected)
+    parameters = list(model.parameters())
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), parameters) for out in (y, expected)))
+    (record,) = compiled.records
+    assert record.matched and record.shape == sizes and record.module == "0"
+
+
+def test_other_convolutions_are_none() -> None:
+    for model, shape in (
+        (nn.Conv2d(32, 16, 1, stride=2), (2, 32, 4, 4)),
+        (nn.Conv2d(4, 32, 4, stride=4), (2, 4, 9, 8)),
+        (nn.Conv2d(4, 32, 4, stride=4, padding=2), (2, 4, 8, 8)),
+        (nn.Conv2d(4, 32, 4, stride=4, dilation=2), (2, 4, 8, 8)),
+        (nn.Conv2d(32, 32, 1, groups=2), (2, 32, 4, 4)),
+    ):
+        compiled, x = Matched(model), torch.randn(shape).to(memory_format=torch.channels_last)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert [record.reason.partition(";")[0] for record in compiled.records] == ["a convolution"]
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)

@@ -18,7 +18,7 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
+from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason, linear_cost_reason
 from te_dynamo.rates import H200 as FOUND_ON_AN_H200
 from te_dynamo.rates import calibrated, published
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
@@ -98,8 +98,7 @@ def test_not_asked(options: dict) -> None:
     assert on_cuda(16, **options).records[0].matched
 
 
-def test_not_asked_of_fp32_nor_of_the_cpu() -> None:
-    assert on_cuda(16, dtype=torch.float32).records[0].matched
+def test_not_asked_of_the_cpu() -> None:
     compiled = Matched(F.linear)
     compiled(torch.randn(16, 32).bfloat16(), torch.randn(64, 32).bfloat16())
     assert compiled.records[0].matched
@@ -272,3 +271,39 @@ def test_the_documentation_has_the_borders() -> None:
                     linear_cost_reason(int(int(said) * share), n, k, *column, H200) for share in (0.99, 1.01)
                 )
                 assert below and not above, (sizes, said, column)
+
+
+def test_fp32_is_asked_too() -> None:
+    """In TF32 a product has half bf16's rate, in fp32 a fifteenth; what quantizes it reads twice the bytes."""
+    reason = "M = 64, N = 14336, K = 4096: fp32 takes 165 us, FP8 182 us, 154 of them to quantize its weight; te_dynamo.freeze"
+    assert on_cuda(64, learns=False, dtype=torch.float32).reasons()[0].startswith(reason)
+    assert on_cuda(128, dtype=torch.float32).records[0].matched
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "fp32 takes 57 us" in on_cuda(64, learns=False, dtype=torch.float32).reasons()[0]
+        assert [on_cuda(rows, dtype=torch.float32).records[0].matched for rows in (256, 1024)] == [False, True]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    experts = (2048, 4096, 4096, 8, Float8CurrentScaling(), False, H200)
+    assert experts_cost_reason(*experts) and not experts_cost_reason(*experts, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_authors_fp32_is_kept(named: bool) -> None:
+    """transformers' DeepSeek-V3 routes so, and as experts would; x read in fp32 alone, or autocast, asks for nothing."""
+
+    def forward(x, w, bank):
+        rows = x.view(-1, 64)
+        router = F.linear(rows.type(torch.float32), w.type(torch.float32)), rows.float() @ w.float().t()
+        return *router, torch.bmm(x.float(), bank.float()), F.linear(x, w), F.linear(x.float(), w.float() * 2)
+
+    x, w, bank = torch.randn(2, 16, 64).bfloat16(), torch.randn(32, 64).bfloat16(), torch.randn(2, 64, 32).bfloat16()
+    bank = nn.Parameter(bank)
+    compiled = Matched(forward, **({"rules": [("", FP8)]} if named else {}))
+    compiled(x, nn.Parameter(w), bank)
+    reason = "its input and its weight are cast up to fp32 for it; a rule that names it has it in FP8 all the same"
+    assert compiled.reasons() == [*[("" if named else reason)] * 3, "", ""]
+    compiled = Matched(lambda x, w: F.linear(x.float(), w.float()))
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(x, nn.Parameter(w))
+    assert compiled.reasons() == [""]

@@ -62,7 +62,7 @@ def test_the_reason_says_what_the_graph_waits_for() -> None:
     assert (
         reasons()
         == [
-            "the CPU is the bound: to call the graph and launch its kernels it takes 830 us, 980 us with FP8, and in 16 bits the kernels take 363 us "
+            "the CPU is the bound: to call the graph and launch its kernels it takes 830 us, 980 us with FP8, and without it the kernels take 363 us "
             "(estimated for an NVIDIA H200); a rule that names it has it in FP8 all the same"
         ]
         * 2

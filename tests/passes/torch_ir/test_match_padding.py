@@ -42,12 +42,24 @@ class Flat(Head):
         return super().forward(x).view(-1) * 2.0
 
 
+class Inner(nn.Module):
+    """K = 106 and then, as [K, N], 196: TabTransformer's and Mixer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(106, 196), nn.Parameter(torch.randn(196, 64) / 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(F.pad(x, (0, 42)))) @ self.down
+
+
 def test_what_is_padded() -> None:
     assert [padding(n, 16) for n in (50257, 30522, 51865, 3352, 1024)] == [15, 6, 7, 8, 0]
+    assert [padding(k, 16) for k in (479, 424, 196, 106)] == [1, 8, 12, 6]
     assert padding(8, 16) == padding(100, 16) == 0, "more than a sixteenth"
 
 
-@pytest.mark.parametrize("model", [Head, Transposed, Flat, lambda: Head(bias=False)])
+@pytest.mark.parametrize("model", [Head, Transposed, Flat, lambda: Head(bias=False), Inner])
 def test_numbers_are_those_of_a_padded_model(model) -> None:
     torch.manual_seed(0)
     module = model().bfloat16()

@@ -122,6 +122,12 @@ MATCHED: dict[str, Callable[[Weights, Tensor], Tensor]] = {
     "contiguous": lambda m, x: x @ m.nk.t().contiguous(),
     "detached": lambda m, x: x @ m.kn.detach(),
     "added to itself": lambda m, x: x @ (m.both[0] + m.kn),
+    "weight on the left": lambda m, x: (m.nk @ x.mT).mT,
+    "weight on the left of a matrix": lambda m, x: (m.kn.t() @ x[0].t()).t(),
+    "weight on the left, viewed": lambda m, x: torch.matmul(m.nk, x.mT).view(-1, 16, 4).mT,
+    "one more dimension": lambda m, x: x @ m.kn[None],
+    "two more dimensions": lambda m, x: x[:, None] @ m.kn.unsqueeze(0)[None],
+    "several weights of one x": lambda m, x: (x[0] @ m.kn.view(32, 2, 8).transpose(0, 1)).transpose(0, 1).flatten(1),
     "a transpose cast": lambda m, x: x.bfloat16() @ m.nk.t().to(torch.bfloat16),
 }
 
@@ -141,7 +147,7 @@ def test_every_spelling_is_matched() -> None:
     for name, record, one, other in zip(MATCHED, compiled.records, results, expected, strict=True):
         assert record.matched and record.shape[1:] == ("16", "32"), name
         torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
 
 
 def test_an_input_that_learns_is_no_weight() -> None:
@@ -156,8 +162,7 @@ def test_an_input_that_learns_is_no_weight() -> None:
     ]
     compiled = Matched(Weights(lambda m, x: [call(m, x) for call in calls]))
     compiled(torch.randn(8, 32, requires_grad=True))
-    assert [record.matched for record in compiled.records] == [True] * 5 + [False]
-    assert compiled.records[-1].reason.startswith("written as weight @ x")
+    assert [record.matched for record in compiled.records] == [True] * 6
 
 
 def test_the_parameter_is_read_as_it_is_stored() -> None:
@@ -176,7 +181,7 @@ return (getitem, sum_1)""",
 
 
 LEFT: list[tuple[Callable[[Weights, Tensor], Tensor], str]] = [
-    (lambda m, x: m.nk @ x[0].T, "written as weight @ x; write (x.mT @ weight.mT).mT"),
+    (lambda m, x: torch.addmm(m.nk, m.nk, x[0].T @ x[0]), "written as weight @ x"),
     (lambda m, x: torch.addmm(m.bias, x[0], m.kn, alpha=2), "torch.addmm with alpha or beta"),
     (lambda m, x: torch.addmm(x[0, :, :16], x[0], m.kn), "its bias has shape [4, 16]; expected [16]"),
     (lambda m, x: torch.mm(x[0], m.kn, out=torch.empty(4, 16)), "it writes to out="),
@@ -187,10 +192,6 @@ LEFT: list[tuple[Callable[[Weights, Tensor], Tensor], str]] = [
         "einsum 'btd,td->btd'; it is more than x @ weight",
     ),
     (lambda m, x: torch.einsum("btd,dd->bt", x, m.kn.repeat(1, 2)), "einsum 'btd,dd->bt'; it is more than x @ weight"),
-    (
-        lambda m, x: x @ m.kn.unsqueeze(0),
-        "its weight has 3 dimensions; as torch.bmm of 3-D operands it is a grouped GEMM",
-    ),
     (lambda m, x: x @ m.kn[:, 0], "its weight has 1 dimensions and its input 3"),
     (lambda m, x: x @ (m.nk.t() + m.kn @ m.nk @ m.kn), "its weight is a product of parameters"),
 ]
@@ -209,12 +210,6 @@ def test_left_with_the_reason() -> None:
     assert "te.linear" not in compiled.text()
 
 
-def test_a_parameter_on_the_left_of_an_input_that_learns() -> None:
-    compiled = Matched(Weights(lambda m, x: m.nk @ x))
-    compiled(torch.randn(32, 4, requires_grad=True))
-    assert compiled.reasons() == [LEFT[0][1] + " to have it in the recipe"]
-
-
 class Experts(nn.Module):
     """Weights of three dimensions; `call` says how they are read."""
 
@@ -229,12 +224,7 @@ class Experts(nn.Module):
         return self.call(self, x)
 
 
-AS_BMM = "as torch.bmm of 3-D operands it is a grouped GEMM"
 ADVICE: list[tuple[Callable[[Experts, Tensor], Tensor], str]] = [
-    (lambda m, x: torch.einsum("ecd,edf->ecf", x, m.ekn), f"einsum 'ecd,edf->ecf'; {AS_BMM}"),
-    (lambda m, x: x[0] @ m.ekn, f"its weight has 3 dimensions; {AS_BMM}"),
-    (lambda m, x: m.ekn.mT @ x.mT, f"written as weight @ x; {AS_BMM}"),
-    (lambda m, x: x[:, None] @ m.ekn[:, None], "its weight has 4 dimensions"),
     (lambda m, x: torch.mv(m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
     (lambda m, x: torch.addmv(m.nf[:, 0], m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
     (lambda m, x: torch.addmv(x[0, :, 0], x[0], m.k), "its weight has 1 dimensions and its input 2; expected 2, and 1 or more"),
@@ -247,15 +237,6 @@ def test_advice_is_possible() -> None:
         compiled, x = Matched(Experts(call)), torch.randn(4, 32, 32)
         torch.testing.assert_close(compiled(x), compiled.module(x))
         assert compiled.reasons() == [reason]
-    for call in (
-        lambda m, x: torch.bmm(x, m.ekn),  # of ecd,edf->ecf
-        lambda m, x: torch.bmm(x[0].expand(4, -1, -1), m.ekn),
-        lambda m, x: torch.bmm(x, m.ekn).mT,
-        lambda m, x: (x[0].mT @ m.kn).mT,
-    ):
-        compiled = Matched(Experts(call))
-        compiled(torch.randn(4, 32, 32))
-        assert [record.matched for record in compiled.records] == [True]
 
 
 def test_an_einsum_by_sublists() -> None:
@@ -270,20 +251,35 @@ def test_an_einsum_by_sublists() -> None:
     assert [record.matched for record in compiled.records] == [True]
     compiled = Matched(Experts(lambda m, x: torch.einsum(x, [4, 1, 2], m.ekn, [4, 2, 3], [4, 1, 3])))
     torch.testing.assert_close(compiled(x), compiled.module(x))
-    assert compiled.reasons() == [f"einsum 'EBC,ECD->EBD'; {AS_BMM}"]
+    assert [(record.matched, record.groups) for record in compiled.records] == [(True, 4)]
 
 
-def test_an_einsum_of_several_weights_has_a_row_for_each() -> None:
-    reason = "inside torch.einsum, which te_dynamo does not take apart; write it as products of two"
+def test_an_einsum_of_several_weights_is_a_linear_of_each() -> None:
     for call, shapes in (
         (lambda m, x: torch.einsum("btd,df,fg->btg", x, m.kn, m.nf), [("32", "16", "32"), ("32", "48", "16")]),
         (lambda m, x: torch.einsum(x, [0, 1, 2], m.kn, [2, 3], m.nf, [3, 4], [0, 1, 4]), [("32", "16", "32"), ("32", "48", "16")]),
         (lambda m, x: torch.einsum("df,btd,fg->btg", m.kn, x, m.nf), [("32", "16", "32"), ("32", "48", "16")]),
-        (lambda m, x: torch.einsum("btd,bsd,df->btsf", x, x, m.kn), [("256", "16", "32")]),
     ):  # fmt: skip
         compiled, x = Matched(Experts(call)), torch.randn(4, 8, 32)
         torch.testing.assert_close(compiled(x), compiled.module(x))
-        assert [(record.reason, record.shape) for record in compiled.records] == [(reason, shape) for shape in shapes]
+        assert [(record.matched, record.shape) for record in compiled.records] == [(True, shape) for shape in shapes]
+
+
+def test_an_einsum_of_several_weights_of_which_none_may_be_a_linear_stays_whole() -> None:
+    compiled, x = (
+        Matched(Experts(lambda m, x: torch.einsum("btd,df,fg->btg", x, m.kn[:, :8], m.nf[:8]))),
+        torch.randn(4, 8, 32),
+    )
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    reason = "N = {}, K = {}: FP8 GEMMs need N and K to be multiples of 16"
+    assert compiled.reasons() == [reason.format(8, 32), reason.format(48, 8)]
+    assert compiled.text().count("einsum(") == 1
+    compiled = Matched(Experts(lambda m, x: torch.einsum("btd,bsd,df->btsf", x, x, m.kn)))
+    torch.testing.assert_close(compiled(x), compiled.module(x))
+    assert compiled.reasons() == [
+        "inside torch.einsum, which te_dynamo does not take apart; write it as products of two"
+    ]
+    assert [record.shape for record in compiled.records] == [("256", "16", "32")]
 
 
 def test_attention_is_no_linear() -> None:

@@ -1,12 +1,13 @@
-"""Calls of torch's that multiply by weights in a form that te.linear does not have: recorded, so that none is silent.
+"""Calls of torch's that multiply by weights in a form that te.linear does not have: recorded, so that none is silent. An einsum that
+multiplies by a weight in each step is taken apart.
 
 torch.gru_cell(x, (h), w_ih, w_hh, ..)     nn.GRUCell, nn.LSTMCell, nn.RNNCell: two products, a row each
 torch.lstm(x, (h), [w_ih, w_hh, ..], ..)   nn.LSTM, nn.GRU, nn.RNN, which Dynamo traces with allow_rnn alone: a row for each matrix
 torch.bilinear(a, b, weight)               nn.Bilinear
 torch.baddbmm(bias, x, weight), addbmm     by a weight of three dimensions
 torch.linalg.multi_dot([x, a, b])          a row for each weight, as if multiplied from the left
-torch.einsum("btd,df,fg->btg", x, a, b)    the same
-torch.conv2d(x, weight, ..)                every convolution, as the matrix product of its windows
+torch.einsum("btd,bsd,df->bsf", x, y, w)   the same, unless each step multiplies by a weight
+torch.conv2d(x, weight, ..)                a convolution that is no linear (convolutions.py), as the matrix product of its windows
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.passes.torch_ir.match.patterns.contractions import einsum_steps
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
-from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter
-from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
+from te_dynamo.inspect.report import RECORD, MatchRecord
+from te_dynamo.passes.torch_ir.match.autocast import autocast_around
+from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
+from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
+from te_dynamo.passes.torch_ir.match.patterns.letters import einsum_steps, emit_steps
+from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record, match_linear
+from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, contraction_by_weight, is_parameter
+from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, replace, tensor_of
 
 __all__ = ["match_compound"]
 
@@ -38,28 +42,60 @@ _CONVOLUTIONS = {
 }  # fmt: skip
 _TRANSPOSED = {torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d}
 _OF_CONVOLUTIONS = "a convolution; te_dynamo has linears in recipes, no convolutions"
+_OF_ONES = "; one of 1x1 is a linear where its input lies in torch.channels_last"
 
 
 def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
-    """A record for each weight that `node` multiplies by; none for any other node. Nothing is rewritten.
+    """A record for each weight that `node` multiplies by; none for any other node.
 
     recipe_for, outside: as for match_linear.
     """
+    weights, steps = _weights(node), einsum_steps(node)
+    if steps and len(steps) == len(weights):  # else an order of torch's choice may be the better one
+        return _match_steps(node, recipe_for, outside)
     records = []
-    for weight, sizes in _weights(node):
+    for weight, sizes in weights:
         record, recipe = linear_record(node, weight, sizes, recipe_for)
         if recipe is not None:
             name = getattr(node.target, "__name__", node.target)
             apart = f"inside torch.{name}, which te_dynamo does not take apart"
-            apart += "; write it as products of two" if calls(node, {torch.einsum}) else ""
-            record.reason = outside or (_OF_CONVOLUTIONS if calls(node, _CONVOLUTIONS | _TRANSPOSED) else apart)
+            apart += "; write it as products of two" if steps else ""
+            record.reason = outside or _reason_of_convolution(node, weight) or apart
         record.matched, record.recipe = False, ""
         records.append(record)
     return records
 
 
+def _match_steps(node: fx.Node, recipe_for: RecipeFor, outside: str) -> list[MatchRecord]:
+    """The records of an einsum as products of two, multiplied from the left, in its place where one of them becomes a linear."""
+    before, records = node.prev, []
+    with node.graph.inserting_before(node), autocast_around(node):
+        steps = emit_steps(node)
+    for step in steps:
+        records += match_grouped(step, recipe_for, outside) or match_linear(step, recipe_for, outside)
+    if any(record.matched for record in records):
+        replace(node, node.prev)
+        erase_unused(node.graph, [node])
+        return records
+    reasons = [step.meta.get(LEFT_FOR_COST, "") for step in steps]
+    node.meta[RECORD], node.meta[LEFT_FOR_COST] = records[0], max(reasons)
+    while node.prev is not before:
+        node.graph.erase_node(node.prev)
+    return records
+
+
+def _reason_of_convolution(node: fx.Node, weight: Any) -> str:
+    if not calls(node, _CONVOLUTIONS | _TRANSPOSED):
+        return ""
+    kernel = tensor_of(weight)
+    ones = calls(node, _CONVOLUTIONS) and kernel is not None and all(size == 1 for size in kernel.shape[2:])
+    return _OF_CONVOLUTIONS + (_OF_ONES if ones else "")
+
+
 def _weights(node: fx.Node) -> list[tuple[Any, Sizes]]:
-    """(weight, (M, N, K)) of each product."""
+    """(weight, (M, N, K)) of each product that no other matcher records."""
+    if contraction_by_weight(node) is not None:
+        return []
     if calls(node, _CELLS):
         return [(weight, _sizes(node.args[0], weight)) for weight in node.args[2:4]]
     if calls(node, _BILINEAR):

@@ -4,6 +4,7 @@
                                             torchtitan's experts, and those of transformers
     torch.bmm(x, experts)                   x [G, m, K], experts a parameter [G, K, N]: as many tokens for each expert,
     F.grouped_mm(x, experts)                Llama 4's
+    torch.einsum("egcd,edf->egcf", x, w)    the same between changes of shape (contractions.py): GShard's; x @ w[:, None], torch.baddbmm
 
 A weight that the user transposes for the call is read as it is stored, so that nothing is copied. Experts whose quantization
 would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
@@ -21,12 +22,21 @@ from torch import fx
 
 from te_dynamo._compat import attribute_read
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.inspect.report import RECORD, MatchRecord
+from te_dynamo.passes.torch_ir.match.autocast import autocast_around
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
+from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
+from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, hint, linear_record, named_by_rule
-from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, is_parameter, takes_groups, why_no_linear
+from te_dynamo.passes.torch_ir.match.patterns.products import (
+    Sizes,
+    contraction_by_weight,
+    is_parameter,
+    takes_groups,
+    why_no_linear,
+)
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
@@ -68,11 +78,13 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     """
     given = _operands(node)
     if given is None:
-        return []
+        return _match_contraction(node, recipe_for, outside)
     x, weight, offs = given["mat_a"], given["mat_b"], given.get("offs")
     record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
+        if not record.reason and not named_by_rule(recipe_for, record.module):
+            record.reason = kept_in_fp32(node, x, weight)
         if not record.reason and not named_by_rule(recipe_for, record.module):
             record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
     if recipe is None or record.reason:
@@ -83,6 +95,33 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
         new = _batched(node, x, weight, recipe) if offs is None else emit_grouped_linear(node, x, weight, offs, recipe)
     replace(node, new)
     erase_unused(node.graph, [node, *([weight] if _is_transposition(node, weight) else [])])
+    return [record]
+
+
+def _match_contraction(node: fx.Node, recipe_for: RecipeFor, outside: str) -> list[MatchRecord]:
+    """The same for a product by letters that share some with the weight: of the torch.bmm that it is between changes of shape."""
+    found, index = contraction_by_weight(node) or (None, 0)
+    if found is None or not found.groups(index):
+        return []
+    x, weight = found.operands[1 - index], found.operands[index]
+    record, recipe = linear_record(node, weight, found.sizes(index), recipe_for)
+    if recipe is not None:
+        record.reason = outside or left_as_plain(node, x, weight) or found.reason(index) or why_no_linear(x, weight)
+    if recipe is None or record.reason:
+        record.matched, record.recipe = False, ""
+        return [record]
+    before = node.prev
+    with node.graph.inserting_before(node), autocast_around(node):
+        product, whole = emit_contraction(node, found, index)
+    after = product.next
+    (record,) = match_grouped(product, recipe_for, outside)
+    if record.matched:
+        replace(node, after.prev if whole is product else whole)
+        erase_unused(node.graph, [node])
+    else:
+        node.meta[RECORD], node.meta[LEFT_FOR_COST] = record, product.meta.get(LEFT_FOR_COST, "")
+        while node.prev is not before:
+            node.graph.erase_node(node.prev)
     return [record]
 
 
@@ -189,11 +228,11 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
     m, n, k = map(hint, _sizes(x, weight))
     value = tensor_of(node)
-    if value.device.type != "cuda" or value.dtype.itemsize != 2 or not m:
+    if value.device.type != "cuda" or value.dtype not in FLOATS or not m:
         return ""
     groups = fixed(tensor_of(weight).shape[0]) or 1
     rates = rates_of(value.device)
-    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, rates, is_kept(weight))
+    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, rates, is_kept(weight), value.dtype)
 
 
 def recipe_reason(recipe: Recipe) -> str:

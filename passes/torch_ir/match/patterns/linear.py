@@ -34,7 +34,8 @@ from te_dynamo.passes.torch_ir.match.cost import (
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
-from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padding
+from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
+from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padded_rows, padding
 from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, local, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
@@ -95,6 +96,9 @@ def _rewrite(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> st
         return _rewrite_shards(node, product, recipe, named)
     if reason := _reason(node, product, recipe):
         return reason
+    if not named and (reason := _fp32_reason(node, product)):
+        node.meta[LEFT_FOR_COST] = ""  # it shares no x
+        return reason
     if not named and (reason := _cost_reason(node, product, recipe)):
         node.meta[LEFT_FOR_COST] = reason
         return reason
@@ -110,7 +114,7 @@ def becomes_fp8(node: fx.Node, product: Product, recipe: Recipe, named: bool) ->
             return False
     elif product.contraction is None and (product.reason or _reason(node, product, recipe)):
         return False
-    return named or not _cost_reason(node, product, recipe)
+    return named or not (_fp32_reason(node, product) or _cost_reason(node, product, recipe))
 
 
 def _rewrite_shards(node: fx.Node, product: Product, recipe: Recipe, named: bool) -> str:
@@ -158,10 +162,13 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     batch_first = _before_swap(node, x) if recipe.input_quantizer().one_scale else None
     config = _config(node, product, recipe)
     graph, written = node.graph, node.all_input_nodes
-    n = out.shape[-1]
-    missing = padding(n, recipe.alignment)
+    n, k = out.shape[-1], fixed(tensor_of(x).shape[-1]) or 0
+    missing, inner = padding(n, recipe.alignment), padding(k, recipe.alignment)
     with graph.inserting_before(node):
         x, weight, bias = (o and _cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias))
+        if inner:
+            x = padded_rows(x, inner, node)
+            weight = padded(weight, inner, 0 if product.transposed else 1, node)
         if missing:
             weight = padded(weight, missing, 1 if product.transposed else 0, node)
             bias = bias and padded(bias, missing, 0, node)
@@ -224,8 +231,9 @@ def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recip
     made = there.rowwise and there.columns_are_rows()
     if (read.rowwise and not there.rowwise) or (read.columnwise and not (there.columnwise or made)):
         return f"its weight is {there.describe()}, and the linear reads {read.describe()}"
-    if padding(tensor_of(node).shape[-1], recipe.alignment):
-        return f"its weight is quantized and N = {tensor_of(node).shape[-1]} is no multiple of {recipe.alignment}"
+    if any(padding(size, recipe.alignment) for size in tensor_of(product.weight).shape):
+        sizes = list(tensor_of(product.weight).shape)
+        return f"its weight is quantized and of its sizes {sizes} one is no multiple of {recipe.alignment}"
     return ""
 
 
@@ -251,12 +259,17 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
-    aligned = n + padding(n, recipe.alignment)
-    if aligned % recipe.alignment or k % recipe.alignment or not n or not k:
+    if any((size + padding(size, recipe.alignment)) % recipe.alignment or not size for size in (n, k)):
         return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
     if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
     return ""
+
+
+def _fp32_reason(node: fx.Node, product: Product) -> str:
+    """`kept_in_fp32` of a linear; "" where nothing but FP8 can multiply by its weight."""
+    only_fp8 = is_dropped(product.weight) or quantized_of(product.weight) is not None
+    return "" if only_fp8 else kept_in_fp32(node, product.x, product.weight)
 
 
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
@@ -269,7 +282,7 @@ def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
 
 
 def estimated_times(node: fx.Node, product: Product, recipe: Recipe) -> tuple[float, ...]:
-    """(us in 16 bits, us in the recipe), () where nobody knows."""
+    """(us in the model's precision, us in the recipe), () where nobody knows."""
     if not isinstance(product.x, fx.Node) or not isinstance(product.weight, fx.Node) or not _has_times(node, product):
         return ()
     return linear_times(**_costs(node, product, recipe))
@@ -279,16 +292,18 @@ def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
     """What the rule of what FP8 costs is asked with."""
     x, weight = product.x, product.weight
     m, n, k = map(hint, product.sizes)
+    missing, inner = padding(n, recipe.alignment), padding(k, recipe.alignment)
     return {
         "m": m,
-        "n": n + padding(n, recipe.alignment),
-        "k": k,
+        "n": n + missing,
+        "k": k + inner,
         "gemms": _gemms(node, product, recipe),
         "recipe": recipe,
         "rates": rates_of(tensor_of(node).device),
         "weight_readers": len(weight.users),
         "x_readers": max(1, _readers(x)),
-        "kept": is_kept(weight),
+        "kept": is_kept(weight) and not missing and not inner,
+        "dtype": tensor_of(node).dtype,
     }
 
 
@@ -297,7 +312,7 @@ def _has_times(node: fx.Node, product: Product) -> bool:
     return (
         out is not None
         and out.device.type == "cuda"
-        and out.dtype.itemsize == 2
+        and out.dtype in FLOATS
         and bool(product.sizes)
         and hint(product.sizes[0]) > 0
     )

@@ -1,10 +1,10 @@
-"""Linears whose N is no multiple of what the GEMMs take: GPT-2's head of 50257 columns, Mamba2's projection of 3352.
+"""Linears whose N or K is no multiple of what the GEMMs take: GPT-2's head of 50257 columns, Mixer's 196 patches, DLRM's 479 features.
 
     before    y = F.linear(x, weight, bias)                                             weight [N, K], bias [N]
     after     p = torch.cat([weight, weight.new_zeros(P, K)]);  b = torch.cat([bias, bias.new_zeros(P)])
               y = te.linear(x, p, b, config)[0][..., :N]
 
-N + P is the next multiple. y is a view of rows that are longer, and contiguous where a reader needs that. Rows of zeros change no amax. It is
+N + P is the next multiple. Of K it is the same with x and the weight, whose zeros add nothing to the sums. y is a view of rows that are longer, and contiguous where a reader needs that. Rows of zeros change no amax. It is
 torch.cat rather than F.pad, for the gradient of weight is then a view of the gradient of p.
 """
 
@@ -13,22 +13,20 @@ from __future__ import annotations
 import operator
 
 import torch
+import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_method, tensor_of
+from te_dynamo.passes.torch_ir.match.patterns.strides import readable
+from te_dynamo.passes.torch_ir.match.values import emit, emit_method, tensor_of
 
-__all__ = ["columns_of", "padded", "padding"]
+__all__ = ["columns_of", "padded", "padded_rows", "padding"]
 
 MOST_WASTE = 1 / 16
 """Of the product. A router of 8 columns would be half zeros; it is better off in the user's precision."""
 
-_VIEWS = {torch.Tensor.view, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.unflatten}
-_VIEW_METHODS = {"view", "view_as", "transpose", "permute", "unsqueeze", "squeeze", "unflatten", "t"}
-
 
 def padding(n: int, alignment: int) -> int:
-    """P, the columns that are missing; 0 where they would waste more than MOST_WASTE."""
+    """P, what is missing of N or K; 0 where they would waste more than MOST_WASTE."""
     missing = -n % alignment
     return missing if missing <= n * MOST_WASTE else 0
 
@@ -41,26 +39,12 @@ def padded(tensor: fx.Node, missing: int, dim: int, like: fx.Node) -> fx.Node:
     return emit(like.graph, torch.cat, ((tensor, zeros), dim), like)
 
 
+def padded_rows(x: fx.Node, missing: int, like: fx.Node) -> fx.Node:
+    """x [.., K] with so many zeros behind each row, at the graph's insert point."""
+    return emit(like.graph, F.pad, (x, (0, missing)), like)
+
+
 def columns_of(whole: fx.Node, n: int, node: fx.Node) -> fx.Node:
     """whole[..., :n], to stand in the place of `node`."""
     part = emit(node.graph, operator.getitem, (whole, (Ellipsis, slice(None, n))), node)
-    return part if _can_be_read(node, tensor_of(part)) else emit_method(node.graph, "contiguous", (part,), node)
-
-
-def _can_be_read(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether all views of `node` can be made of a tensor with the strides of `value`."""
-    for user in node.users:
-        if user.target in ("as_strided", torch.as_strided):
-            return False
-        if calls(user, _VIEWS, _VIEW_METHODS) and user.args[0] is node:
-            args, kwargs = fx.map_arg((user.args[1:], user.kwargs), lambda n: n.meta["example_value"])
-            run = user.target if callable(user.target) else getattr(torch.Tensor, str(user.target))
-            assert isinstance(value, FakeTensor)
-            try:
-                with value.fake_mode:
-                    view = run(value, *args, **kwargs)
-            except (RuntimeError, ValueError):
-                return False
-            if not _can_be_read(user, view):
-                return False
-    return True
+    return readable(node, part)

@@ -3,18 +3,19 @@
     F.linear(x, weight, bias)                        weight [N, K]
     x @ weight, torch.matmul, torch.mm               a 2-D weight [K, N], made of parameters alone (origins.py)
     torch.addmm(bias, x, weight)                     the same; GPT-2's Conv1D
-    torch.einsum, torch.tensordot, torch.inner       contractions.py
+    torch.einsum, torch.tensordot, torch.inner       letters.py
+    weight @ x, x @ weight[None]                     the same
+    F.conv2d of 1x1, of patches                      convolutions.py
     x @ weight.t(), .T, .mT, transpose(0, 1)         the parameter as it is stored, [N, K]
 
 A product of two tensors that depend on the model's input, such as attention's, is none of these. A linear in a form that te.linear does not compute
-(weight @ x, alpha=2) comes with the reason.
+(alpha=2) comes with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 import torch
@@ -25,13 +26,16 @@ from te_dynamo._compat import attribute_read
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
-from te_dynamo.passes.torch_ir.match.patterns.contractions import AS_GROUPED, Contraction, contraction_of
+from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction
+from te_dynamo.passes.torch_ir.match.patterns.convolutions import contraction_of_convolution
+from te_dynamo.passes.torch_ir.match.patterns.letters import MATMUL, MATMUL_METHODS, contraction_of, factors_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, spells, tensor_of
 
 __all__ = [
     "LINEAR",
     "Product",
     "Sizes",
+    "contraction_by_weight",
     "is_parameter",
     "product_of",
     "takes_groups",
@@ -50,12 +54,6 @@ LINEAR = {F.linear, torch._C._nn.linear, _aten.linear, _aten.linear.default}
 # The overloads are those of a model that torch.export has decomposed.
 _ADDMM = {torch.addmm, _aten.addmm, _aten.addmm.default}
 _ADDMV = {torch.addmv, _aten.addmv, _aten.addmv.default}
-_MATMUL = {
-    torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv, operator.matmul,
-    _aten.matmul, _aten.matmul.default, _aten.mm, _aten.mm.default, _aten.bmm, _aten.bmm.default,
-}  # fmt: skip
-_MATMUL_METHODS = {"matmul", "mm", "bmm", "mv", "__matmul__"}
-_SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec"}
 _SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, _aten.transpose.int}
 _PERMUTES = {torch.permute, _aten.permute.default}
 _SWAP_METHODS = {"transpose", "swapaxes", "swapdims"}
@@ -91,10 +89,9 @@ def product_of(node: fx.Node) -> Product | None:
         found: Product | None = Product(x, weight, given.get("bias"), False, _sizes(x, weight))
     elif spells(node, _ADDMM | _ADDMV, {"addmm", "addmv"}):
         found = _addmm(node)
-    elif spells(node, _MATMUL, _MATMUL_METHODS):
-        second = _SECOND.get(getattr(node.target, "__name__", str(node.target)), "other")
-        given = arguments(node, "input", second, "out") or {}
-        found = _matmul(given.get("input"), given.get(second), _writes(given))
+    elif spells(node, MATMUL, MATMUL_METHODS) and contraction_by_weight(node) is None:
+        given = factors_of(node)
+        found = _matmul(given.get("input"), given.get("other"), _writes(given))
     else:
         return _contraction(node)
     return found and _as_stored(node, found)
@@ -185,23 +182,14 @@ def _matmul(left: Any, right: Any, reason: str) -> Product | None:
     if a is None or b is None or a.dim() < 1 or b.dim() < 1:
         return None
     position = _position_of_weight(left, right)
-    if position is None or (position == 1 and takes_groups(left, right)):
+    if position is None:
         return None
     batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     m, n = a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1
     if position == 1:
-        if b.dim() > 2:
-            reason = reason or f"its weight has {b.dim()} dimensions{f'; {AS_GROUPED}' if b.dim() == 3 else ''}"
         return Product(left, right, None, True, (batch * m, n, a.shape[-1]), reason or why_no_linear(left, right))
     # the columns of x are the rows of a linear
-    advice = (
-        "; write (x.mT @ weight.mT).mT to have it in the recipe"
-        if a.dim() == 2
-        else f"; {AS_GROUPED}"
-        if a.dim() == 3
-        else ""
-    )
-    reason = reason or f"written as weight @ x{advice if b.dim() > 1 else ', of one vector'}"
+    reason = reason or ("written as weight @ x, of one vector" if b.dim() == 1 else "written as weight @ x")
     return Product(right, left, None, False, (batch * n, m, a.shape[-1]), reason)
 
 
@@ -231,10 +219,19 @@ def _sizes(x: Any, weight: Any, transposed: bool = False) -> Sizes:
     return (math.prod(rows), b.shape[1 if transposed else 0], a.shape[-1])
 
 
-def _contraction(node: fx.Node) -> Product | None:
-    found = contraction_of(node)
+def contraction_by_weight(node: fx.Node) -> tuple[Contraction, int] | None:
+    """The product by letters that a node is, and which operand is the weight; None for x @ weight [K, N] too, which needs no letters."""
+    found = contraction_of(node) or contraction_of_convolution(node)
     index = _position_of_weight(*found.operands) if found is not None else None
     if found is None or index is None:
+        return None
+    plain = spells(node, MATMUL, MATMUL_METHODS) and index == 1 and tensor_of(found.operands[1]).dim() == 2
+    return None if plain else (found, index)
+
+
+def _contraction(node: fx.Node) -> Product | None:
+    found, index = contraction_by_weight(node) or (None, 0)
+    if found is None or found.groups(index):
         return None
     x, weight = found.operands[1 - index], found.operands[index]
     return Product(
