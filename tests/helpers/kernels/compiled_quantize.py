@@ -20,8 +20,10 @@ FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transp
 SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_stride", "rows_of_sample"}
 
 
-def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16"):
-    """The kernel for sm_90, pointers and sizes multiples of 16; constants are its compile-time arguments."""
+def compile_kernel(
+    kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16", **others: str
+):
+    """The kernel for sm_90, pointers and sizes multiples of 16; constants are its compile-time arguments, `others` dtypes by name."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -31,7 +33,7 @@ def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "
             "i32" if name in SIZES
             else "*fp32" if name in POINTERS
             else "*fp8e4nv" if name in FP8
-            else f"*{weight if name in ('weight', 'bias') else dtype}"
+            else f"*{others.get(name, weight if name in ('weight', 'bias') else dtype)}"
         )  # fmt: skip
         attributes[(index,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -246,12 +246,105 @@ def test_a_norm_whose_rows_are_moved_is_left_with_that_reason(move):
     assert compiled.reasons("layer_norm")[0].startswith("the FP8 linear reads it permuted or padded, and fused kernels")
 
 
-def test_autocast_norm_is_left_with_the_dtypes():
-    linear, norm = nn.Linear(32, 16), nn.LayerNorm(32)
-    compiled = Matched(lambda x: linear(norm(x)))
+def reads_in_bf16(norm, linear):
+    return lambda x: linear(norm(x))
+
+
+def reads_twice(norm, linear):
+    return lambda x: linear(y := norm(x)) + linear(y)
+
+
+def reads_in_fp32_too(norm, linear):
+    return lambda x: (linear(y := norm(x)), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32)], ids=["layer", "rms"])
+@pytest.mark.parametrize("reads", [reads_in_bf16, reads_twice, reads_in_fp32_too])
+def test_autocasts_norm_gives_what_the_linear_reads(reads, norm, dtype):
+    forward = reads(norm, nn.Linear(32, 16))
+    compiled = Matched(forward, run="aot")
+    x = torch.randn(4, 32, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        compiled(torch.randn(4, 32))
-    assert compiled.reasons("layer_norm") == ["it is fp32, the FP8 linear reading it bf16; left to Inductor"]
+        actual, expected = compiled(x), forward(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+    fp32_elsewhere = reads is reads_in_fp32_too
+    for y in (actual, expected):
+        first = y[0] if fp32_elsewhere else y
+        y = torch.autograd.grad(first.float().sum(), x)[0]
+    (record,) = (record for record in compiled.records if record.kind != "linear")
+    assert record.matched and record.dtype == ("fp32" if fp32_elsewhere and dtype == torch.float32 else "bf16")
+    gives_another = ", torch.bfloat16)" in next(line for line in compiled.text().splitlines() if "te." in line)
+    assert gives_another == (dtype == torch.float32 and not fp32_elsewhere)
+
+
+class Autocast(nn.Module):
+    """Two sublayers under autocast, each with its norm before it or behind its sum."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.norms = nn.ModuleList([nn.LayerNorm(256), nn.RMSNorm(256)])
+        self.linears = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            for norm, up, down in zip(self.norms, self.linears[::2], self.linears[1::2], strict=True):
+                h = down(F.gelu(up(norm(x) if self.norm_first else x)))
+                x = x + h if self.norm_first else norm(x + h)
+            return self.linears[0](x)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_autocasts_norms_write_fp8(norm_first):
+    graphs = capture_on_fake_cuda(
+        lambda: Autocast(norm_first),
+        lambda device: (torch.empty(8192, 256, device=device, requires_grad=True),),
+        options={"codegen": "eager"},
+    )
+    lines = [
+        line.partition(" = ")[2]
+        for line in graphs["forward"].splitlines()
+        if "norm_quantize(" in line or "norm(" in line
+    ]
+    if norm_first:
+        assert_expected_inline("\n".join(lines), """\
+te.layer_norm_quantize(x, norms.0.weight, norms.0.bias, 1e-05, e4m3[row+column], keep_output=False, dtype=bf16)
+te.add_rms_norm_quantize(x, gemm_1, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""")
+    else:
+        assert_expected_inline("\n".join(lines), """\
+te.add_layer_norm_quantize(x, gemm_1, norms.0.weight, norms.0.bias, 1e-05, e4m3[row+column], keep_output=True, quantized_dtype=bf16)
+te.add_rms_norm_quantize(add_layer_norm_quantize[1], gemm_3, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""")
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_autocasts_fused_norms_have_the_bits_of_unfused(norm_first):
+    model, x = Autocast(norm_first), torch.randn(64, 256)
+
+    def run(fusions: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model.zero_grad()
+        torch.compile(model, backend="te", options={"codegen": "eager", "fusions": fusions})(
+            x
+        ).float().square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for fused, unfused in zip(run(True), run(False), strict=True):
+        assert torch.equal(fused, unfused)
+
+
+def test_autocasts_norm_is_left_where_a_write_or_a_mode_lies_before_its_cast():
+    linear, norm = nn.Linear(32, 16), nn.LayerNorm(32)
+
+    def forward(x):
+        y = norm(x)
+        with torch.no_grad():
+            return linear(y)
+
+    compiled = Matched(forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(torch.randn(4, 32, requires_grad=True))
+    assert compiled.reasons("layer_norm") == ["_set_grad_enabled changes the mode inside the pattern"]
 
 
 def keeps_variance(x, w):
