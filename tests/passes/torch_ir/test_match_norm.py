@@ -3,6 +3,8 @@ left."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,21 @@ def no_weight(x, w):
     return (f * (f * f).mean(-1, keepdim=True).add(EPS).rsqrt()).to(x.dtype)
 
 
+def divided(x, w):
+    f = x.float()
+    return (f / torch.sqrt(f.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
+
+
+def weight_first(x, w):
+    f = x.float()
+    return (w * f / ((f * f).mean(-1, keepdim=True) + EPS) ** 0.5).to(x.dtype)
+
+
+def reciprocal(x, w):
+    f = x.float()
+    return (f * (1 / (f.square().mean(-1, keepdim=True) + EPS).sqrt())).to(x.dtype) * w
+
+
 def cohere(x, w):
     f = x.to(torch.float32)
     mean = f.mean(-1, keepdim=True)
@@ -71,6 +88,19 @@ def one_difference(x, w):
     f = x.float()
     f = f - torch.mean(f, -1, keepdim=True)
     return (f * ((f * f).mean(-1, keepdim=True) + EPS).rsqrt() * w + w).type_as(x)
+
+
+def by_hand(x, w):
+    f = x.float()
+    mean, variance = f.mean(-1, keepdim=True), f.var(-1, unbiased=False, keepdim=True)
+    return (w * (f - mean) / torch.sqrt(variance + EPS) + w).to(x.dtype)
+
+
+def by_hand_twice(x, w):
+    f = x.float()
+    variance = torch.var(f, dim=-1, keepdim=True, correction=0)
+    f = (f - f.mean(dim=-1, keepdim=True)) * torch.rsqrt(variance + EPS)
+    return (f * w + w).to(x.dtype)
 
 
 def layer_norm_in_fp32(x, w):
@@ -97,6 +127,9 @@ def compile_before_linear(norm, dtype=torch.bfloat16, **kwargs):
         (gemma, False, True, True),
         (gemma_power, False, True, True),
         (no_weight, False, False, False),
+        (divided, False, False, True),
+        (weight_first, False, False, True),
+        (reciprocal, True, False, True),
     ],
 )
 def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dtype):
@@ -115,7 +148,14 @@ def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("norm", "parameters"),
-    [(cohere, "w, None"), (one_difference, "w, w"), (layer_norm_in_fp32, "w, w"), (olmo, "None, None")],
+    [
+        (cohere, "w, None"),
+        (one_difference, "w, w"),
+        (by_hand, "w, w"),
+        (by_hand_twice, "w, w"),
+        (layer_norm_in_fp32, "w, w"),
+        (olmo, "None, None"),
+    ],
 )
 def test_written_layer_norms(norm, parameters, dtype):
     x = torch.randn(2, 4, 32, dtype=dtype, requires_grad=True)
@@ -193,6 +233,26 @@ def test_all_fp32_after_the_cast_takes_the_cast_tensor():
     x, w = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32)
     torch.testing.assert_close(compiled(x, w), F.linear(norm(x, w), WEIGHT))
     assert f"te.rms_norm(f, w, {EPS}, False, False)" in compiled.text()
+
+
+def on_the_sphere(x, w):
+    return (F.normalize(x.float(), dim=-1) * 32**0.5 * w).type_as(x)
+
+
+def on_the_sphere_plus_one(x, w):
+    return (math.sqrt(32) * F.normalize(x.float(), p=2, dim=2, eps=1e-12) * (1 + w.float())).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("norm", [on_the_sphere, on_the_sphere_plus_one])
+def test_a_row_of_length_one_times_the_root_of_its_length_is_an_rms_norm(norm, dtype):
+    """x-transformers'. A row of zeros stays one."""
+    x, w = torch.randn(2, 4, 32, dtype=dtype), torch.randn(32, dtype=dtype)
+    x[0, 0] = 0
+    compiled = compile_before_linear(norm, dtype)
+    torch.testing.assert_close(compiled(x, w), F.linear(norm(x, w), WEIGHT.to(dtype)))
+    assert f"te.rms_norm(x, w, {1e-12**2 / 32}, False, {norm is on_the_sphere_plus_one})" in compiled.text()
+    assert compiled.reasons("rms_norm") == [""] and "normalize" not in compiled.text()
 
 
 def test_torch_norms():
@@ -308,13 +368,19 @@ def test_autocasts_norms_write_fp8(norm_first):
         if "norm_quantize(" in line or "norm(" in line
     ]
     if norm_first:
-        assert_expected_inline("\n".join(lines), """\
+        assert_expected_inline(
+            "\n".join(lines),
+            """\
 te.layer_norm_quantize(x, norms.0.weight, norms.0.bias, 1e-05, e4m3[row+column], keep_output=False, dtype=bf16)
-te.add_rms_norm_quantize(x, gemm_1, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""")
+te.add_rms_norm_quantize(x, gemm_1, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""",
+        )
     else:
-        assert_expected_inline("\n".join(lines), """\
+        assert_expected_inline(
+            "\n".join(lines),
+            """\
 te.add_layer_norm_quantize(x, gemm_1, norms.0.weight, norms.0.bias, 1e-05, e4m3[row+column], keep_output=True, quantized_dtype=bf16)
-te.add_rms_norm_quantize(add_layer_norm_quantize[1], gemm_3, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""")
+te.add_rms_norm_quantize(add_layer_norm_quantize[1], gemm_3, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""",
+        )
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -357,6 +423,22 @@ def computes_in_bf16(x, w):
     return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
 
+def by_deviation(x, w):
+    f = x.float()
+    return (w * (f - f.mean(-1, keepdim=True)) / (f.std(-1, keepdim=True) + EPS) + w).to(x.dtype)
+
+
+def keeps_mean(x, w):
+    f = x.float()
+    mean = f.mean(-1, keepdim=True)
+    f = (f - mean) / torch.sqrt(f.var(-1, unbiased=False, keepdim=True) + EPS)
+    return (f + mean).to(x.dtype)
+
+
+def on_the_sphere_in_bf16(x, w):
+    return F.normalize(x, dim=-1) * 32**0.5 * w
+
+
 def tensor_eps(x, w):
     f = x.float()
     return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + w.float().abs().min())).to(x.dtype)
@@ -377,6 +459,9 @@ def layer_norm_rounded_before_its_weight(x, w):
     ("norm", "reason"),
     [
         (layer_norm_rounded_before_its_weight, "it rounds to bf16 before its weight or bias too"),
+        (by_deviation, "it divides by the standard deviation plus eps, te.layer_norm by the root of"),
+        (keeps_mean, "its mean or what it subtracts it from is read elsewhere too"),
+        (on_the_sphere_in_bf16, "it computes in bf16, te.rms_norm in fp32"),
         (keeps_variance, "its intermediate value variance is used elsewhere too"),
         (computes_in_bf16, "it computes in bf16, te.rms_norm in fp32"),
         (tensor_eps, "its eps is not a Python number"),

@@ -24,14 +24,14 @@ from torch import fx
 
 from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
 
-__all__ = ["ADD", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
+__all__ = ["ADD", "DIV", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
 
 ADD = ({operator.add, torch.add}, {"add", "__add__", "__radd__"})
 MUL = ({operator.mul, torch.mul, torch.multiply}, {"mul", "__mul__", "__rmul__", "multiply"})
 POW = ({operator.pow, torch.pow}, {"pow", "__pow__"})
 SQUARE = ({torch.square}, {"square"})
 RELU = ({F.relu, torch.relu, F.relu_, torch.relu_}, {"relu", "relu_"})
-_DIV = ({operator.truediv, torch.div, torch.divide, torch.true_divide}, {"div", "__truediv__", "divide", "true_divide"})
+DIV = ({operator.truediv, torch.div, torch.divide, torch.true_divide}, {"div", "__truediv__", "divide", "true_divide"})
 
 SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
 
@@ -74,7 +74,7 @@ class Formula:
 
 def written_formula(node: Any) -> Formula | None:
     """The activation whose last operation `node` is; None where it is none."""
-    if not any(calls(node, *operation) for operation in (MUL, POW, SQUARE, _DIV)):
+    if not any(calls(node, *operation) for operation in (MUL, POW, SQUARE, DIV)):
         return None
     reading = _Reading(node)
     try:
@@ -111,7 +111,7 @@ class _Reading:
         if operand is self.t:
             return _T
         if len(operand.users) == 1 and operand is not self.x:
-            if any(calls(operand, *operation) for operation in (ADD, MUL, POW, SQUARE, _DIV)):
+            if any(calls(operand, *operation) for operation in (ADD, MUL, POW, SQUARE, DIV)):
                 self.nodes.add(operand)
                 return self.operation(operand)
             for function, spellings in _FUNCTIONS.items():
@@ -133,7 +133,7 @@ class _Reading:
         if set(rest[0]) != {(0, 0)}:
             raise _NoFormulaError
         number = rest[0][0, 0]
-        if calls(node, *_DIV) and number:
+        if calls(node, *DIV) and number:
             return _product(a, {(0, 0): 1 / number})
         if calls(node, *POW) and number in (2, 3):
             return _product(a, a) if number == 2 else _product(a, _product(a, a))

@@ -115,17 +115,21 @@ def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
 
 
 def _of_what_was_cast(norm: Norm) -> Norm:
-    """The norm from x to the cast back to its dtype, where `norm` is of x.float() and read by that cast alone; else `norm`."""
+    """The norm of x, where `norm` is of x.float() and nobody else reads that, or its sole reader casts back to x's dtype; with the
+    casts behind it that change nothing, and of weights before their casts."""
+    while is_cast(same := sole_user(norm.last)) and tensor_of(same).dtype == tensor_of(norm.last).dtype:
+        norm = dataclasses.replace(norm, nodes=(*norm.nodes, same))
+    weights = [before_casts(weight) for weight in norm.weights]
+    nodes = {*norm.nodes, *(cast for _, its_casts in weights for cast in its_casts)}
     x, casts = before_casts(norm.x)
     back = sole_user(norm.last)
-    if not casts or not is_cast(back) or back.args[0] is not norm.last or tensor_of(back).dtype != tensor_of(x).dtype:
-        return norm
-    if tensor_of(norm.last).dtype != torch.float32:
-        return norm
-    weights = [before_casts(weight) for weight in norm.weights]
-    casts += [cast for _, its_casts in weights for cast in its_casts]
-    nodes = tuple(sorted({*casts, norm.last, back}))
-    return dataclasses.replace(norm, x=x, weights=tuple(weight for weight, _ in weights), nodes=nodes)
+    if casts and is_cast(back) and tensor_of(back).dtype == tensor_of(x).dtype:
+        nodes |= {*casts, back}
+    elif all(set(cast.users) <= {*casts, *norm.nodes} for cast in casts):
+        nodes |= {*casts}
+    else:
+        x = norm.x
+    return dataclasses.replace(norm, x=x, weights=tuple(weight for weight, _ in weights), nodes=tuple(sorted(nodes)))
 
 
 def replace_norm(norm: Norm) -> MatchRecord:
