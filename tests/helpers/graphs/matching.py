@@ -51,6 +51,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "identity": lambda x: x,
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
     "silu": F.silu,

@@ -39,7 +39,7 @@ CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
 BOTH = {**CAST, "ROWWISE": True, "COLUMNWISE": True}
 
 
-GATES = ("silu", "gelu")
+GATES = ("silu", "gelu", "identity")
 """The kind that is used most and the one that takes the most registers; test_compiled_gated.py compiles every kind."""
 
 
