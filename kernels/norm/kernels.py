@@ -3,7 +3,8 @@
     launch 1    [h = round(x + residual)]    mean, rstd of each row of x, or of h    y, or the partial amaxes of y
     launch 2    y made again from the statistics -> data, transpose, scale_inv [, y]
 
-y is rounded to a dtype that is x's or another: under autocast x is fp32, and what the product reads is bf16.
+y is rounded to a dtype that is x's or another. Under autocast x is fp32, and what the product reads is bf16: so launch 1 writes y too, as
+that has half of x's bytes, and launch 2 is that of `quantize`. Where y is read in fp32 as well, both launches are as above.
 
 The fused form reads x twice and writes no bf16. `norm_rows_kernel` is launch 1 and the unfused kernel alike, with one block shape, so
 that the statistics are the same sum in the same order; the rest is elementwise in shared device functions (functions.py). Fused therefore
@@ -29,7 +30,7 @@ from te_dynamo.kernels.norm.functions import (
     row_statistics,
     store_row_amax,
 )
-from te_dynamo.kernels.quantize.current import Tile, cast_tile
+from te_dynamo.kernels.quantize.current import Tile, cast_tile, quantize
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
@@ -80,7 +81,7 @@ def _store_sum(x, residual, h, start, K, BLOCK: tl.constexpr):
     return total
 
 
-@writes("rstd", h="ADDS", y="not QUANTIZE", mean="LAYER", partials="QUANTIZE")
+@writes("rstd", h="ADDS", y="STORES", mean="LAYER", partials="QUANTIZE")
 @triton.jit
 def norm_rows_kernel(
     x,
@@ -106,12 +107,13 @@ def norm_rows_kernel(
     ZERO_CENTERED: tl.constexpr,
     MODULATED: tl.constexpr,
     ROUNDED_TO: tl.constexpr,  # "bf16", "fp16" or "fp32"; a dtype itself no graph takes
+    STORES: tl.constexpr,
     QUANTIZE: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """h where a residual is added, statistics of every num_programs-th row, then y (unfused) or the partial amax of y (QUANTIZE)."""
+    """h where a residual is added, statistics of every num_programs-th row, then y (STORES), the partial amax of y (QUANTIZE) or both."""
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     bits = no_magnitudes(BLOCK, DTYPE)
     if ONE_BLOCK and not MODULATED:
@@ -158,7 +160,7 @@ def norm_rows_kernel(
             )
             if QUANTIZE:
                 bits = tl.maximum(bits, row_magnitudes(result, columns, K, LAYER))
-            else:
+            if STORES:
                 tl.store(y + row_start + columns, result, mask=columns < K)
     if QUANTIZE:
         store_row_amax(partials, bits, PARTIALS, DTYPE)
@@ -278,9 +280,10 @@ def launch_rows(
     residual: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
     rounded_to: torch.dtype | None = None,
+    quantizes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes of y in the dtype `rounded_to` if not. h is
-    x without a residual; a tensor stands in for what is not written."""
+    """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes of y in the dtype `rounded_to` if it quantizes.
+    h is x without a residual; a tensor stands in for what is not written."""
     rows, columns = rows_and_columns(x)
     h = x
     if residual is not None:
@@ -291,7 +294,7 @@ def launch_rows(
     block, warps = row_block(columns, h.element_size(), norm["LAYER"])
     programs = row_programs(warps, x.device)
     count = triton.next_power_of_2(programs)
-    partials = torch.empty(count, dtype=torch.float32, device=x.device) if y is None else rstd
+    partials = torch.empty(count, dtype=torch.float32, device=x.device) if quantizes else rstd
     launch(
         norm_rows_kernel,
         (programs,),
@@ -308,7 +311,8 @@ def launch_rows(
         EPS_NORM=eps,
         ADDS=residual is not None,
         ROUNDED_TO=_NAMES[y.dtype if y is not None else rounded_to or h.dtype],
-        QUANTIZE=y is None,
+        STORES=y is not None,
+        QUANTIZE=quantizes,
         ONE_BLOCK=columns <= block,
         BLOCK=block,
         PARTIALS=count,
@@ -339,7 +343,15 @@ def norm_quantize(
     dtype: of y, by default that of what is normed. quantized_dtype: what y is rounded to before it is quantized, by default dtype.
     """
     rounded_to = quantized_dtype or dtype
-    h, mean, rstd, partials = launch_rows(x, norm, eps, residual=residual, rounded_to=rounded_to)
+    halves = dtype in (torch.bfloat16, torch.float16) and quantized_dtype in (None, dtype)
+    wide = max(t.element_size() for t in (x, residual) if t is not None) == 4
+    narrow = torch.empty_like(x, dtype=dtype) if halves and wide else None
+    given: dict[str, Any] = {"residual": residual, "y": narrow, "rounded_to": rounded_to, "quantizes": True}
+    h, mean, rstd, partials = launch_rows(x, norm, eps, **given)
+    statistics = [mean, rstd] if norm["LAYER"] else [rstd]
+    if narrow is not None:
+        quantized = quantize(narrow, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax, partials)
+        return [*([] if residual is None else [h]), *([narrow] if keep_output else []), *statistics, *quantized]
     rows, columns = rows_and_columns(x)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
     y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
@@ -367,7 +379,6 @@ def norm_quantize(
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    statistics = [mean, rstd] if norm["LAYER"] else [rstd]
     return [*([] if residual is None else [h]), *y, *statistics, *buffers.as_list()]
 
 

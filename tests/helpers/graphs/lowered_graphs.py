@@ -188,7 +188,7 @@ CASES: dict[str, Case] = {
     "add_rms_norm_quantize of fp32 and bf16": (
         te.add_rms_norm_quantize,
         lambda: (f32(19, 64), bf16(19, 64), f32(64), 1e-5, False, False, ROWS, True, torch.bfloat16),
-        "norm_rows_kernel -> h, rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+        "norm_rows_kernel -> h, y, rstd, partials\nquantize_cast_kernel -> data, scale_inv",
     ),
     "add_layer_norm_quantize keeping y": (
         te.add_layer_norm_quantize,

@@ -61,11 +61,12 @@ def test_statistics_add_up_as_those_of_the_norm_alone(columns, dtype, residual, 
     alone, fused = (
         compile_kernel(
             kernels.norm_rows_kernel,
-            {**flags, "ADDS": adds, "QUANTIZE": adds},
+            {**flags, "ADDS": adds, "QUANTIZE": adds, "STORES": dtype == "fp32" or not adds},
             warps,
             dtype,
             dtype,
             residual=residual,
+            y="bf16",
         )
         for adds in (False, True)
     )
