@@ -18,7 +18,9 @@ def test_a_caller_writes_several_results(codegen: str) -> None:
             return self.a(x), self.b(x), x @ x.transpose(1, 2)
 
     torch._dynamo.reset()
-    results = torch.compile(Two(), backend="te", options={"codegen": codegen})(torch.randn(2, 16, 64, requires_grad=True))
+    results = torch.compile(Two(), backend="te", options={"codegen": codegen})(
+        torch.randn(2, 16, 64, requires_grad=True)
+    )
     for result in results:
         result.mul_(-3)
     sum(result.sum() for result in results).backward()
