@@ -353,7 +353,10 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
 
     leaving = sm_margin(compilation.options.sm_margin)  # backward compiles and runs on a thread of its own
 
+    returned = {"backward": 0}  # how many results of a graph are the caller's; in inference all
+
     def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        returned["forward"] = kwargs["num_fwd_outputs"]
         compilation.joint(joint.graph)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
@@ -362,7 +365,7 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
         @leaving
         def compile_graph(graph_module: GraphModule, inputs: Sequence[Any]) -> Any:
             compilation.divided(graph_module.graph, phase)
-            return_no_views(graph_module.graph)
+            return_no_views(graph_module.graph, returned.get(phase, len(graph_module.graph.nodes)))
             graph_module.recompile()
             return make_boxed_func(leaving(graph_module.forward))
 

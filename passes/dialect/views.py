@@ -27,7 +27,8 @@ from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls
 
-_CLONE = torch.ops.aten.clone.default
+_aten = torch.ops.aten
+_CLONE = _aten.clone.default
 _NEW = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -37,21 +38,22 @@ _NEW = {
 _READ_THROUGH = (*RESHAPES, _CLONE)
 
 
-def return_no_views(graph: Graph) -> None:
-    """Results of te operations in another shape are new tensors for autograd, as torch's own products are: a caller may write each of them.
+def return_no_views(graph: Graph, count: int) -> None:
+    """Views among the first `count` results are new tensors for autograd, as results of torch's own products are: a caller may write them.
 
-    For graphs that run as they are. Inductor's code allocates its results.
+    For graphs that run as they are: te operations give views where AOTAutograd has seen new tensors. Inductor's code allocates its results.
     """
-    for node in graph.output_node().all_input_nodes:
-        if node.target is torch.ops.aten.view.default and is_te(getattr(_origin(node), "target", None)):
-            node.target = torch.ops.aten._unsafe_view.default
+    results: Any = graph.output_node().args[0]
+    for node in results[:count]:
+        if isinstance(node, Node) and node.target is _aten.view.default and _origin(node).op != "placeholder":
+            node.target = _aten._unsafe_view.default
 
 
-def _origin(value: Any) -> Any:
+def _origin(value: Any) -> Node:
     """What views and items are taken from."""
     while is_view(value) or (isinstance(value, Node) and value.target is operator.getitem):
         value = value.args[0]
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def read_through_views(graph: Graph) -> int:
