@@ -77,9 +77,7 @@ def check_kind(kind: str) -> None:
 
 
 def value_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(x) of fp32 x in plain PyTorch: of a kind in KINDS, or "sigmoid" or "identity"."""
-    if kind == "identity":
-        return x
+    """f(x) of fp32 x in plain PyTorch: of a kind in KINDS, or "sigmoid"."""
     if kind == "relu":
         return F.relu(x)
     if kind == "relu2":
@@ -95,8 +93,6 @@ def value_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def derivative_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """dy * f'(x) of fp32 dy and x in plain PyTorch, of the same kinds."""
-    if kind == "identity":
-        return dy
     if kind == "relu":
         return torch.ops.aten.threshold_backward(dy, x, 0)
     if kind == "relu2":

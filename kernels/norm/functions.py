@@ -75,8 +75,7 @@ def normalize(
     ZERO_CENTERED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """y of x, rounded to DTYPE."""
-    X_DTYPE: tl.constexpr = x.dtype
+    """y of x in DTYPE, rounded to it."""
     x = x.to(tl.float32)
     if LAYER:
         x = x - mean
@@ -85,7 +84,7 @@ def normalize(
     if HAS_WEIGHT:
         x = x * rstd
         if CAST_BEFORE_WEIGHT:
-            x = x.to(X_DTYPE).to(tl.float32)
+            x = x.to(DTYPE).to(tl.float32)
         scale = w.to(tl.float32)
         if ZERO_CENTERED:
             scale = scale + 1.0
