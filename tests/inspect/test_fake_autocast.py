@@ -11,12 +11,14 @@ from te_dynamo.errors import UnsupportedError
 
 BF16 = torch.bfloat16
 OPTIONS = {"codegen": "eager"}
+ROWS, WIDTH, INNER = 8192, 1024, 4096
+"""Large enough for FP8 beside products in fp32, and too small beside those in bf16."""
 
 
 class Net(nn.Module):
     def __init__(self, autocast=lambda x: contextlib.nullcontext()):
         super().__init__()
-        self.up, self.down, self.autocast = nn.Linear(64, 128), nn.Linear(128, 64), autocast
+        self.up, self.down, self.autocast = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), autocast
 
     def forward(self, x):
         with self.autocast(x):
@@ -35,14 +37,14 @@ class Decorated(Net):
     forward = torch.autocast("cpu", BF16)(Net.forward)
 
 
-def forecast(model, around=contextlib.nullcontext(), x=torch.ones(32, 64)):  # noqa: B008
+def forecast(model, around=contextlib.nullcontext(), x=torch.ones(ROWS, WIDTH)):  # noqa: B008
     with around:
         return te_dynamo.explain(model, x, options=OPTIONS, device="h200").coverage
 
 
 @pytest.mark.cost_rule
 def test_the_twin_in_bf16_and_the_model_in_fp32_differ():
-    assert forecast(Net().bfloat16(), x=torch.ones(32, 64, dtype=BF16)) == 0.0 and forecast(Net()) == 1.0
+    assert forecast(Net().bfloat16(), x=torch.ones(ROWS, WIDTH, dtype=BF16)) == 0.0 and forecast(Net()) == 1.0
 
 
 IN_FORWARD = {
@@ -68,7 +70,9 @@ def test_autocast_in_forward(where):
 def test_autocast_around_the_call():
     with torch.autocast("cpu", BF16):
         assert forecast(Net()) == 0.0
-        assert te_dynamo.explain(Net(), torch.ones(32, 64), options=OPTIONS).headline.endswith("0 of 2 linears, 0.0%")
+        assert te_dynamo.explain(Net(), torch.ones(32, WIDTH), options=OPTIONS).headline.endswith(
+            "0 of 2 linears, 0.0%"
+        )
         for device in ("cpu", "cuda"):
             assert forecast(Net(lambda x, device=device: torch.autocast(device, enabled=False))) == 1.0
     assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
@@ -82,6 +86,6 @@ def test_autocast_that_torch_turned_off_is_not_known():
         with pytest.raises(UnsupportedError, match=r"torch\.autocast that is off"):
             forecast(model, around)
         with around:
-            found = te_dynamo.explain(model, torch.ones(32, 64), options=OPTIONS)
+            found = te_dynamo.explain(model, torch.ones(32, WIDTH), options=OPTIONS)
         assert "H200 would take is not known: UnsupportedError" in found.to_dict()["notes"][0]
         assert "would take" not in found.headline
