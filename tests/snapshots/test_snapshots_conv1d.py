@@ -164,12 +164,11 @@ def test_launches() -> None:
         """\
 norm_rows_kernel -> mean, rstd, partials
 norm_cast_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
+quantize_amaxes_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 activation_amax_kernel -> partials
 activation_write_kernel -> data, transpose, scale_inv
-quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c""",
     )
