@@ -66,11 +66,12 @@ from te_dynamo.passes.torch_ir.gathered_weights import check_gathered
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.mutation import facts_known
-from te_dynamo.passes.torch_ir.match.root import compiled_model, traced_code
+from te_dynamo.passes.torch_ir.match.root import compiled_model
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
 from te_dynamo.passes.torch_ir.quantized_weights import read_buffers
 from te_dynamo.passes.torch_ir.workspaces import use_workspaces
+from te_dynamo.user_code import traced_code
 from te_dynamo.weights.cache import WeightSupply
 from te_dynamo.weights.freeze import watch
 

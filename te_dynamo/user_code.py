@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from types import CodeType
 
 import torch
 from torch import fx
 
-__all__ = ["OWNERS", "clean_path", "is_torchs", "source_line"]
+__all__ = ["OWNERS", "clean_path", "is_torchs", "source_line", "traced_code"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
@@ -48,3 +49,9 @@ def clean_path(name: str) -> str:
     name = _INDEX.sub(r".\1", _ROOT.sub("", name))
     parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
     return ".".join(part for part in parts if part and part not in _WRAPPERS)
+
+
+def traced_code() -> CodeType | None:
+    """The function that Dynamo compiles; None where something else calls the backend."""
+    codes = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
+    return codes[0] if codes else None

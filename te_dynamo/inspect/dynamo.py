@@ -15,6 +15,7 @@ import torch
 
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.lowering.inductor.install import DYNAMO_STATE
+from te_dynamo.user_code import traced_code
 
 __all__ = ["GraphBreak", "Seen", "cause_of", "dynamo_untouched", "place_of"]
 
@@ -125,15 +126,14 @@ class _Unsupported(Counter[str]):
         self._messages: dict[CodeType, str] = {}
 
     def __setitem__(self, message: str, times: int) -> None:
-        context = torch._guards.TracingContext
-        codes = (context.get_traced_code() if context.try_get() else None) or []
+        traced = traced_code()
         if times < self[message]:
             for code in [code for code, last in self._messages.items() if last == message]:
                 del self.last[code], self._messages[code]
-        elif codes:
-            stack = context.extract_stack()
-            self.last[codes[0]] = GraphBreak(place_of(stack[-1]) if stack else "", cause_of(message))
-            self._messages[codes[0]] = message
+        elif traced is not None:
+            stack = torch._guards.TracingContext.extract_stack()
+            self.last[traced] = GraphBreak(place_of(stack[-1]) if stack else "", cause_of(message))
+            self._messages[traced] = message
         super().__setitem__(message, times)
 
 

@@ -87,8 +87,12 @@ def match(
     linears_only: norms and activations stay what the user wrote.
     """
     by_step = options.weight_cache == "step"
-    known = kept_weights_known(gm, example_inputs, by_step), origins_known(), facts_known(gm)
-    with in_whole_model(gm.graph, example_inputs), known[0], known[1], known[2]:
+    with (
+        in_whole_model(gm.graph, example_inputs),
+        kept_weights_known(gm, example_inputs, by_step),
+        origins_known(),
+        facts_known(gm),
+    ):
         matcher = Matcher(options, linears_only)
         with cpu_known(gm, options, matcher.recipe_for, example_inputs, report):
             records = matcher.match(gm)

@@ -126,7 +126,7 @@ def _effects(graph: fx.Graph) -> Iterator[_Effect]:
     for node in graph.nodes:
         written, changes_mode = written_by(node), name_of(node) in _MODES
         if written and changes_form(node):
-            changed |= {id(n.meta.get("example_value")): name_of(node) for n in written}
+            changed |= {id(n.meta["example_value"]): name_of(node) for n in written if "example_value" in n.meta}
         if written or changes_mode:
             yield _Effect(node, frozenset().union(*map(memory_of, written)), changes_mode)
     for node in graph.nodes if changed else ():

@@ -21,13 +21,12 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
-from te_dynamo.user_code import OWNERS, clean_path, is_torchs
+from te_dynamo.user_code import OWNERS, clean_path, is_torchs, traced_code
 
-__all__ = ["also_run_at", "compiled_model", "in_whole_model", "tell_apart", "traced_code"]
+__all__ = ["also_run_at", "compiled_model", "in_whole_model", "tell_apart"]
 
 
 @contextlib.contextmanager
@@ -151,12 +150,6 @@ def _lines(kind: type) -> frozenset[tuple[str, int]]:
     return frozenset(
         (code.co_filename, line or code.co_firstlineno) for code in codes for _, _, line in code.co_lines()
     )
-
-
-def traced_code() -> CodeType | None:
-    """The function that Dynamo compiles; None where something else calls the backend."""
-    codes = torch._guards.TracingContext.get_traced_code() if torch._guards.TracingContext.try_get() else None
-    return codes[0] if codes else None
 
 
 def compiled_model() -> nn.Module | None:
