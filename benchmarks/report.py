@@ -6,8 +6,8 @@ command writes `results/README.md` from all of these files, and fills the tables
     <!-- table: train_blocks-nvidia-h200 -->
     <!-- end -->
 
-The name is one of `TABLES` and the device. `; column=value` after it keeps the rows that have that value, and may be repeated:
-`few_rows-nvidia-h200; mode=forward; case=4 linears 4096`.
+The name is one of `TABLES` and the device. `; column=value` after it keeps the rows that have that value, or one of several with ` | ` between
+them, and may be repeated: `few_rows-nvidia-h200; mode=forward; case=4 linears 4096`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def table(rows: Sequence[Mapping[str, Any]], shown: Table) -> str:
         found.setdefault(tuple(row[column] for column in lines), {})[row[shown.across]] = _joined(row, shown.cells)
     first, *others = map(_header, shown.cells)
     body = ([*key, *(cells.get(column) for column in across)] for key, cells in found.items())
-    return f"In a cell: {_with(first, others)}.\n\n" + _grid([*map(_header, lines), *across], body)
+    return f"Each cell: {_with(first, others)}.\n\n" + _grid([*map(_header, lines), *across], body)
 
 
 def _grid(header: Iterable[str], body: Iterable[Iterable[Any]]) -> str:
@@ -273,11 +273,12 @@ def _filled(path: pathlib.Path, known: dict[str, tuple[Run, Table]]) -> str:
         run, shown = known[name]
         rows = run.rows
         for choice in choices.split("; ")[1:]:
-            column, value = choice.split("=", 1)
+            column, chosen = choice.split("=", 1)
+            values = chosen.split(" | ")
             rows = [
-                {k: v for k, v in row.items() if k != column or column == shown.across}
+                {k: v for k, v in row.items() if k != column or column == shown.across or len(values) > 1}
                 for row in rows
-                if str(row.get(column)) == value
+                if str(row.get(column)) in values
             ]
         if not rows:
             raise ValueError(f"{path}: table {name!r} has no row with{choices.replace(';', ',')[1:]}")

@@ -105,5 +105,5 @@ def test_a_killed_rank_ends_the_others(tmp_path: pathlib.Path) -> None:
         ranks.run(layouts.killed)
     first, second = str(raised.value).split("killed, rank 1:")
     assert "RuntimeError" in first and "gloo" in first
-    assert f"ended with exit code -{signal.SIGKILL}" in second
+    assert f"ended with exit code -{signal.SIGKILL}" in second and "about to be killed" in second
     assert time.monotonic() - start < 60, "the timeout of the group"

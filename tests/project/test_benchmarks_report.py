@@ -91,14 +91,14 @@ def test_a_table_of_providers_keeps_what_failed(report: ModuleType) -> None:
     rows = [dataclasses.asdict(row) for row in ROWS]
     shown = report.Table("train_blocks", ("block",), "provider", ("step_ms", "speedup"))
     assert report.table(rows, shown).splitlines() == [
-        "In a cell: step ms (speedup).",
+        "Each cell: step ms (speedup).",
         "",
         "| block | bf16 | te |",
         "| --- | --- | --- |",
         "| small | 1234 (1.00) | 0.0123 (0.5) |",
         "| large | 100 (1.00) | failed |",
     ]
-    assert report.table(rows, dataclasses.replace(shown, cells=("speedup",))).startswith("In a cell: speedup.\n")
+    assert report.table(rows, dataclasses.replace(shown, cells=("speedup",))).startswith("Each cell: speedup.\n")
     assert report.table(rows, report.Table("train_blocks")).splitlines()[-1].endswith("| no such kernel \\| none |")
 
 
@@ -111,6 +111,8 @@ def test_a_page_has_a_table_between_its_marks(report: ModuleType, checkout: Path
     assert report.pages(checkout)[page] == filled
     page.write_text(filled)
     assert report.pages(checkout)[page] == filled, "twice is once"
+    page.write_text(text.format("train_blocks_rows-nvidia-h200; block=small | large; provider=te", ""))
+    assert "| small |" in report.pages(checkout)[page] and "| large |" in report.pages(checkout)[page]
     results = report.pages(checkout)[checkout / "benchmarks" / "results" / "README.md"]
     assert "torch 2, commit abc, rounds 3" in results and "| large | 100 (1.00) | failed |" in results
 

@@ -76,6 +76,7 @@ def killed(rank: int) -> None:
     ids, wanted = (tensor.to(device()) for tensor in batch())
     run(ids, wanted)
     if rank == dist.get_world_size() - 1:
+        os.write(2, b"about to be killed")
         trained.head.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     run(ids, wanted)
 

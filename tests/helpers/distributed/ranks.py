@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import io
 import multiprocessing
+import os
 import pathlib
 import time
 import traceback
@@ -95,8 +97,12 @@ class Ranks:
             answer: tuple[bool, Any] = pipe.recv()
         except (EOFError, OSError):
             self._processes[rank].join(2)
-            return False, f"ended with exit code {self._processes[rank].exitcode}; its words are in the captured stderr"
+            words = self._stderr(rank).read_text(errors="replace")[-3000:]
+            return False, f"ended with exit code {self._processes[rank].exitcode}; the end of its stderr:\n{words}"
         return answer
+
+    def _stderr(self, rank: int) -> pathlib.Path:
+        return self._folder / f"stderr_{self._started}_{rank}.txt"
 
     def _start(self) -> None:
         # On the CPU torch is imported once, by a process that the others are forked from. CUDA must not be there before a fork.
@@ -107,7 +113,7 @@ class Ranks:
         meeting = self._folder / f"meeting_{self._started}"
         for rank in range(self._size):
             here, there = context.Pipe()
-            of_this = (rank, self._size, self._device_type, meeting, there)
+            of_this = (rank, self._size, self._device_type, meeting, there, self._stderr(rank))
             process = context.Process(target=_serve, args=of_this, daemon=True)
             process.start()
             there.close()  # or a process that died would never end the stream
@@ -125,7 +131,12 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: Connection) -> None:
+def _serve(
+    rank: int, size: int, device_type: str, meeting: pathlib.Path, pipe: Connection, stderr: pathlib.Path
+) -> None:
+    # C++ writes to the descriptor, faulthandler adds where Python was when a signal ended the process.
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable(all_threads=True)
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
