@@ -30,7 +30,7 @@ def capture_on_fake_cuda(
 
     make_model:  builds the model, dtype included, on the CPU or on "meta"; moved to fake CUDA tensors here.
     make_inputs: called with "cuda", returns the positional arguments; use torch.empty or torch.randn. Real sizes cost nothing
-                 here, and linears of a few hundred rows would stay in 16 bits (docs/left-alone.md).
+                 here, and linears of a few hundred rows would stay in 16 bits (docs/will-my-model-gain.md).
     backward:    also run backward from every output that requires grad, to every parameter and input that
                  does; False runs under torch.no_grad().
     device:      which GPU it is: one of kernels/runtime/target.py's table, by name, or a Target.
