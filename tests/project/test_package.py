@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -27,6 +32,16 @@ def test_what_the_distribution_declares() -> None:
     assert callable(script.load())
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    version = importlib.metadata.version("te-dynamo")
+    for name, line in {
+        "CITATION.cff": "version: {}",
+        "mkdocs.yml": "copyright: te_dynamo {},",
+        "CHANGELOG.md": "release, {}.",
+    }.items():
+        assert line.format(version) in (ROOT / name).read_text(), name
+
+
 def test_every_package_is_declared() -> None:
     """setuptools takes only those that are listed."""
     text = (ROOT / "pyproject.toml").read_text()
@@ -38,3 +53,26 @@ def test_every_package_is_declared() -> None:
         for file in (ROOT / folder).rglob("__init__.py")
     }
     assert declared == found
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_the_first_example_of_the_readme(tmp_path: Path) -> None:
+    """Every file that the package reads is in it: no other test runs without the checkout."""
+    checkout = tmp_path / "checkout"
+    elsewhere = shutil.ignore_patterns(".*", "build", "out", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, checkout, ignore=elsewhere)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, checkout], check=True)
+    (wheel,) = tmp_path.glob("te_dynamo-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True)
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{example}\nprint(te_dynamo.__file__)"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "coverage 100.0% of linear FLOPs" in shown
+    assert shown.splitlines()[-1] == str(tmp_path / "installed" / "te_dynamo" / "__init__.py")
