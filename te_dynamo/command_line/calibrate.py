@@ -14,6 +14,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.kernels.runtime import availability
@@ -75,7 +76,7 @@ def measure(clock: Clock) -> dict[str, Any]:
         "bf16 product": (clock.gpu, _bf16_product),
         "FP8 product": (clock.gpu, _fp8_product),
         "launches": (clock.gpu, partial(_launches, _LAUNCHES)),
-        "launch by the CPU": (clock.cpu, partial(_launches, 1)),
+        "step by the CPU": (clock.cpu, _step),
         **{f"quantize {m}x{n}": (clock.gpu, partial(_quantize, m, n)) for m, n in QUANTIZED},
     }
     us = {
@@ -89,7 +90,7 @@ def measure(clock: Clock) -> dict[str, Any]:
         "bf16_tflops": 2 * m * n * k / us["bf16 product"] / 1e6,
         "fp8_tflops": 2 * m * n * k / us["FP8 product"] / 1e6,
         "launch_us": us["launches"] / _LAUNCHES,
-        "cpu_launch_us": us["launch by the CPU"],
+        "cpu_step_us": us["step by the CPU"],
         "quantize_us": [us[f"quantize {m}x{n}"] for m, n in QUANTIZED],
     }
 
@@ -160,6 +161,16 @@ def _quantize(rows: int, columns: int) -> Call:
 def _launches(count: int) -> Call:
     x = torch.zeros(1, device="cuda")
     return lambda: [x.add_(1) for _ in range(count)]
+
+
+def _step(device: str = "cuda") -> Call:
+    """Forward and backward of a compiled MLP with so few rows that the GPU waits for the CPU."""
+    mlp = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.GELU(), nn.Linear(1024, 256, bias=False)).to(
+        device, torch.bfloat16
+    )
+    compiled, x = torch.compile(mlp), torch.randn(128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy, learning = torch.ones_like(x), [x, *mlp.parameters()]
+    return lambda: torch.autograd.grad(compiled(x), learning, dy)
 
 
 def _rowwise() -> Any:

@@ -25,6 +25,7 @@ HERE = {
     "_bf16_product": 340.0,
     "_fp8_product": 230.0,
     "_launches": 4.0,
+    "_step": 2800.0,
     "_quantize": 60.0,
 }
 
@@ -63,7 +64,7 @@ def test_what_is_found_has_the_keys_of_the_h200() -> None:
     assert facts.keys() == H200.keys()
     assert facts["copy_tbps"] == pytest.approx(2 * 2 * 8192 * 14336 / 110 / 1e6)
     assert facts["bf16_tflops"] == pytest.approx(2 * 8192 * 4096 * 4096 / 340 / 1e6)
-    assert (facts["launch_us"], facts["cpu_launch_us"]) == (pytest.approx(4), pytest.approx(4))
+    assert (facts["launch_us"], facts["cpu_step_us"]) == (pytest.approx(4), pytest.approx(2800))
     assert facts["quantize_us"] == pytest.approx([60, 210])
 
 
@@ -72,9 +73,9 @@ def test_the_rule_follows_what_is_kept(capsys: pytest.CaptureFixture[str]) -> No
     assert str(rates_of(device)) == "estimated for an NVIDIA H100"
     assert main(["calibrate"]) == 0
     text = capsys.readouterr().out
-    assert "| copy tbps     | 4.27       | 4.1          |" in text and "rates-nvidia-h100-80gb-hbm3.json" in text
+    assert "| copy tbps | 4.27 | 4.1 |" in " ".join(text.split()) and "rates-nvidia-h100-80gb-hbm3.json" in text
     assert str(rates_of(device)) == "calibrated on this GPU"
-    assert rates_of(device).launch == pytest.approx(4 / H200["launch_us"])
+    assert rates_of(device).launch == pytest.approx(4 / H200["launch_us"]) and rates_of(device).cpu == pytest.approx(2)
     assert rates_of(device) == calibrated(TARGETS["h100"], files.remembered(KIND))
 
 
@@ -126,6 +127,11 @@ def test_doctor_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     files._read.cache_clear()
     assert doctor._calibration().startswith("not used: it was made with driver ")
     assert str(rates_of(torch.device("cuda"))) == "estimated for an NVIDIA H100"
+
+
+def test_the_step_has_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    assert [tuple(gradient.shape) for gradient in calibrate._step("cpu")()] == [(128, 256), (1024, 256), (256, 1024)]
 
 
 @pytest.mark.gpu

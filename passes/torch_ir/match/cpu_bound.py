@@ -1,12 +1,13 @@
-"""Whether the CPU is what a graph waits for: then FP8 saves time that nobody waits for, and costs launches.
+"""Whether a graph is CPU-bound: then FP8 saves time on the GPU that nobody waits for, and costs launches.
 
     time of a graph = max(its kernels on the GPU, what the CPU takes to call the graph and to launch them)
 
-Kernels of 0.4 ms that the CPU takes 0.9 ms to launch (a GELU MLP 1024/4096 in training) are no faster as kernels of 0.3 ms. Where FP8
-makes the greater of the two no smaller, the graph's linears stay what they are, unless a rule names them or their weights are kept.
+Kernels of 0.4 ms that the CPU takes 1.5 ms to launch (a GELU MLP 1024/4096 in training) are no faster as kernels of 0.3 ms. CPUs differ: the
+time is computed for a fast and for a slow host (`HOSTS`), or for this one where `te-dynamo calibrate` measured it. Where FP8 shortens the
+graph on neither, or on the fast one alone, the graph's linears stay what they are, unless a rule names them or their weights are kept.
 
 CUDA graphs (mode="reduce-overhead") replay all launches of a graph at once: forward alone is not asked then. A training step still has
-two calls between which autograd and the saved tensors of each linear keep the CPU as busy, so that it is asked all the same.
+two calls between which autograd and the saved tensors of each linear keep the CPU busy.
 
 Where FSDP manages a weight of a training step, the CPU also gathers the weights and shares out the gradients. Where parameters are
 DTensors, it has their collectives, and everything is counted of this rank's shards.
@@ -21,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,17 +46,50 @@ from te_dynamo.recipe import Float8CurrentScaling
 
 __all__ = ["cpu_known"]
 
-# us of the CPU: a call of a compiled graph, forward alone and with backward; a launch by Inductor's code or of a library's product; a product
-# of ours. Of benchmarks/inference.py at one token and of the small MLP of train_blocks.py on the fastest CPU that it was measured on.
-_CALL, _STEP, _LAUNCH, _OUR_PRODUCT = 100, 800, 5, 20
-_LAUNCHES_OF_QUANTIZE = 2
-# FSDP2's of a training step of one layer, of benchmarks/train_parallel.py: 22 ms for four layers of Llama-8B on the faster of two machines,
-# less the four steps and their launches.
-_FSDP = 4500
-# DTensor's and its collectives' in a training step, of a parameter: there too a layer of nine takes 4.15 ms with tensor parallelism.
-_DTENSOR = 350
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """us of the CPU.
+
+    call, step:     of a compiled graph: forward alone, and with backward.
+    launch:         of a launch in forward alone, with its allocation; step_launch: with backward, with what autograd does for it.
+    graph_linear:   of a linear in a training step that is replayed as two CUDA graphs.
+    fsdp:           FSDP2's of a training step of one layer. wire: more of each weight that it gathers in FP8.
+    dtensor:        DTensor's and its collectives' in a training step, of a parameter.
+    """
+
+    call: float
+    step: float
+    launch: float
+    step_launch: float
+    graph_linear: float
+    fsdp: float
+    wire: float
+    dtensor: float
+
+    def times(self, cpu: float) -> Host:
+        """A host on which all of it takes that many times as long."""
+        return Host(*(us * cpu for us in dataclasses.astuple(self)))
+
+
+HOSTS = (Host(100, 800, 15, 32, 60, 3600, 0, 250), Host(100, 800, 25, 55, 90, 5400, 260, 375))
+"""A fast and a slow one, both with an H200 and torch 2.11. step and step_launch: least squares of the times to enqueue a step, over the blocks of
+benchmarks/cpu_time.py, in bf16 on the fast host (910 us and 32 us a launch) and in bf16 and FP8 on the slow one (700 us and 57 us); launches alone
+take 8 to 15 and 17 to 27 us. fsdp, dtensor and wire: of benchmarks/train_parallel.py, less steps and launches: 22 ms for four layers of Llama-8B
+under FSDP2 on the fast host, 4.15 ms for a tensor-parallel one, and 44 ms for four with 28 weights in FP8 on the slow host, on which the
+first two are taken to be half as long again."""
+
+_WORST = 0.98
+"""FP8 may make a graph that much faster, that is 2% slower, on the slow host, if it gains on the fast one."""
+
+# Launches of a training step, as counted in these blocks: more for a linear in FP8 (one launch finds the amaxes of several weights), and for
+# a bias, whose gradient is a sum of its own.
+_MORE_IN_FP8, _OF_BIAS = 2.5, 4
+# And of forward alone in FP8, of x and of the weight.
+_OF_X, _OF_WEIGHT = 1, 1
 
 _PRODUCTS = re.compile("matmul|^b?mm$|attention")
+_REDUCING = re.compile("norm|softmax|mean|var|sum|amax")
 _UNKNOWN = re.compile("conv|einsum|tensordot|bilinear|lstm|gru|rnn|grouped|multi_head|triton_kernel")
 
 
@@ -67,8 +101,7 @@ def cpu_known(
     has travelled in FP8 is not: the report has a note then."""
     reason = cpu_bound_reason(gm, options, recipe_for, example_inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    managed = [placeholders[i] for i in managed_by_fsdp(gm, example_inputs)] if reason else []
-    travel = sum(isinstance(local_of(tensor_of(weight)), QuantizedTensor) for weight in managed)
+    travel = _travelling(placeholders, managed_by_fsdp(gm, example_inputs)) if reason else 0
     if travel:
         report.notes.append(
             f"{reason}. {travel} of its weights travel in FP8, whose linears are in FP8 all the same: without fp8_all_gather they would stay in "
@@ -82,45 +115,76 @@ def cpu_known(
 
 
 def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]) -> str:
-    """Why FP8 does not shorten a graph, "" where it does, and where nobody knows."""
+    """Why FP8 does not shorten a graph on every host, "" where it does, and where nobody knows."""
     devices = (value.device for node in gm.graph.nodes if (value := tensor_of(node)) is not None)
     device = next((device for device in devices if device.type == "cuda"), None)
     if device is None:
         return ""
     rates = rates_of(device)
     found = _time_of(gm, recipe_for, rates)
-    if found is None or not found.chosen or (not found.learns and dict(options.inductor).get("triton.cudagraphs")):
+    graphs = bool(dict(options.inductor).get("triton.cudagraphs"))
+    if found is None or not found.chosen or (not found.learns and graphs):
         return ""
-    by_fsdp = found.learns and bool(managed_by_fsdp(gm, example_inputs))
-    shared = sum(
-        found.learns and node.op == "placeholder" and is_shared(node) and is_parameter(node) for node in gm.graph.nodes
-    )
-    found.add_cpu((_FSDP * by_fsdp + _DTENSOR * shared) * rates.cpu)
-    also = ", gather its weights" * by_fsdp + ", share its DTensors" * bool(shared)
-    before, after = max(found.gpu, found.cpu), max(found.gpu_in_fp8, found.cpu_in_fp8)
-    if after < before:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    managed = managed_by_fsdp(gm, example_inputs) if found.learns else ()
+    found.managed, found.wire = bool(managed), _travelling(placeholders, managed)
+    found.shared = sum(found.learns and is_shared(node) and is_parameter(node) for node in placeholders)
+    hosts = [HOSTS[0].times(rates.cpu)] if rates.measured else HOSTS
+    gains = [found.gain(host, graphs) for host in hosts]
+    if gains[0] > 1 and gains[-1] >= _WORST:
         return ""
-    out = "" if found.learns else '; mode="reduce-overhead" takes it out of the way'
+    also = ", gather its weights" * found.managed + ", share its DTensors" * bool(found.shared)
+    plain, fp8 = (_us([found.cpu(host, in_fp8, graphs) for host in hosts]) for in_fp8 in (False, True))
+    helps = "; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one" * (gains[0] > 1)
+    if not found.learns or (not graphs and found.gain(hosts[-1], graphs=True) > 1):
+        helps += '; mode="reduce-overhead" takes it out of the way'
     return (
-        f"the CPU is the bound: to call the graph{also} and launch its kernels it takes {found.cpu:.0f} us, {found.cpu_in_fp8:.0f} us with FP8, and "
-        f"without it the kernels take {found.gpu:.0f} us ({rates}){out}"
+        f"the CPU is the bound: to call the graph{also} and launch its kernels it takes {plain} us, {fp8} us with FP8, and "
+        f"without it the kernels take {found.gpu:.0f} us ({rates}){helps}"
     )
+
+
+def _us(of_hosts: Sequence[float]) -> str:
+    """ "830", "830 to 1200"."""
+    return " to ".join(dict.fromkeys(f"{us:.0f}" for us in of_hosts))
 
 
 @dataclasses.dataclass
 class _Time:
-    """us of a graph on the GPU and of the CPU, as it is and with FP8. chosen: how many linears FP8 is chosen for by no rule."""
+    """us of a graph's kernels on the GPU, and how many launches it has, as it is and with FP8.
 
-    gpu: float
-    gpu_in_fp8: float
-    cpu: float
-    cpu_in_fp8: float
+    learns:  whether it is a training step's. linears: how many are in FP8. chosen: of these, by no rule.
+    managed: whether by FSDP. wire: how many weights that gathers in FP8. shared: how many parameters are DTensors.
+    """
+
     learns: bool
+    gpu: float = 0
+    gpu_in_fp8: float = 0
+    launches: float = 0
+    launches_in_fp8: float = 0
+    linears: int = 0
     chosen: int = 0
+    managed: bool = False
+    wire: int = 0
+    shared: int = 0
 
-    def add_cpu(self, us: float) -> None:
-        self.cpu += us
-        self.cpu_in_fp8 += us
+    def cpu(self, host: Host, in_fp8: bool, graphs: bool) -> float:
+        """us of the CPU. graphs: whether CUDA graphs replay the launches."""
+        launches = self.launches_in_fp8 if in_fp8 else self.launches
+        if not self.learns:
+            return host.call + host.launch * launches
+        beside = host.fsdp * self.managed + host.wire * self.wire * in_fp8 + host.dtensor * self.shared
+        replayed = host.graph_linear * self.linears * (1 + in_fp8 / 4)
+        return host.step + beside + (replayed if graphs else host.step_launch * launches)
+
+    def gain(self, host: Host, graphs: bool) -> float:
+        """How many times as fast the graph is with FP8."""
+        return max(self.gpu, self.cpu(host, False, graphs)) / max(self.gpu_in_fp8, self.cpu(host, True, graphs))
+
+
+def _travelling(placeholders: Sequence[fx.Node], managed: Collection[int]) -> int:
+    """How many weights FSDP gathers in FP8."""
+    return sum(isinstance(local_of(tensor_of(placeholders[i])), QuantizedTensor) for i in managed)
 
 
 def _time_of(gm: fx.GraphModule, recipe_for: RecipeFor, rates: Rates) -> _Time | None:
@@ -129,22 +193,40 @@ def _time_of(gm: fx.GraphModule, recipe_for: RecipeFor, rates: Rates) -> _Time |
     if len(parts) < sum(isinstance(module, fx.GraphModule) for module in gm.modules()):
         return None
     learns = any(v.requires_grad for n in gm.graph.nodes if n.op != "placeholder" and (v := tensor_of(n)) is not None)
-    call = (_STEP if learns else _CALL) * rates.cpu
-    found = _Time(0, 0, call, call, learns)
+    found, passes = _Time(learns), 3 if learns else 1
     for part in parts:
-        runs = _runs(part)
+        runs, made = _runs(part), set[fx.Node]()
         for node in part.graph.nodes:
             product = product_of(node)
             if product is not None:
+                made.add(node)
                 if not _add_linear(found, node, product, recipe_for, runs, rates):
                     return None
             elif node.op in ("call_function", "call_method"):
                 us = _other_us(node, rates)
                 if us is None:
                     return None
-                found.gpu += us * runs * (3 if learns else 1)
-                found.gpu_in_fp8 += us * runs * (3 if learns else 1)
+                found.gpu += us * runs * passes
+                found.gpu_in_fp8 += us * runs * passes
+                launches = _launches(node, made) * runs * (2 if learns else 1)
+                found.launches += launches
+                found.launches_in_fp8 += launches
     return found
+
+
+def _launches(node: fx.Node, made: set[fx.Node]) -> int:
+    """Of what is no linear, in forward: Inductor has one for each reduction, and one for what reads a product. `made`: products and their views."""
+    out = tensor_of(node)
+    reads_product = not made.isdisjoint(node.all_input_nodes)
+    if out is not None and out._is_view():
+        made.update([node] if reads_product else [])
+        return 0
+    if _PRODUCTS.search(_name(node)):
+        made.add(node)
+        return 1
+    given = max((_count(local_of(v)) for n in node.all_input_nodes if (v := tensor_of(n)) is not None), default=0)
+    reduces = out is not None and 0 < _count(local_of(out)) < given
+    return int(reduces or reads_product or bool(_REDUCING.search(_name(node))))
 
 
 def _runs(part: Region) -> int:
@@ -158,15 +240,16 @@ def _add_linear(found: _Time, node: fx.Node, product: Product, recipe_for: Recip
     times = estimated_times(node, product, recipe or Float8CurrentScaling())
     if not times:
         return False
-    gemms = 3 if tensor_of(node).requires_grad else 1
+    learns = tensor_of(node).requires_grad
     kept, named = is_kept(product.weight), named_by_rule(recipe_for, path)
     in_fp8 = recipe is not None and becomes_fp8(node, product, recipe, named)
-    launches = _LAUNCHES_OF_QUANTIZE * ((not kept) + (2 if gemms > 1 else 1))
-    ours = _OUR_PRODUCT * gemms + _LAUNCH * launches if in_fp8 else _LAUNCH * gemms
+    launches = 3 + _OF_BIAS * (product.bias is not None) if learns else 1
+    more = (_MORE_IN_FP8 if learns else _OF_X + _OF_WEIGHT) - _OF_WEIGHT * kept
     found.gpu += times[0] * runs
     found.gpu_in_fp8 += times[in_fp8] * runs
-    found.cpu += _LAUNCH * gemms * runs * rates.cpu
-    found.cpu_in_fp8 += ours * runs * rates.cpu
+    found.launches += launches * runs
+    found.launches_in_fp8 += (launches + in_fp8 * more) * runs
+    found.linears += in_fp8 * runs
     found.chosen += in_fp8 and not named and not kept
     return True
 
@@ -175,8 +258,7 @@ def _other_us(node: fx.Node, rates: Rates) -> float | None:
     """us on the GPU of what is no linear, in forward; None where nobody knows."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
         return None
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    out = local_of(tensor_of(node))
+    name, out = _name(node), local_of(tensor_of(node))
     given = [local_of(v) for n in node.all_input_nodes if (v := tensor_of(n)) is not None]
     if _UNKNOWN.search(name):
         return None
@@ -188,6 +270,10 @@ def _other_us(node: fx.Node, rates: Rates) -> float | None:
         flops = 4 * _count(given[0]) * tokens if "attention" in name else 2 * _count(out) * depth
     nbytes = sum(_count(tensor) * tensor.itemsize for tensor in (out, *given))
     return flops / BF16_FLOPS_PER_US / rates.bf16 + nbytes / BYTES_PER_US / rates.quantizing
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _count(tensor: torch.Tensor) -> int:

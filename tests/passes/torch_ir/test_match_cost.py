@@ -242,7 +242,7 @@ def test_a_calibrated_gpu_says_so() -> None:
     facts = {
         **FOUND_ON_AN_H200,
         "copy_tbps": FOUND_ON_AN_H200["copy_tbps"] / 2,
-        "cpu_launch_us": 2 * FOUND_ON_AN_H200["cpu_launch_us"],
+        "cpu_step_us": 2 * FOUND_ON_AN_H200["cpu_step_us"],
         "quantize_us": [2 * us for us in FOUND_ON_AN_H200["quantize_us"]],
     }
     rates = calibrated(TARGETS["h200"], facts)
