@@ -39,8 +39,16 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError(f"te_dynamo.kernels comes from {found}, not from {ROOT}: run `pip install -e .` here")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no device that they could run on."""
+    """Of a function marked `one_fast_case` the others are slow; tests marked `gpu` are skipped where there is no device that they could run on."""
+    seen = set()
+    for item in items:
+        function = (item.path, getattr(item, "originalname", ""))
+        if "one_fast_case" in item.keywords and "slow" not in item.keywords:
+            if function in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(function)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         return
     skip = pytest.mark.skip(reason="needs a CUDA device of compute capability 9.0 or newer")

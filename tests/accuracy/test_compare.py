@@ -33,6 +33,7 @@ def db(exact, found):
     return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("outlier", ["x", "weight"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_the_planted_layer_is_the_first_row(recipe, outlier):

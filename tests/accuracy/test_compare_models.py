@@ -101,6 +101,7 @@ def test_the_measured_run_is_the_users_model(name):
         torch.testing.assert_close(found.gradients[key], gradient, **tolerance)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", slow_but(3, CASES))
 def test_every_linear_is_measured(name):
     model, x = build(name), inputs(name)

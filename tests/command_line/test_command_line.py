@@ -71,6 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 EAGER = ["--codegen", "eager"]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("target", ["my_models:make", "my_models.py:make", "./my_models.py:make", "my_models:keyed"])
 def test_targets(folder: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
     assert main(["explain", target, *EAGER, "--device", "cpu"]) == 0
@@ -78,6 +79,7 @@ def test_targets(folder: Path, capsys: pytest.CaptureFixture[str], target: str) 
     assert printed.out.startswith("coverage 100.0% of linear FLOPs in float8_current_scaling") and not printed.err
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("target", ["my_models:bare", "my_models:model", "my_models:make"])
 def test_inputs_of_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
     assert main(["explain", target, *EAGER, "--json", "--input", "48x32"]) == 0

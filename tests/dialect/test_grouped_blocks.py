@@ -53,6 +53,7 @@ def operands(sizes=(5, 0, 130), behind: int = 0, transposed: bool = False, dtype
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), offs
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
 @settings(max_examples=6, deadline=None)
 @given(

@@ -54,6 +54,7 @@ def test_input(x: Tensor, producer: str) -> None:
     trains_as_written(lambda x: F.linear(PRODUCERS[producer](x), WEIGHT), x)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_one_token(norm: Callable[[int], nn.Module]) -> None:
     """The gradients of a norm's weight and bias, where there are no rows to add up."""

@@ -107,6 +107,7 @@ bf16[1, 16, 32] = _c10d_functional.reduce_scatter_tensor(cat, 'sum', 2, '0')""",
     ]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [

@@ -81,6 +81,7 @@ def calls(graphs: Captured, of: str) -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 16), (1, 17), (3, 200)])
 def test_which_collectives_carry_codes(rank_of_two: None, batch: int, tokens: int) -> None:
     """Whatever a rank's part of the tokens; one of more than 128 has other operations behind the gather."""
@@ -164,6 +165,7 @@ def test_memory(rank_of_two: None, kind: str, width: int) -> None:
 # ---- what does not travel in FP8, and who is told
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", ["float8_block_scaling", "mxfp8"])
 def test_blocks(rank_of_two: None, recipe: str) -> None:
     with pytest.warns(UserWarning, match="regather=True gathers nothing again for the 3 linears of this graph"):

@@ -103,6 +103,7 @@ def test_all_graphs_of_a_model_count() -> None:
     assert text.startswith("no linear of the model is in a recipe")
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("pattern", "hint"),
     [

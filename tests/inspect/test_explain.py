@@ -269,6 +269,7 @@ def test_every_product_of_the_model_has_a_row(te):
     assert "100.0% of the model's matrix FLOPs have a row or are products of activations (4.0%)" in found.headline
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_recurrent_layer_is_advised_what_works(te, layer, learns):

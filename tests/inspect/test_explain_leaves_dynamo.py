@@ -40,6 +40,7 @@ def rows(count: int) -> torch.Tensor:
     return torch.randn(count, 64, dtype=torch.bfloat16)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_parts_that_the_model_compiles_stay_compiled(device: str | None, in_place: bool) -> None:
@@ -71,6 +72,7 @@ def test_any_number_of_explanations_and_then_a_compilation() -> None:
     assert "te.linear" in graphs["match"]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     "make", [Block, lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU()).bfloat16()], ids=["Block", "Sequential"]
 )

@@ -108,6 +108,7 @@ def explained(model: Any, x: Tensor, **given: Any) -> Explanation:
     return te_dynamo.explain(model, x, options=OPTIONS, **given)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("compiled_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
 def test_each_linear_in_no_graph_has_the_reason(kind: type[nn.Module], compiled_before: bool) -> None:
@@ -205,6 +206,7 @@ LIMIT = (
 )
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("model", "name"),
     [

@@ -79,6 +79,7 @@ def test_code_in_no_graph_is_an_error(make: Any, message: str) -> None:
             compiled(torch.randn(size, 32))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("function", [False, True])
 def test_dynamos_limit_is_an_error(function: bool) -> None:
     model = nn.Linear(32, 32)
@@ -114,6 +115,7 @@ def test_it_is_what_torch_compile_gives() -> None:
         compiled(X)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize("make", [Experts, lambda: Disabled(32, 32), lambda: Beside(Disabled(32, 32))])
 def test_explain_and_the_contract_hold_to_it(make: Any, device: str | None) -> None:

@@ -112,6 +112,7 @@ def test_whatever_compiles_a_model_does_so_in_the_one_isolation() -> None:
     assert [path for path in compiling - ALL_THE_USERS if "dynamo_untouched" not in called[path]] == []
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("compiled_before", [False, True])
 @pytest.mark.parametrize("make", [Block, Breaks, Skipped])
 @pytest.mark.parametrize(

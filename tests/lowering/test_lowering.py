@@ -203,6 +203,7 @@ def test_a_tensor_without_rows(gpu: None) -> None:
 # ---- whole models
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", ["gelu", "block"])
 def test_no_te_operation_is_left(name: str) -> None:
     """Also behind the residual's gradient, whose amax is Inductor's, and with rows that are no multiple of 16."""

@@ -54,12 +54,14 @@ def assert_fp8(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(error > 0.003 for name, error in errors.items() if not name.endswith("down.bias")), errors
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_model_is_near_itself(name: str) -> None:
     model, x, dy = example(name, torch.bfloat16)
     assert_fp8(run(compiled(model), model, x, dy), run(model, model, x, dy))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_fp8_written_a_second_time(name: str) -> None:
     """In fp32, so that nothing but FP8 rounds."""
@@ -80,6 +82,7 @@ def test_equals_fp8_written_a_second_time_through_inductor(name: str) -> None:
     assert_close(actual, expected, SAME)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", ["swiglu", "gpt_block", "llama_block"])
 def test_fusions_change_no_bit(name: str) -> None:
     model, x, dy = example(name, torch.bfloat16)
@@ -92,6 +95,7 @@ def test_fusions_change_no_bit(name: str) -> None:
 # ---- recipes and rules
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("recipe", "oracle"),
     [
@@ -117,6 +121,7 @@ def test_an_epsilon_bounds_the_scale() -> None:
     assert relative_error(plain, model(x)) < 0.05 < relative_error(bounded, model(x)) < 0.5
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", ["llama_block", "gpt_block"])
 def test_without_a_recipe_a_model_is_bit_equal_to_torchs_own_compilation(name: str) -> None:
     model, x, dy = example(name, torch.bfloat16)

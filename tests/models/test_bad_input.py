@@ -46,6 +46,7 @@ def reasons(model: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
 # ---- dtypes and shapes
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("model", "x", "reason"),
     [
@@ -135,6 +136,7 @@ def test_a_function_without_any_module() -> None:
 # ---- tensors that are not plain
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("which", ["weight", "input"])
 def test_a_tensor_subclass_stays_and_says_so(which: str) -> None:
     model, x = linear(), torch.randn(4, 32)
@@ -314,6 +316,7 @@ def test_tokens_that_data_counts_are_not_in_coverage() -> None:
     assert "; 1 linear of a length that data decides not counted" in found.headline
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("how", ["a function", "torch.compile", "Module.compile"])
 def test_a_caller_may_free_what_it_has_compiled(how: str) -> None:
     """Matching looks for the compiled model on the Python stack."""
@@ -332,6 +335,7 @@ def test_a_caller_may_free_what_it_has_compiled(how: str) -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("call", "left"),
     [

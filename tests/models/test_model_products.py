@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], float, floa
 """The model, its inputs, and the least share with a rule that names all linears, and with the cost rule alone."""
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.cost_rule
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -54,6 +55,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", SMALL)
 def test_numbers_of_small_ones(name: str) -> None:
     torch.manual_seed(0)

@@ -67,6 +67,7 @@ def test_a_linear_of_16_bits_rounds_once_more_at_its_end(recipe: Recipe, dtype: 
     assert_close(actual, expected, torch.finfo(dtype).eps / 4)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("model_name", slow_but(1, ["block", "gelu_mlp", "swiglu"]))
 @BY_RECIPE
 def test_a_model_equals_its_recipe_written_a_second_time(recipe: Recipe, model_name: str) -> None:
@@ -95,6 +96,7 @@ def test_any_number_of_rows(recipe: Recipe, rows: int) -> None:
         assert_close(actual, run(model, model, x), EXACT)
 
 
+@pytest.mark.one_fast_case
 @BY_RECIPE
 def test_fusions_change_no_bit(recipe: Recipe) -> None:
     model = build("gelu_mlp", torch.bfloat16)
@@ -201,6 +203,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 # ---- the features of a training script
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", slow_but(2, reversed(DEFAULTS)), ids=Recipe.describe)
 def test_accumulation_over_microbatches_adds_up(recipe: Recipe) -> None:
     model = build("gelu_mlp")
@@ -216,6 +219,7 @@ def test_accumulation_over_microbatches_adds_up(recipe: Recipe) -> None:
         assert_close(actual, accumulate(model), SAME)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("recipe", "codegen"),
     [*slow_but(2, [(recipe, "eager") for recipe in (*DEFAULTS, NVFP4BlockScaling())]), *THROUGH_INDUCTOR],
@@ -238,6 +242,7 @@ def test_a_sequence_of_any_length_compiles_once(recipe: Recipe, codegen: str) ->
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("recipe", "codegen"), [*((recipe, "eager") for recipe in DEFAULTS), *THROUGH_INDUCTOR], ids=id_of
 )
@@ -292,6 +297,7 @@ def test_autocast_over_fp32_weights(recipe: Recipe) -> None:
     assert_close(actual, plain, 0.35 if isinstance(recipe, NVFP4BlockScaling) else 0.15)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", slow_but(2, [*DEFAULTS, NVFP4BlockScaling()]), ids=Recipe.describe)
 def test_eight_steps_lower_the_loss_as_they_do_in_bf16(recipe: Recipe) -> None:
     def train(compile_step: Callable[[Any], Any]) -> list[float]:

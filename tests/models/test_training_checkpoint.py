@@ -57,6 +57,7 @@ class BesideDetached(nn.Module):
         return y + ours[0]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize("first", slow_but(1, [True, False]), ids=["checkpoint first", "checkpoint last"])
 @pytest.mark.parametrize(

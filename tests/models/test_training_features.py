@@ -217,6 +217,7 @@ def test_batch_sizes_and_lengths_compile_once() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize(
     "norm",

@@ -67,6 +67,7 @@ class OfAChunk(nn.Linear):
         return super().forward(x.chunk(2, -1)[0])
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
 @pytest.mark.parametrize(
     "layer, shape",

@@ -92,6 +92,7 @@ def test_backward_in_one_graph(how: str, codegen: str) -> None:
     assert "te.gated_backward_quantize(" in graphs["inference"]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_microbatches_in_one_graph_add_into_the_gradient(how: str) -> None:
     """The products of later microbatches have the gradient so far as their addend."""

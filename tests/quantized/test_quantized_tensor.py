@@ -352,6 +352,7 @@ def test_a_graph_output(quantizer: Quantizer, backend: str) -> None:
     torch.testing.assert_close(values, expected.dequantize() + 1)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dynamic_shapes(backend: str) -> None:
     compiled = torch.compile(lambda q: q * 2, fullgraph=True, backend=backend, dynamic=True)
@@ -362,6 +363,7 @@ def test_dynamic_shapes(backend: str) -> None:
         assert same(compiled(held), held * 2) and same(make(x), held)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_quantizer_is_another_graph(backend: str) -> None:
     compiled = torch.compile(lambda q: q.dequantize(), fullgraph=True, backend=backend)

@@ -73,6 +73,7 @@ def test_the_layout_on_the_gpu(shape: tuple[int, ...], quantizer: Quantizer, dty
     check_all_ways(quantizer, shape, dtype, "cuda")
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     "backend",
     [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],

@@ -222,6 +222,7 @@ class SquaredReluMLP(GeluMLP):
         return self.fc2(torch.square(torch.relu(self.fc1(self.norm(x)))))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("model", "kind"), [(QuickGeluMLP, "quick_gelu"), (NewGeluMLP, "gelu_tanh"), (SquaredReluMLP, "relu2")]
 )

@@ -85,6 +85,7 @@ def _child(model: nn.Module) -> None:
 FAILING = [_wrong_shape, _wrong_shape_assigned, _no_tensor, _swapped, _hook_before, _hook_after, _child]
 
 
+@pytest.mark.one_fast_case
 @torch.no_grad()
 @pytest.mark.parametrize("called", slow_but(1, [True, False]), ids=["quantized", "not quantized yet"])
 @pytest.mark.parametrize("load", FAILING)

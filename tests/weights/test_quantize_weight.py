@@ -140,6 +140,7 @@ def test_the_weight_may_be_gone() -> None:
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("with_workspace", [False, True])
 def test_backward_keeps_nothing_and_still_runs_twice(with_workspace: bool) -> None:
     x, w, _, config, buffers = arguments()

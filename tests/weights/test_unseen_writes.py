@@ -40,6 +40,7 @@ def losses(optimizer: Callable[..., torch.optim.Optimizer], compiled: bool, **op
     return found
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["called", "compiled"])
 @pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)

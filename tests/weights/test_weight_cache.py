@@ -131,6 +131,7 @@ def _scaled_by_views(linear: nn.Module, x: Tensor) -> Tensor:
     return linear(x)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("freezes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["step", "frozen"])
 @pytest.mark.parametrize("call", [_scaled_between, _scaled, _scaled_by_data, _scaled_by_views])
 def test_a_graph_that_writes_its_weight_quantizes_it_itself(call: Callable[..., Tensor], freezes: bool) -> None:

@@ -33,6 +33,7 @@ def quantized_in(graph: torch.fx.Graph, model: nn.Module) -> list[Any]:
     return [s for s in sources if isinstance(s, list) or s.meta["val"].shape in weights]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_quantization_a_weight_a_step(policy: str, codegen: str, quantized) -> None:
@@ -203,6 +204,7 @@ def rows(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(48, 32).to(dtype)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("codegen", CODEGENS)
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_loops_experts_are_one_workspace(checkpoints: bool, codegen: str, quantized) -> None:

@@ -38,6 +38,7 @@ def assert_twice(wanted: Tensor, compiled: Callable[..., Tensor], *args: Tensor)
         assert_same(compiled(*args), wanted)
 
 
+@pytest.mark.one_fast_case
 @torch.no_grad()
 @KEPT
 def test_data_of_every_form(kept: str) -> None:
@@ -53,6 +54,7 @@ def test_data_of_every_form(kept: str) -> None:
         assert_same(compiled(x.to(dtype)), product(x.to(dtype), model.weight))
 
 
+@pytest.mark.one_fast_case
 @torch.no_grad()
 @pytest.mark.parametrize("kept", ["frozen", "step"])
 def test_fewer_experts(kept: str) -> None:
@@ -76,6 +78,7 @@ def test_fewer_experts(kept: str) -> None:
         assert_twice(expected(model, x, ends), compiled, x, ends)
 
 
+@pytest.mark.one_fast_case
 @torch.no_grad()
 @KEPT
 def test_a_stack_of_other_rows(kept: str) -> None:
@@ -90,6 +93,7 @@ def test_a_stack_of_other_rows(kept: str) -> None:
         assert_twice(expected(model, x), compiled, x)
 
 
+@pytest.mark.one_fast_case
 @torch.no_grad()
 @pytest.mark.parametrize("kept", ["frozen", "step"])
 def test_pruning_and_another_parameter(kept: str) -> None:

@@ -152,6 +152,7 @@ def harmful(report: PtxReport) -> list[str]:
     return [warning for warning in report.warnings if not warning.startswith("C7519")]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", slow_but(2, QUANTIZE_CASES), ids=lambda case: case.name)
 def test_every_byte_of_a_quantization_moves_in_wide_loads_and_stores(case: Case) -> None:
     """Bytes and halves would be what a transpose through single elements looks like; scales alone are 4-byte stores."""

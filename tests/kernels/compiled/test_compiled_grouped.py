@@ -114,6 +114,7 @@ def marked(cases: list[Case]) -> list[Any]:
     ]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", marked(CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case, request: pytest.FixtureRequest) -> None:
     if case.name == SPILLS:

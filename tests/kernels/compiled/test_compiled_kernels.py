@@ -136,6 +136,7 @@ CASES: list[Case] = [*gemm_cases()]
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", slow_but(4, CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)

@@ -108,6 +108,7 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", slow_but(4, CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
@@ -125,6 +126,7 @@ def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.Monke
     assert tuple(sorted(written(case, monkeypatch))) == case.writes
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("scale_block", mxfp8.SCALE_BLOCKS)
 def test_one_row_is_no_special_case(scale_block: int) -> None:
     """Triton makes a constant of an integer argument that is 1."""

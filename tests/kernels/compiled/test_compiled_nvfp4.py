@@ -138,6 +138,7 @@ def as_parameter(case: Case) -> Any:
     return pytest.param(case, id=case.name, marks=marks)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", [as_parameter(case) for case in CASES])
 def test_machine_code(case: Case) -> None:
     report = compile_case(case)
@@ -171,6 +172,7 @@ def traced(function: Any, *shapes: tuple[int, ...], dynamic: bool = False) -> tu
     return graph, environment
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_launchers_trace_with_exact_mutations_and_no_guards(dynamic: bool) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

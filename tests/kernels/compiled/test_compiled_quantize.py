@@ -108,6 +108,7 @@ def test_amax_kernel_has_wide_loads_and_no_spills(kernel, constants, warps, tmp_
     assert_no_spills(compiled, tmp_path)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("kernel, constants, warps", slow_but(5, cast_cases(8192)), ids=name_of)
 def test_cast_kernel_has_wide_loads_and_stores_and_no_spills(kernel, constants, warps, tmp_path):
     compiled = compile_kernel(kernel, constants, warps)
@@ -152,6 +153,7 @@ def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype
             assert_no_spills(compile_kernel(kernel, launched, warps, dtype, "fp32"), tmp_path, allowed=8)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
 @pytest.mark.parametrize("columns", slow_but(1, [4096, 300, 16384, 32768]))

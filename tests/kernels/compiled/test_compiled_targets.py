@@ -34,6 +34,7 @@ def check(name: str, importer: Importer, wanted: str = "") -> None:
         assert row.multiplies in (GROUPED_MXFP8 if "MXFP8" in row.case else {"", *MULTIPLIES[name]}), row
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", ["l40s", "b200", "rtx5090"])
 def test_a_few_tiles(name: str, import_benchmark: Importer) -> None:
     check(name, import_benchmark, r"^fast 128x128x128 w8 s\d$|^current, rows$|64x64x128.*grouped, .*wgrad$")

@@ -45,6 +45,7 @@ def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
         assert not choose_for(a, a, scaling="128x128").specialized
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("mix", "out_dtype", "bias", "b_two_d"),
     [

@@ -61,6 +61,7 @@ def check(product: Product, choice: Choice, target: Target) -> None:
         assert tile.split_k == 1
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", slow_but(4, TARGETS))
 def test_something_that_runs_is_always_chosen(name: str) -> None:
     target = TARGETS[name]

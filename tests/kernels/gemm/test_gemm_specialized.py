@@ -42,6 +42,7 @@ def test_it_is_taken_for_large_products(fast: bool) -> None:
     assert not taken(4096, 1024, 1024, fast), "shorter than the CPU needs for a call"
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     ("mix", "out_dtype", "bias"), [("e4m3.e4m3", torch.bfloat16, False), ("e5m2.e4m3", torch.float32, True)]

@@ -257,6 +257,7 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(case, monkeypatch) == case.writes
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("fast", "along", "segments"),
     [

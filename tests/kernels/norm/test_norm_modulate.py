@@ -58,6 +58,7 @@ def test_reference(dtype, zero_centered):
     assert_same_bits(actual, [y, mean, rstd, *quantize_reference(y, *BOTH)])
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=SPILLS_UNDER_TRITON_3_9)])
 def test_nothing_spills(dtype, tmp_path):
     norm = {"LAYER": True, "HAS_WEIGHT": True, "HAS_BIAS": True, "CAST_BEFORE_WEIGHT": False, "MODULATED": True}

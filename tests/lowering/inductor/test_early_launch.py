@@ -67,6 +67,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.skipif(not INSTALLED, reason="compiles kernels")
 @pytest.mark.parametrize("name", slow_but(2, KERNELS))
 def test_an_early_kernel_waits_first(name: str) -> None:

@@ -55,6 +55,7 @@ def no_caches() -> Iterator[None]:
         yield
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("form", "codegen"),

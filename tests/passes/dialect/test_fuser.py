@@ -176,6 +176,7 @@ def test_shipped_first_then_registered_in_order() -> None:
     assert order == ["first", "second"]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("registered", PHASES)
 def test_phases(registered: Any) -> None:
     """Joint fusions see both halves; forward fusions every divided graph, since backward may recompute a forward."""
@@ -199,6 +200,7 @@ def test_phases_that_a_fusion_sees(registered: Any, monkeypatch: pytest.MonkeyPa
             assert seen == ([graph] if phase in PHASES[registered] else [])
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("model", slow_but(2, MODELS.values()), ids=list(MODELS))
 def test_fast_sums_are_fused_as_slow_ones(model: type[torch.nn.Module]) -> None:
     fast, slow = (
@@ -274,6 +276,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("fusion", slow_but(3, WRONG))
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_wrong_fusion_is_named_and_can_be_left_out(phase: Any, fusion: Any) -> None:

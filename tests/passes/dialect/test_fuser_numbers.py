@@ -42,11 +42,13 @@ ALL = [
 ]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(("name", "rows", "dtype"), ALL)
 def test_fused_training_equals_unfused(name: str, rows: int, dtype: torch.dtype) -> None:
     compare(MODELS[name], shape_for(MODELS[name], rows), dtype)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", MODELS)
 def test_fused_inference_equals_unfused(name: str) -> None:
     x = torch.randn(*shape_for(MODELS[name], 19), dtype=torch.bfloat16)
@@ -153,6 +155,7 @@ KEPT = {
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("model", KEPT)
 def test_a_result_read_in_both_precisions_is_kept(model: type[nn.Module], dtype: torch.dtype) -> None:

@@ -70,6 +70,7 @@ gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quanti
     )
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     "model, shape",
     [(CheckpointedMLP, (256, 64)), pytest.param(CheckpointedBlock, (2, 128, 64), marks=pytest.mark.slow)],

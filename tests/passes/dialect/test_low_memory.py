@@ -63,6 +63,7 @@ gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quanti
     )
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("model", "shape", "codegen"),
     [

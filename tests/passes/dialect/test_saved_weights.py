@@ -80,6 +80,7 @@ quantize_stacked: (f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, 
     assert {tuple(t.shape) for t in saved(graphs.graph("forward")) if t.element_size() == 1} == {(64, 128), (128, 128)}
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", ["float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("model", slow_but(2, [SwigluMLP, Checkpointed, Mixed, Transposed]))
 def test_every_bit_is_the_same(model: type[nn.Module], recipe: str) -> None:
@@ -99,6 +100,7 @@ def test_inductors_code_computes_the_same_bits() -> None:
         assert torch.equal(actual.gradients[name], gradient), name
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("model", [Checkpointed, Mixed])
 def test_of_a_weight_forward_saves_an_input(model: type[nn.Module]) -> None:
     graphs = capture_training(

@@ -266,6 +266,7 @@ def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
     return compiled_run(model, {"codegen": "eager", "fusions": fusions})
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("dtype", slow_but(1, [torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize("model", [Linears, Biased, Rotary])
 def test_numbers_are_those_apart(model: type[nn.Module], dtype: torch.dtype) -> None:

@@ -157,6 +157,7 @@ def test_gradients_whose_collective_may_still_run(mesh: DeviceMesh, options: dic
         assert_same(late, trained(call, wrap))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpoints(inside: bool, reentrant: bool) -> None:

@@ -126,6 +126,7 @@ def test_recurrent_layers_that_are_traced(layer: type[nn.Module], name: str) -> 
     assert set(compiled.reasons()) == {f"inside torch.{name}, which te_dynamo does not take apart"}
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_exported_models(decomposed: bool) -> None:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False)), torch.randn(4, 32)

@@ -170,6 +170,7 @@ def test_a_dropped_weight_stays_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(512, 4096, 4096, "float8_block_scaling") == [""]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     "recipe",
     [Float8CurrentScaling(), FAST_SUMS, Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)],

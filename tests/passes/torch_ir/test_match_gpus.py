@@ -51,6 +51,7 @@ def on(gpu: Target, **options: Any) -> dict[str, MatchRecord]:
     return {record.module: record for report in graphs.reports for record in report.matches}
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(("gpu", "reason"), [(A100, REASON), (FUTURE, "this release of te_dynamo does not know")])
 @pytest.mark.filterwarnings("ignore:te_dynamo")
 def test_without_kernels(gpu: Target, reason: str) -> None:
@@ -66,6 +67,7 @@ def test_a_rule_names_one() -> None:
     assert found["down"].matched and not found["up"].matched and found["up"].reason == REASON
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", ["h200", "b200", "rtx5090", "l40s"])
 def test_with_kernels(name: str) -> None:
     found = on(TARGETS[name])

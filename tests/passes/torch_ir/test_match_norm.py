@@ -128,6 +128,7 @@ def test_written_layer_norms(norm, parameters, dtype):
     assert compiled.text().count("\n") == 4 and compiled.records[0].kind == "layer_norm"
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("norm", [cohere, layer_norm_in_fp32, olmo])
 def test_a_written_layer_norm_is_fused_as_a_called_one_is(norm):
     called = {

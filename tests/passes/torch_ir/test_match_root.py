@@ -72,6 +72,7 @@ def _products(compiled: Any, x: Tensor) -> int:
     return sum(event.name == "te::gemm" for event in profile.events())
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("rule", "left"),
     [

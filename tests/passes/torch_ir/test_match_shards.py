@@ -46,6 +46,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "bias"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(mesh: DeviceMesh, layout: str, bias: bool) -> None:

@@ -236,6 +236,7 @@ TRAINED = (
 )
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("forward", TRAINED, ids=lambda f: f.__name__)
 def test_a_write_that_autograd_allows(forward: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(8, 32)

@@ -48,6 +48,7 @@ NORMS = {
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("norm", "recipe"),
     [

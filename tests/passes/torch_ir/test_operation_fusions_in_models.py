@@ -83,6 +83,7 @@ def assert_same_numbers(model, options=EAGER):
     return graphs
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_of_the_square(spelling):
     with te_dynamo.register_forward_fusion(squared_relu_forward):
@@ -92,6 +93,7 @@ def test_every_spelling_of_the_square(spelling):
     assert graphs.reports[0].fusions[0] == ("forward", "ForwardLinearBiasActivation", 1)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", ["mxfp8", te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")], ids=str)
 def test_other_recipes(recipe):
     """Where the matcher leaves relu to Inductor, the pattern is found all the same."""

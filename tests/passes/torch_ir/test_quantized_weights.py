@@ -49,6 +49,7 @@ def _model(kind: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return (Conv1D() if kind == "conv1d" else nn.Linear(160, 144)).to(dtype)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
