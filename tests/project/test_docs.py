@@ -20,18 +20,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-SLOW = {
-    "README",
-    "will-my-model-gain",
-    "distributed",
-    "frameworks",
-    "inspect",
-    "left-alone",
-    "quickstart",
-    "recipes",
-    "training",
-    "weights",
-}
+SLOW = {"README", "will-my-model-gain", "distributed", "frameworks", "inspect", "left-alone", "quickstart", "recipes", "training", "weights"}
 """Pages that compile with Inductor: its C++ takes some seconds a model."""
 
 ELSEWHERE = {"writing-a-fusion"}
