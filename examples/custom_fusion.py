@@ -131,7 +131,7 @@ class MLP(nn.Module):
 
 def in_an_unmodified_model(x):
     model = MLP(64, 256).to(x.device, x.dtype)
-    # eager: no C++ compiler needed. The rule: linears as narrow as these are faster in bf16 on a GPU, and would be left there.
+    # "eager" needs no C++ compiler. The rule forces FP8: a GPU runs layers as narrow as these faster in bf16.
     options = {"codegen": "inductor" if x.is_cuda else "eager", "rules": [("", "float8_current_scaling")]}
     print(te_dynamo.explain(model, x, options=options))
     compiled = torch.compile(model, backend="te", options=options)
