@@ -1,4 +1,4 @@
-"""measures what the rule of what FP8 costs asks of the GPU at hand, and keeps it"""
+"""`te-dynamo calibrate`: measures what the rule of what FP8 costs asks of this GPU, and saves it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import te_dynamo.dialect  # noqa: F401  # registers the operations
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.rates import H200, KIND, QUANTIZED

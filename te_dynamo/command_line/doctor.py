@@ -1,4 +1,4 @@
-"""versions, device, and how each recipe runs here"""
+"""`te-dynamo doctor`: versions, device, and how each recipe runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""what is made of a model, and why the rest is left alone"""
+"""`te-dynamo explain`: what is made of a model, and why the rest is left alone."""
 
 from __future__ import annotations
 
