@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.command_line import compiling
+from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.target import Subject, load
 
@@ -46,12 +47,13 @@ def run(parsed: argparse.Namespace) -> int:
     options = compiling.options_of(parsed)
     if parsed.rounds < 1:
         raise Failure(f"--rounds {parsed.rounds}: expected 1 or more", status=2)
-    if not torch.cuda.is_available() or not (parsed.device or "cuda").startswith("cuda"):
+    device = checked_device(parsed.device) or "cuda"
+    if not torch.cuda.is_available() or not device.startswith("cuda"):
         raise Failure(
             "bench times a model on a CUDA GPU, and this is none: run it where there is one; "
             "`te-dynamo explain TARGET --device h200` says on any machine what an H200 would take"
         )
-    subject = load(parsed, parsed.device or "cuda")
+    subject = load(parsed, device)
     with compiling.compiling(subject, parsed.dynamic):
         rows = rows_of(subject, options, parsed.mode, parsed.rounds)
     if parsed.json:

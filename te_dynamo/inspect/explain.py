@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, Unsuppor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from te_dynamo.distributed.check_ranks import not_compared
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
@@ -254,8 +254,8 @@ def explain(
                    module that `model.compile()` compiled in place.
     options, mode: as for torch.compile.
     device:        "h200", "h100", "b200", "rtx4090": what a GPU of that name would do, whatever the machine. The model is rewritten for it
-                   on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Raises InputError,
-                   which lists all names, for another one.
+                   on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Letters may have any case.
+                   Raises InvalidOptionError, which names the nearest, for another one.
 
     Without a GPU the headline also has what an H200 would take. There, and with `device`, autocast for the CPU is the GPU's.
 
@@ -274,12 +274,10 @@ def explain(
     if options is None and mode is None:
         options, mode = own.get("options"), own.get("mode")
     if device is not None:
-        if device not in TARGETS:
-            raise InputError(
-                f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(TARGETS)}"
-            )
+        if str(device).lower() not in TARGETS:
+            raise InvalidOptionError.unknown("device", device, TARGETS)
         try:
-            return _required(_explain_for(device, target, args, kwargs, options, mode), options)
+            return _required(_explain_for(device.lower(), target, args, kwargs, options, mode), options)
         except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             raise UnsupportedError(
                 f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '

@@ -13,7 +13,7 @@ from torch import nn
 
 import te_dynamo
 import te_dynamo.__main__ as command_line
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.explain import Explanation, explain
 from te_dynamo.kernels.runtime.target import TARGETS
 
@@ -408,8 +408,12 @@ def test_what_is_not_known_is_a_note(te):
 
 
 def test_another_device_is_refused(net):
-    with pytest.raises(InputError, match=r"device 'b300' is none whose times are known: h100, h200, b200, .*rtx4090"):
+    with pytest.raises(InvalidOptionError, match=r"unknown device 'b300'; did you mean 'gb300' or 'b200'"):
         explain(net, torch.ones(4, 8), device="b300")
+
+
+def test_a_device_in_other_letters(net):
+    assert explain(net, torch.ones(4, 8), device="H200").device == "h200"
 
 
 def test_nothing_is_told_of_a_device_that_is_not_here(te):
