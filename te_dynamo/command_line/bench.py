@@ -10,9 +10,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +17,7 @@ from te_dynamo.command_line import compiling
 from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.target import Subject, load
+from te_dynamo.inspect.tables import FittedTable, text_of
 
 __all__ = ["Row", "add", "run", "rows_of"]
 
@@ -59,7 +57,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:
-        Console().print(_table(rows))
+        print(text_of([_table(rows)]))
     return 0
 
 
@@ -121,11 +119,11 @@ def _milliseconds(call: Callable[[], None]) -> float:
     return float(start.elapsed_time(end))
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(title=torch.cuda.get_device_name(), title_justify="left", box=MARKDOWN)
-    for column in ("", "torch.compile", 'backend="te"', "speedup", "memory", 'memory, "te"'):
-        table.add_column(column)
-    for row in rows:
-        times = f"{row.ms_without:.3f} ms", f"{row.ms_with:.3f} ms", f"{row.ms_without / row.ms_with:.2f}x"
-        table.add_row(row.call, *times, f"{row.gib_without:.2f} GiB", f"{row.gib_with:.2f} GiB")
-    return table
+def _table(rows: list[Row]) -> FittedTable:
+    columns = ("call", "torch.compile", 'backend="te"', "speedup", "memory", 'memory, "te"')
+    return FittedTable(torch.cuda.get_device_name(), columns, map(_cells, rows))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    times = f"{row.ms_without:.3f} ms", f"{row.ms_with:.3f} ms", f"{row.ms_without / row.ms_with:.2f}x"
+    return row.call, *times, f"{row.gib_without:.2f} GiB", f"{row.gib_with:.2f} GiB"

@@ -57,32 +57,32 @@ def test_text(net):
 coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks; an NVIDIA H200
 would take 1 of 2 linears, 66.7%
 
-linears
+modules
 
-| module | source            | M x N x K  | dtype | recipe                 | reason                |
-|--------|-------------------|------------|-------|------------------------|-----------------------|
-| fc     | fake_backend.py:1 | 4 x 16 x 8 | f32   | float8_current_scaling |                       |
-| left   | fake_backend.py:1 | 4 x 4 x 16 | f32   | left                   | rule 'left' leaves it |
-
-norms and activations
-
-| kind | module | source | te op | reason       |
-|------|--------|--------|-------|--------------|
-| silu |        |        | left  | for the test |
+| module | M x N x K  | dtype | runs                   | source            |
+|--------|------------|-------|------------------------|-------------------|
+| silu   |            | f32   | silu left (1)          |                   |
+| fc     | 4 x 16 x 8 | f32   | float8_current_scaling | fake_backend.py:1 |
+| left   | 4 x 4 x 16 | f32   | left (2)               | fake_backend.py:1 |
 
 fusions
 
-| phase    | fusion          | times |
+| phase    | fusion          | count |
 |----------|-----------------|-------|
 | forward  | silu + quantize | 2     |
 | backward | silu + quantize | 2     |
 
 lowered
 
-| phase    | te op   | runs        | times |
+| phase    | te op   | runs        | count |
 |----------|---------|-------------|-------|
 | forward  | te.gemm | gemm_kernel | 1     |
-| backward | te.gemm | gemm_kernel | 1     |""",
+| backward | te.gemm | gemm_kernel | 1     |
+
+reasons
+
+(1)  for the test
+(2)  rule 'left' leaves it""",
     )
 
 
