@@ -1,7 +1,16 @@
-"""te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`."""
+"""te_dynamo: FP8 training and inference for unmodified PyTorch models, through `torch.compile(model, backend="te")`.
 
+A public name is imported when it is first used: `__init__.pyi` says from where.
+"""
+
+import ast
+import os
+import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 if (
     __name__ != "te_dynamo"
@@ -10,81 +19,33 @@ if (
 if not (Path(__file__).parent / "kernels").is_dir():  # in a checkout, whose other code folders lie beside this one
     __path__.append(str(Path(__file__).parents[1]))
 
-from te_dynamo import distributed, nn, ops, recipe, testing
-from te_dynamo.accuracy.compare import compare, compare_recipes
-from te_dynamo.entry import compile
-from te_dynamo.fusion_registry import (
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-    register_graph_fusion,
-    unregister_fusion,
-)
-from te_dynamo.inspect.capture import capture
-from te_dynamo.inspect.explain import explain
-from te_dynamo.operations import BasicOperation, FusedOperation, FusibleOperation, OperationFuser, Sequential
-from te_dynamo.quantized.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8GroupedQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
-from te_dynamo.quantized.storage import QuantizedTensorStorage
-from te_dynamo.quantized.storages import (
-    Float8BlockTensorStorage,
-    Float8GroupedTensorStorage,
-    Float8TensorStorage,
-    MXFP8TensorStorage,
-    NVFP4TensorStorage,
-)
-from te_dynamo.quantized.tensor import QuantizedTensor
-from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
-from te_dynamo.weights.freeze import freeze, invalidate, unfreeze
-
 try:
     __version__ = version("te-dynamo")
 except PackageNotFoundError:  # a checkout that nobody has installed
     __version__ = "0"
 
-__all__ = [
-    "Sequential",
-    "OperationFuser",
-    "FusibleOperation",
-    "FusedOperation",
-    "BasicOperation",
-    "Float8BlockQuantizer",
-    "Float8BlockTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8GroupedQuantizer",
-    "Float8GroupedTensorStorage",
-    "Float8TensorStorage",
-    "MXFP8Quantizer",
-    "MXFP8TensorStorage",
-    "NVFP4Quantizer",
-    "NVFP4TensorStorage",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "TensorProto",
-    "capture",
-    "compare",
-    "compare_recipes",
-    "compile",
-    "distributed",
-    "explain",
-    "freeze",
-    "invalidate",
-    "nn",
-    "ops",
-    "recipe",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-    "register_graph_fusion",
-    "testing",
-    "to_tensor_proto",
-    "unfreeze",
-    "unregister_fusion",
-]
+_HOMES = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home not in (None, "te_dynamo"):
+        value = globals()[name] = getattr(import_module(home), name)
+        return value
+    if name.startswith("_") or find_spec(f"te_dynamo.{name}") is None:
+        raise AttributeError(f"module 'te_dynamo' has no attribute {name!r}")
+    return import_module(f"te_dynamo.{name}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+if os.path.basename(next(iter(sys.argv), "")) != "te-dynamo":  # the command imports torch when a model is there
+    import_module("te_dynamo.quantized.saved")

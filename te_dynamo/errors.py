@@ -43,7 +43,8 @@ class InvalidOptionError(TeError, ValueError):
         others: valid too but too many to list; `others_are` says what they are.
         """
         known = sorted(known, key=str)
-        near = difflib.get_close_matches(str(name), [*(k for k in known if isinstance(k, str)), *others], n=3)
+        spelt = {k.lower(): k for k in (*known, *others) if isinstance(k, str)}
+        near = [spelt[found] for found in difflib.get_close_matches(str(name).lower(), spelt, n=3)]
         valid = ", ".join([*map(repr, known), *([others_are] if others_are else [])])
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
         if not near or (len(known) <= 4 and not others_are):

@@ -188,7 +188,7 @@ def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str,
 
     modes = inductor.list_mode_options()
     if mode is not None and mode != "default" and mode not in modes:
-        raise InvalidOptionError.unknown("mode", mode, [*modes, "default"])
+        raise InvalidOptionError.unknown("mode", mode, {*modes, "default"})
     result: dict[str, Any] = dict(modes.get(mode or "default", {}))
     known = inductor.list_options()
     for name, value in options.items():

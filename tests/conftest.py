@@ -23,6 +23,7 @@ def pytest_configure() -> None:
     """Caches of the session's own: a warm one would skip the passes that the tests are about. And what makes small tests quick."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE.name, "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_CACHE.name, "triton"))
+    os.environ.pop("COLUMNS", None)  # a terminal's width decides what is printed
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Programs that tests start import the helpers too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))

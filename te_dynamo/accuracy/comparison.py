@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-
 from te_dynamo.accuracy.rows import PRODUCTS, TENSORS, LinearAccuracy
 from te_dynamo.accuracy.suggest import rule_for, suggested_modules
+from te_dynamo.inspect.tables import FittedTable, paragraph, text_of
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Comparison", "RecipesCompared"]
@@ -89,9 +85,11 @@ class Comparison:
 
     def __str__(self) -> str:
         columns = ("module", "source", "M x N x K", *PRODUCTS, *TENSORS, "flushed", "saturated", "amax of x", "note")
-        lines = [_headline(self.summary), "", "SNR in dB, the worst linear first", ""]
-        lines += [_text(columns, [_cells(row) for row in self.rows]), ""]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]).rstrip()
+        table = FittedTable(
+            "", columns, map(_cells, self.rows), optional=("source", "amax of x", "M x N x K", *TENSORS)
+        )
+        notes = [paragraph(f"note: {note}") for note in self.notes]
+        return text_of([paragraph(_headline(self.summary)), "\nSNR in dB, the worst linear first", table, *notes])
 
 
 class RecipesCompared:
@@ -111,9 +109,11 @@ class RecipesCompared:
         columns = (
             "recipe", "linears", "FLOPs", "worst linear", "worst", "median", "model's output", "gradients", "loss", "change",
         )  # fmt: skip
-        rows = [_recipe_cells(found) for found in self.comparisons.values()]
+        table = FittedTable(
+            "", columns, map(_recipe_cells, self.comparisons.values()), optional=("loss", "FLOPs", "median")
+        )
         notes = dict.fromkeys(f"note: {note}" for found in self.comparisons.values() for note in found.notes)
-        return "\n".join(["SNR in dB, the most accurate recipe first", "", _text(columns, rows), "", *notes]).rstrip()
+        return text_of(["SNR in dB, the most accurate recipe first", table, *map(paragraph, notes)])
 
 
 def _badness(row: LinearAccuracy) -> tuple[bool, float]:
@@ -188,14 +188,3 @@ def _decibels(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    table = Table(box=MARKDOWN)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
-    text = io.StringIO()
-    Console(file=text, width=180, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())

@@ -1,4 +1,4 @@
-"""the time and memory of a model with te_dynamo and without, on the GPU at hand"""
+"""`te-dynamo bench`: the time and memory of a model with te_dynamo and without, on this GPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.command_line import compiling
+from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.target import Subject, load
+from te_dynamo.inspect.tables import FittedTable, text_of
 
 __all__ = ["Row", "add", "run", "rows_of"]
 
@@ -46,18 +45,19 @@ def run(parsed: argparse.Namespace) -> int:
     options = compiling.options_of(parsed)
     if parsed.rounds < 1:
         raise Failure(f"--rounds {parsed.rounds}: expected 1 or more", status=2)
-    if not torch.cuda.is_available() or not (parsed.device or "cuda").startswith("cuda"):
+    device = checked_device(parsed.device) or "cuda"
+    if not torch.cuda.is_available() or not device.startswith("cuda"):
         raise Failure(
             "bench times a model on a CUDA GPU, and this is none: run it where there is one; "
             "`te-dynamo explain TARGET --device h200` says on any machine what an H200 would take"
         )
-    subject = load(parsed, parsed.device or "cuda")
+    subject = load(parsed, device)
     with compiling.compiling(subject, parsed.dynamic):
         rows = rows_of(subject, options, parsed.mode, parsed.rounds)
     if parsed.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:
-        Console().print(_table(rows))
+        print(text_of([_table(rows)]))
     return 0
 
 
@@ -119,11 +119,11 @@ def _milliseconds(call: Callable[[], None]) -> float:
     return float(start.elapsed_time(end))
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(title=torch.cuda.get_device_name(), title_justify="left", box=MARKDOWN)
-    for column in ("", "torch.compile", 'backend="te"', "speedup", "memory", 'memory, "te"'):
-        table.add_column(column)
-    for row in rows:
-        times = f"{row.ms_without:.3f} ms", f"{row.ms_with:.3f} ms", f"{row.ms_without / row.ms_with:.2f}x"
-        table.add_row(row.call, *times, f"{row.gib_without:.2f} GiB", f"{row.gib_with:.2f} GiB")
-    return table
+def _table(rows: list[Row]) -> FittedTable:
+    columns = ("call", "torch.compile", 'backend="te"', "speedup", "memory", 'memory, "te"')
+    return FittedTable(torch.cuda.get_device_name(), columns, map(_cells, rows))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    times = f"{row.ms_without:.3f} ms", f"{row.ms_with:.3f} ms", f"{row.ms_without / row.ms_with:.2f}x"
+    return row.call, *times, f"{row.gib_without:.2f} GiB", f"{row.gib_with:.2f} GiB"

@@ -1,4 +1,4 @@
-"""measures what the rule of what FP8 costs asks of the GPU at hand, and keeps it"""
+"""`te-dynamo calibrate`: measures what the rule of what FP8 costs asks of this GPU, and saves it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from statistics import median, quantiles
 from typing import Any, Protocol
 
 import torch
-from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import nn
 
+import te_dynamo.dialect  # noqa: F401  # registers the operations
 from te_dynamo.command_line.failure import Failure
+from te_dynamo.inspect.tables import FittedTable, text_of
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.rates import H200, KIND, QUANTIZED
 from te_dynamo.recipe import Float8CurrentScaling
@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps(facts, indent=1))
     else:
-        Console().print(_table(facts))
+        print(text_of([_table(facts)]))
         print(f"kept in {path}; models that are compiled from now on follow it")
     return 0
 
@@ -177,13 +177,9 @@ def _rowwise() -> Any:
     return Float8CurrentScaling().input_quantizer().with_usage(rowwise=True, columnwise=False)
 
 
-def _table(facts: dict[str, Any]) -> Table:
-    table = Table(title=torch.cuda.get_device_name(), title_justify="left", box=MARKDOWN)
-    for column in ("", "here", "H200"):
-        table.add_column(column)
-    for name, found in facts.items():
-        table.add_row(name.replace("_", " "), *(_text(value) for value in (found, H200[name])))
-    return table
+def _table(facts: dict[str, Any]) -> FittedTable:
+    rows = [(name.replace("_", " "), _text(found), _text(H200[name])) for name, found in facts.items()]
+    return FittedTable(torch.cuda.get_device_name(), ("measured", "here", "H200"), rows)
 
 
 def _text(value: Any) -> str:

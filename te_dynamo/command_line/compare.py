@@ -1,4 +1,4 @@
-"""what each linear's recipe costs in accuracy"""
+"""`te-dynamo compare`: what each linear's recipe costs in accuracy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 
 from te_dynamo.command_line import compiling
+from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import check_writable
 from te_dynamo.command_line.target import load
 
@@ -27,7 +28,7 @@ def run(parsed: argparse.Namespace) -> int:
     options = compiling.options_of(parsed)
     if parsed.html:
         check_writable(parsed.html)
-    subject = load(parsed, parsed.device)
+    subject = load(parsed, checked_device(parsed.device))
     with compiling.compiling(subject, parsed.dynamic):
         found = compare(subject.model, *subject.args, options=options, **subject.kwargs)
         if parsed.html:

@@ -12,7 +12,7 @@ import torch
 from te_dynamo.command_line import target
 from te_dynamo.command_line.failure import Failure, one_line
 from te_dynamo.command_line.target import Subject
-from te_dynamo.errors import InvalidOptionError
+from te_dynamo.errors import InvalidOptionError, TeError
 from te_dynamo.options import Options
 
 __all__ = ["add", "compiling", "options_of"]
@@ -73,7 +73,8 @@ def compiling(subject: Subject, dynamic: bool) -> Iterator[None]:
         alone = _fails_alone(subject)
         if alone is not None:
             raise Failure(f"the model itself fails on these inputs: {one_line(alone)}; give it others") from error
-        raise Failure(f"{one_line(error)}; --debug shows where") from error
+        hint = "" if isinstance(error, TeError) else "; --debug shows where"  # ours say what to do
+        raise Failure(f"{one_line(error)}{hint}") from error
 
 
 def _fails_alone(subject: Subject) -> Exception | None:

@@ -1,15 +1,14 @@
-"""versions, device, and how each recipe runs here"""
+"""`te-dynamo doctor`: versions, device, and how each recipe runs here."""
 
 from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 __all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verbose", action="store_true", help="also list the private names of torch that are used")
     parser.add_argument("--debug", action="store_true", help="a failure has its traceback")
 
 
@@ -18,5 +17,5 @@ def run(parsed: argparse.Namespace) -> int:
     from te_dynamo.inspect.doctor import diagnose
 
     diagnosis = diagnose()
-    diagnosis.render(Console())
+    print(diagnosis.text(parsed.verbose))
     return diagnosis.exit_status

@@ -1,4 +1,4 @@
-"""what is made of a model, and why the rest is left alone"""
+"""`te-dynamo explain`: what is made of a model, and why the rest is left alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from te_dynamo.command_line import compiling
+from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import Failure, check_writable
 from te_dynamo.command_line.target import load
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -31,9 +32,10 @@ def run(parsed: argparse.Namespace) -> int:
     options = compiling.options_of(parsed, codegen=parsed.codegen)
     if parsed.html:
         check_writable(parsed.html)
-    explained_for = parsed.device if parsed.device in TARGETS else None
+    device = checked_device(parsed.device, explained_for=True)
+    explained_for = device if device in TARGETS else None
     subject = load(
-        parsed, "meta" if explained_for and parsed.target.startswith("hf:") else "" if explained_for else parsed.device
+        parsed, "meta" if explained_for and parsed.target.startswith("hf:") else "" if explained_for else device
     )
     with compiling.compiling(subject, parsed.dynamic):
         found: Any = explain(subject.model, *subject.args, options=options, device=explained_for, **subject.kwargs)

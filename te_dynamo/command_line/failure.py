@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from te_dynamo.errors import TeError
 
@@ -18,11 +19,11 @@ class Failure(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line that an exception says, with its class; of one that torch wrapped, the exception in it."""
+    """The first line that an exception says, with its class but for ours; of one that torch wrapped, the exception in it."""
     error = getattr(error, "inner_exception", error)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, TeError):
-        return text.removeprefix("te_dynamo: ")
+        return re.sub(r"^te_dynamo(\.\w+)*: ", "", text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from te_dynamo.command_line.failure import Failure, one_line
+from te_dynamo.command_line.memory import free_bytes
 
 __all__ = ["build"]
 
@@ -17,7 +17,8 @@ __all__ = ["build"]
 def build(name: str, device: str) -> Any:
     """The model of a configuration file, or of a class by its own default configuration; in bf16 unless the configuration has a dtype.
 
-    device: where it is made; "" for the CPU. Raises Failure for a name that transformers lacks, and where it is not installed.
+    device: where it is made; "" for the CPU. Raises Failure for a name that transformers lacks, where it is not installed, and
+    for a model that does not fit into memory: that is counted on the meta device first.
     """
     try:
         import transformers
@@ -26,13 +27,34 @@ def build(name: str, device: str) -> Any:
     try:
         cls, config = _of_file(transformers, name) if name.endswith(".json") else _of_class(transformers, name)
         config.use_cache = False
-        with torch.device(device) if device else contextlib.nullcontext():
-            model = cls(config) if hasattr(cls, "config_class") and cls.config_class else cls.from_config(config)
-        return model.to(config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+        model = _made(cls, config, "meta")
+        if device != "meta":
+            _check_memory(name, model, dtype, device)
+            model = _made(cls, config, device or "cpu")
+        return model.to(dtype)
     except Failure:
         raise
     except Exception as error:
         raise Failure(f"hf:{name}: transformers cannot make it: {one_line(error)}; --debug shows where") from error
+
+
+def _made(cls: Any, config: Any, device: str) -> Any:
+    with torch.device(device):
+        return cls(config) if getattr(cls, "config_class", None) else cls.from_config(config)
+
+
+def _check_memory(name: str, on_meta: Any, dtype: torch.dtype, device: str) -> None:
+    """Raises Failure where the weights as they are made, or the weights and their gradients in `dtype`, do not fit."""
+    parameters = list(on_meta.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    needed = max(sum(parameter.nbytes for parameter in parameters), 2 * count * dtype.itemsize)
+    if needed > (free := free_bytes(device)):
+        raise Failure(
+            f"hf:{name} has {count / 1e9:.1f} billion parameters: with gradients they take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} "
+            "GiB are free; `te-dynamo explain --device h200` makes no weights, and hf:CONFIG.json takes fewer layers",
+            status=2,
+        )
 
 
 def _of_class(transformers: Any, name: str) -> tuple[Any, Any]:

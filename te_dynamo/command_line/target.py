@@ -58,6 +58,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def load(parsed: argparse.Namespace, device: str) -> Subject:
     """The target with its inputs, on `device`, "" for where they are made. Raises Failure for what is none."""
     if parsed.target.startswith("hf:"):
+        if not parsed.input:
+            raise Failure(f"{parsed.target!r} has no inputs: give them by --input 1x128:int64", status=2)
         made: Any = hugging_face.build(parsed.target.removeprefix("hf:"), device)
     else:
         made = _made(parsed.target)
@@ -88,7 +90,7 @@ def _made(target: str) -> Any:
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        raise Failure(f"{target!r} is no function but a {type(found).__name__}; {_RETURNS}", status=2)
+        raise Failure(f"{target!r}: expected a function, got {type(found).__name__}; {_RETURNS}", status=2)
     _check_takes_nothing(target, found)
     try:
         return found()
@@ -146,23 +148,22 @@ def _with_line(error: Exception) -> str:
 def _subject(made: Any, target: str, has_inputs: bool) -> Subject:
     parts = list(made) if isinstance(made, (tuple, list)) else [made]
     if not parts or not callable(parts[0]) or len(parts) > 3:
-        raise Failure(f"{target!r} gives {_described(made)}; {_RETURNS}", status=2)
+        raise Failure(f"{target!r} returns {_described(made)}; {_RETURNS}", status=2)
     if len(parts) == 1 and not has_inputs:
         raise Failure(
-            f"{target!r} gives a model without inputs: return (model, args), or give them by --input 1x128:int64",
-            status=2,
+            f"{target!r} has a model and no inputs: return (model, args), or give them by --input 1x128:int64", status=2
         )
     args = parts[1] if len(parts) > 1 else ()
     kwargs = parts[2] if len(parts) > 2 else {}
     if not isinstance(kwargs, dict):
-        raise Failure(f"{target!r} gives kwargs that are no dictionary but a {type(kwargs).__name__}", status=2)
+        raise Failure(f"{target!r}: expected kwargs to be a dictionary, got {type(kwargs).__name__}", status=2)
     return Subject(parts[0], tuple(args) if isinstance(args, (tuple, list)) else (args,), kwargs)
 
 
 def _described(made: Any) -> str:
     if isinstance(made, (tuple, list)):
         return f"({', '.join(type(part).__name__ for part in made)})"
-    return f"a {type(made).__name__}"
+    return type(made).__name__
 
 
 def _moved(tree: Any, device: str) -> Any:

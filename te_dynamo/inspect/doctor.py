@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import io
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 
 from te_dynamo import recipe as recipes
 from te_dynamo.errors import NoDeviceError
+from te_dynamo.inspect.tables import FittedTable, paragraph, text_of
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.target import Target, described
 from te_dynamo.lowering import device
@@ -59,24 +58,37 @@ class Diagnosis:
         return 1 if self.problems else 0
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        self.render(Console(file=text, width=140, color_system=None))
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return self.text()
 
-    def render(self, console: Console) -> None:
-        """Prints the tables, then the problems or "no problem found"."""
-        console.print(_table("versions", ("package", "version"), self.versions))
-        if self.device:
-            console.print(_table("device", ("fact", "value"), self.device))
-        else:
-            console.print(f"no device: {self.no_device}", markup=False, highlight=False)
-        console.print(_table("recipes", ("recipe", "runs", "why"), self.recipes))
-        columns = ("name", "what for", "without it", "torch", "state")
-        console.print(_table("private names of torch and Triton, in graphs of ours alone", columns, self.privates))
-        for problem in self.problems:
-            console.print(f"PROBLEM: {problem}", markup=False, highlight=False)
+    def text(self, verbose: bool = False) -> str:
+        """What is wrong, or "no problem found"; versions, the device and the recipes.
+
+        verbose: each private name of torch and Triton too, which are else shown where one is gone.
+        """
+        return text_of(self._parts(verbose))
+
+    def _parts(self, verbose: bool) -> Iterator[RenderableType]:
+        yield from (paragraph(f"PROBLEM: {problem}") for problem in self.problems)
         if not self.problems:
-            console.print("no problem found", markup=False, highlight=False)
+            yield paragraph("no problem found")
+        yield paragraph(f"\n{', '.join(f'{name} {value}' for name, value in self.versions)}\n")
+        if self.device:
+            yield FittedTable("device", ("fact", "value"), self.device)
+        else:
+            yield paragraph(f"no device: {self.no_device}")
+        reasons = {why: f"({number})" for number, why in enumerate(dict.fromkeys(why for *_, why in self.recipes), 1)}
+        yield FittedTable(
+            "", ("recipe", "runs"), ((name, f"{runs} {reasons[why]}") for name, runs, why in self.recipes)
+        )
+        yield from (paragraph(f"{number} {why}", indent=5) for why, number in reasons.items())
+        columns = ("name", "what for", "without it", "torch", "state")
+        shown = [row for row in self.privates if verbose or row[-1] not in ("active", "not needed")]
+        if shown:
+            yield FittedTable("\nprivate names of torch and Triton, in graphs of ours alone", columns, shown)
+        else:
+            yield paragraph(
+                f"\n{len(self.privates)} private names of torch and Triton are in place; --verbose lists them"
+            )
 
 
 def diagnose() -> Diagnosis:
@@ -191,12 +203,3 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
-    table = Table(title=title, title_justify="left", box=MARKDOWN)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
-    return table

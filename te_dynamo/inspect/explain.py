@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedFakeTensorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from te_dynamo.distributed.check_ranks import not_compared
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
+from te_dynamo.inspect.explanation_text import parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 
@@ -84,7 +82,7 @@ class Explanation:
         """One line: coverage, recipes, counts; of a run without a GPU, what one would take."""
         matched = [match for match in self.linears if match.matched]
         recipes = ", ".join(dict.fromkeys(match.recipe for match in matched if match.recipe)) or "no recipe"
-        kept = sum(weight.nbytes for weight in self._kept_weights())
+        kept = sum(weight.nbytes for weight in self.kept_weights)
         weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
         unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
         uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
@@ -142,7 +140,7 @@ class Explanation:
                 {"phase": phase, "op": op, "runs": runs, "count": count}
                 for (phase, op, runs), count in self._lowered().items()
             ],
-            "weights": [dataclasses.asdict(weight) for weight in self._kept_weights()],
+            "weights": [dataclasses.asdict(weight) for weight in self.kept_weights],
             "graph_breaks": [dataclasses.asdict(stop) for stop in self.graph_breaks],
             "graphs": len(self.reports),
             "notes": self._notes(),
@@ -158,9 +156,7 @@ class Explanation:
         Path(path).write_text(render(self, comparison), encoding="utf-8")
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        self._render(Console(file=text, width=160, color_system=None))
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return text_of(parts_of(self))
 
     def _notes(self) -> list[str]:
         """Each once, though several graphs have it."""
@@ -176,52 +172,13 @@ class Explanation:
                 counts[phase, fusion] += count
         return counts
 
-    def _kept_weights(self) -> list[WorkspaceRecord]:
+    @property
+    def kept_weights(self) -> list[WorkspaceRecord]:
         """Each once, though several graphs read it."""
         return list(dict.fromkeys(weight for report in self.reports for weight in report.workspaces))
 
     def _lowered(self) -> Counter[tuple[str, str, str]]:
         return Counter(row for report in self.reports for row in report.lowered)
-
-    def _render(self, console: Console) -> None:
-        console.print(f"{self.headline}\n", markup=False, highlight=False)
-        tables = (
-            (
-                "linears",
-                ("module", "source", "M x N x K", "dtype", "recipe", "reason"),
-                map(_linear_row, self.linears),
-            ),
-            (
-                "norms and activations",
-                ("kind", "module", "source", "te op", "reason"),
-                map(_other_row, self.norms_activations),
-            ),
-            (
-                "fusions",
-                ("phase", "fusion", "times"),
-                ((*key, count) for key, count in self._fusions().items()),
-            ),
-            (
-                "lowered",
-                ("phase", "te op", "runs", "times"),
-                ((*key, count) for key, count in self._lowered().items()),
-            ),
-            (
-                "quantized weights",
-                ("weight", "held as", "MiB", "kept"),
-                map(_weight_row, self._kept_weights()),
-            ),
-            (
-                "graph breaks",
-                ("source", "reason"),
-                ((stop.source, stop.reason) for stop in self.graph_breaks),
-            ),
-            ("notes", ("note",), ((note,) for note in self._notes())),
-        )
-        for title, columns, rows in tables:
-            cells = [tuple(map(str, row)) for row in rows]
-            if cells:
-                console.print(_table(title, columns, cells))
 
     def assert_quantized(self, pattern: str = "") -> None:
         """Raises CoverageError, an AssertionError, unless every linear whose module path has a match of the regular expression `pattern`
@@ -254,8 +211,8 @@ def explain(
                    module that `model.compile()` compiled in place.
     options, mode: as for torch.compile.
     device:        "h200", "h100", "b200", "rtx4090": what a GPU of that name would do, whatever the machine. The model is rewritten for it
-                   on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Raises InputError,
-                   which lists all names, for another one.
+                   on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Letters may have any case.
+                   Raises InvalidOptionError, which names the nearest, for another one.
 
     Without a GPU the headline also has what an H200 would take. There, and with `device`, autocast for the CPU is the GPU's.
 
@@ -274,12 +231,10 @@ def explain(
     if options is None and mode is None:
         options, mode = own.get("options"), own.get("mode")
     if device is not None:
-        if device not in TARGETS:
-            raise InputError(
-                f"te_dynamo.explain: device {device!r} is none whose times are known: {', '.join(TARGETS)}"
-            )
+        if str(device).lower() not in TARGETS:
+            raise InvalidOptionError.unknown("device", device, TARGETS)
         try:
-            return _required(_explain_for(device, target, args, kwargs, options, mode), options)
+            return _required(_explain_for(device.lower(), target, args, kwargs, options, mode), options)
         except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             raise UnsupportedError(
                 f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '
@@ -374,41 +329,6 @@ def _fresh(backend: Callable[..., Any]) -> Callable[..., Any]:
         return backend(gm, example_inputs, **options)
 
     return te
-
-
-def _linear_row(match: MatchRecord) -> tuple[str, ...]:
-    shape = " x ".join(match.shape) + (f" in {match.groups} groups" if match.groups else "")
-    return (
-        match.module,
-        match.source,
-        shape,
-        match.dtype,
-        match.recipe if match.matched else "left",
-        match.reason,
-    )
-
-
-def _weight_row(weight: WorkspaceRecord) -> tuple[str, ...]:
-    return weight.weight, weight.quantizer, f"{weight.nbytes / 2**20:.2f}", weight.kept
-
-
-def _other_row(match: MatchRecord) -> tuple[str, ...]:
-    return (
-        match.kind,
-        match.module,
-        match.source,
-        f"te.{match.kind}" if match.matched else "left",
-        match.reason,
-    )
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", box=MARKDOWN)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
-    return table
 
 
 def _percent(share: float) -> str:

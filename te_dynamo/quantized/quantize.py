@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import te_dynamo
+
 if TYPE_CHECKING:
     from te_dynamo.quantized.quantizers.base import Quantizer
 
@@ -17,6 +19,7 @@ def quantize_tensor(
 
     In a graph the drawing is an operation of its own: torch's random state decides, and equal bits give equal buffers.
     """
+    te_dynamo.dialect  # type: ignore[attr-defined]  # noqa: B018  # its first use registers the operation
     if not quantizer.needs_random():
         return torch.ops.te.quantize.default(x, quantizer)  # type: ignore[no-any-return]
     return torch.ops.te.quantize.default(x, quantizer, random_key(x.device, generator))  # type: ignore[no-any-return]

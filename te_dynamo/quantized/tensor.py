@@ -15,9 +15,11 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
+import te_dynamo.quantized.storages  # noqa: F401  # registers them
 from te_dynamo.cache_key import sources_digest
-from te_dynamo.errors import QuantizationError, UnsupportedError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.saved import load, storable
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -147,8 +149,8 @@ class QuantizedTensor(torch.Tensor):
         fields = {field.name: getattr(self.quantizer, field.name) for field in dataclasses.fields(self.quantizer)}
         is_parameter = getattr(self, "_is_param", False)
         values = (tuple(self.shape), self.dtype, type(self.quantizer).__qualname__, fields)
-        buffers = {name: _storable(buffer) for name, buffer in self.named_buffers().items()}
-        return _load, (buffers, *values, self.requires_grad, is_parameter)
+        buffers = {name: storable(buffer) for name, buffer in self.named_buffers().items()}
+        return load, (buffers, *values, self.requires_grad, is_parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         flags = ", requires_grad=True" if self.requires_grad else ""
@@ -242,42 +244,3 @@ def _no_write(what: str, tensor: QuantizedTensor) -> str:
         f"{what} would write to {tensor!r}: a quantized tensor is not written in place, as its scales belong to its values. "
         "Compute with dequantize() and quantize the result; load a state dict with assign=True"
     )
-
-
-def _storable(buffer: torch.Tensor) -> torch.Tensor:
-    """Bytes in place of float8, which pickle.loads does not read back (torch 2.11 to 2.15; torch.load does)."""
-    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
-
-
-def _stored(buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The buffer that `_storable` took: bytes as the 8-bit dtype they were."""
-    return buffer.view(dtype) if dtype is not None and dtype.itemsize == buffer.dtype.itemsize == 1 else buffer
-
-
-def _load(
-    buffers: dict[str, torch.Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    quantizer: str,
-    fields: dict[str, Any],
-    requires_grad: bool,
-    is_parameter: bool,
-) -> QuantizedTensor:
-    """What a pickle calls; it names the quantizer, so that a file may be read with weights_only=True."""
-    from te_dynamo.quantized import quantizers
-    from te_dynamo.quantized.tensor_proto import TensorProto, check_layout
-
-    cls = getattr(quantizers, quantizer, None)
-    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
-        raise QuantizationError(
-            f"QuantizedTensor: a file names the quantizer {quantizer!r}, which te_dynamo does not have"
-        )
-    made = cls(**fields)
-    dtypes = {name: dtype for name, (_, dtype) in made._describe_buffers(shape).items()}
-    buffers = {name: _stored(buffer, dtypes.get(name)) for name, buffer in buffers.items()}
-    check_layout(TensorProto(shape, dtype, made), buffers)
-    tensor = QuantizedTensor(buffers, shape, dtype, made, requires_grad)
-    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
-
-
-torch.serialization.add_safe_globals([_load])

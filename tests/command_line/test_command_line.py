@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from te_dynamo.command_line import hugging_face
 from te_dynamo.command_line.main import main
+from te_dynamo.command_line.memory import free_bytes
 
 FILE = """
 import torch
@@ -109,11 +112,6 @@ def test_compare(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'data-table="numerics"' in (folder / "page.html").read_text()
 
 
-def test_compare_of_a_model_without_linears(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "my_models:no_linear"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_a_gpu_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "my_models:make", "--device", "h200"]) == 0
     assert capsys.readouterr().out.startswith("on an NVIDIA H200, where it was not run: coverage")
@@ -141,10 +139,10 @@ WRONG = [
     (["explain", "my_models:mak"], 2, "has no 'mak'; did you mean 'make'?"),
     (["explain", "my_model:make"], 2, "there is no module 'my_model'; for a file write file.py:factory"),
     (["explain", "other.py:make"], 2, "there is no file 'other.py'"),
-    (["explain", "my_models:constant"], 2, "is no function but a int"),
-    (["explain", "my_models:bare"], 2, "gives a model without inputs: return (model, args), or give them by --input"),
-    (["explain", "my_models:number"], 2, "gives a int; a factory returns model, (model, args) or (model, args, kwargs)"),
-    (["explain", "my_models:kwargs_of_another_kind"], 2, "gives kwargs that are no dictionary but a int"),
+    (["explain", "my_models:constant"], 2, "'my_models:constant': expected a function, got int"),
+    (["explain", "my_models:bare"], 2, "has a model and no inputs: return (model, args), or give them by --input"),
+    (["explain", "my_models:number"], 2, "returns int; a factory returns model, (model, args) or (model, args, kwargs)"),
+    (["explain", "my_models:kwargs_of_another_kind"], 2, "expected kwargs to be a dictionary, got int"),
     (["explain", "my_models:wants"], 2, "wants arguments (width): name a function that takes none"),
     (["explain", "torch.nn:Linear"], 2, "wants arguments (in_features"),
     (["explain", "my_models:raises"], 1, "my_models:raises raised ValueError: no such checkpoint; --debug shows where"),
@@ -153,7 +151,13 @@ WRONG = [
     (["explain", "my_models:make", "--recipe", "mxfp9"], 2, "unknown recipe 'mxfp9'; did you mean 'mxfp8'?"),
     (["explain", "my_models:make", "--rules", "lm_head"], 2, "--rules 'lm_head': expected PATTERN=RECIPE, as lm_head=none"),
     (["explain", "my_models:make", "--rules", "(=mxfp8"], 2, "rules[0]: '(' is not a regular expression"),
-    (["explain", "my_models:make", "--mode", "fast"], 2, "unknown mode 'fast'"),
+    (["explain", "my_models:make", "--mode", "fast"], 2, "valid: 'default', "),
+    (["explain", "my_models:make", "--device", "H20"], 2, "unknown device 'H20'; did you mean 'h200'?"),
+    (["compare", "my_models:make", "--device", "meta"], 2, "unknown device 'meta'; valid: 'cpu', 'cuda'"),
+    (["compare", "my_models:make", "--device", "H200"], 2, "--device H200: only explain takes a GPU by its name"),
+    (["bench", "my_models:make", "--device", "h200"], 2, "--device h200: only explain takes a GPU by its name"),
+    (["explain", "my_models:make", "--device", "cuda:99"], 2, "--device cuda:99: torch can use "),
+    (["compare", "my_models:no_linear"], 1, "te-dynamo: no linear of the model is in a recipe: "),
     (["explain", "my_models:make", "--input", "1xx2"], 2, "--input '1xx2': expected a size and a dtype of torch's"),
     (["explain", "my_models:make", "--input", "1x2:int65"], 2, "--input '1x2:int65': expected a size and a dtype"),
     (["explain", "my_models:make", "--html", "no/such/folder.html"], 2, "cannot write 'no/such/folder.html': No such file"),
@@ -161,8 +165,9 @@ WRONG = [
     (["explain"], 2, "the following arguments are required: TARGET; te-dynamo explain --help lists what there is"),
     (["exlpain", "my_models:make"], 2, "invalid choice: 'exlpain'"),
     ([], 2, "the following arguments are required: COMMAND"),
-    (["explain", "hf:LlamaForCausalLMM"], 2, "transformers has no model class 'LlamaForCausalLMM'; did you mean"),
-    (["explain", "hf:none.json"], 2, "hf:none.json: no configuration of transformers with a model_type can be read"),
+    (["explain", "hf:LlamaForCausalLM"], 2, "'hf:LlamaForCausalLM' has no inputs: give them by --input 1x128:int64"),
+    (["explain", "hf:LlamaForCausalLMM", "--input", "1x8:int64"], 2, "transformers has no model class 'LlamaForCausalLMM'; did you mean"),
+    (["explain", "hf:none.json", "--input", "1x8:int64"], 2, "hf:none.json: no configuration of transformers with a model_type can be read"),
     (["explain", "my_models:wrong_shapes"], 1, "the model itself fails on these inputs: RuntimeError: "),
     pytest.param(["explain", "my_models:no_linear"], 1, "the model has no linear, and te_dynamo quantizes nothing else", marks=pytest.mark.slow),
     (["bench", "my_models:make", "--device", "cpu"], 1, "bench times a model on a CUDA GPU, and this is none: run it where"),
@@ -181,6 +186,48 @@ def test_a_failure_is_one_line(
     assert main(arguments) == status
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("te-dynamo: ") and line in told[0], told
+
+
+def test_each_mode_is_listed_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain", "my_models:make", "--mode", "fast"])
+    assert capsys.readouterr().err.count("'default'") == 1
+
+
+def test_a_gpu_is_named_in_any_case(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "my_models:make", "--device", "H200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "h200"
+
+
+def test_a_gpu_that_torch_cannot_use(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("explain", "compare", "bench"):
+        assert main([command, "my_models:make", "--device", "CUDA"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--device CUDA: torch can use 0 CUDA devices here; `te-dynamo doctor` shows why" in line
+
+
+def test_a_model_that_memory_cannot_hold(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a transformers of our own: a class of 3 billion parameters."""
+
+    class Large(nn.Linear):
+        class config_class:
+            dtype = torch.bfloat16
+
+        def __init__(self, config: object) -> None:
+            assert torch.get_default_device().type == "meta", "made before it was counted"
+            super().__init__(30_000, 100_000, bias=False)
+
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Large=Large))
+    monkeypatch.setattr(hugging_face, "free_bytes", lambda device: 8 * 2**30)
+    assert main(["compare", "hf:Large", "--input", "1x8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "hf:Large has 3.0 billion parameters: with gradients they take 11.2 GiB, and 8.0 GiB are free; " in line
+    assert main(["explain", "hf:Large", "--device", "h200", "--input", "8x30000:bfloat16"]) == 0
+    assert free_bytes("cpu") > 0
 
 
 def test_a_path_is_tried_before_anything_is_compiled_and_left_as_it_was(folder: Path) -> None:
@@ -243,5 +290,4 @@ def test_what_bench_runs_and_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     with_te = [given.get("backend") == "te" for given in calls[-6:]]
     assert with_te == [False, True] * 3
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    cells = [list(column.cells) for column in bench._table(rows).columns]
-    assert cells[3] == ["2.50x", "2.50x"]
+    assert [row[3] for row in bench._table(rows).rows] == ["2.50x", "2.50x"]

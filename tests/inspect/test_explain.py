@@ -13,7 +13,7 @@ from torch import nn
 
 import te_dynamo
 import te_dynamo.__main__ as command_line
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.explain import Explanation, explain
 from te_dynamo.kernels.runtime.target import TARGETS
 
@@ -57,32 +57,32 @@ def test_text(net):
 coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; 100.0% of the model's matrix FLOPs have a row; 1 graph, 0 graph breaks; an NVIDIA H200
 would take 1 of 2 linears, 66.7%
 
-linears
+modules
 
-| module | source            | M x N x K  | dtype | recipe                 | reason                |
-|--------|-------------------|------------|-------|------------------------|-----------------------|
-| fc     | fake_backend.py:1 | 4 x 16 x 8 | f32   | float8_current_scaling |                       |
-| left   | fake_backend.py:1 | 4 x 4 x 16 | f32   | left                   | rule 'left' leaves it |
-
-norms and activations
-
-| kind | module | source | te op | reason       |
-|------|--------|--------|-------|--------------|
-| silu |        |        | left  | for the test |
+| module | M x N x K  | dtype | runs                   | source            |
+|--------|------------|-------|------------------------|-------------------|
+| silu   |            | f32   | silu left (1)          |                   |
+| fc     | 4 x 16 x 8 | f32   | float8_current_scaling | fake_backend.py:1 |
+| left   | 4 x 4 x 16 | f32   | left (2)               | fake_backend.py:1 |
 
 fusions
 
-| phase    | fusion          | times |
+| phase    | fusion          | count |
 |----------|-----------------|-------|
 | forward  | silu + quantize | 2     |
 | backward | silu + quantize | 2     |
 
 lowered
 
-| phase    | te op   | runs        | times |
+| phase    | te op   | runs        | count |
 |----------|---------|-------------|-------|
 | forward  | te.gemm | gemm_kernel | 1     |
-| backward | te.gemm | gemm_kernel | 1     |""",
+| backward | te.gemm | gemm_kernel | 1     |
+
+reasons
+
+(1)  for the test
+(2)  rule 'left' leaves it""",
     )
 
 
@@ -409,8 +409,12 @@ def test_what_is_not_known_is_a_note(te):
 
 
 def test_another_device_is_refused(net):
-    with pytest.raises(InputError, match=r"device 'b300' is none whose times are known: h100, h200, b200, .*rtx4090"):
+    with pytest.raises(InvalidOptionError, match=r"unknown device 'b300'; did you mean 'gb300' or 'b200'"):
         explain(net, torch.ones(4, 8), device="b300")
+
+
+def test_a_device_in_other_letters(net):
+    assert explain(net, torch.ones(4, 8), device="H200").device == "h200"
 
 
 def test_nothing_is_told_of_a_device_that_is_not_here(te):

@@ -20,7 +20,7 @@ RUN_HERE = [pytest.param(line, id=line) for line in LINES if line.split()[1] in 
 def test_it_is_parsed(line: str) -> None:
     program, *arguments = shlex.split(line)
     assert program == "te-dynamo"
-    command_line._parser().parse_args(arguments)
+    command_line._parser(arguments).parse_args(arguments)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "te_dynamo/inspect": {"te_dynamo", "te_dynamo/distributed", "te_dynamo/weights", "lowering", "lowering/inductor", "kernels/runtime"},
     "te_dynamo/accuracy": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/inspect"},
     "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect", "kernels/runtime"},
-    "te_dynamo/command_line": {"te_dynamo", "te_dynamo/inspect", "te_dynamo/accuracy", "kernels/runtime"},
+    "te_dynamo/command_line": {"te_dynamo", "te_dynamo/dialect", "te_dynamo/inspect", "te_dynamo/accuracy", "kernels/runtime"},
     "passes/dialect": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "passes/torch_ir": {
         "te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "te_dynamo/operations",

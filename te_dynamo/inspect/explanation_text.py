@@ -1,0 +1,82 @@
+"""An explanation as text: the headline, the tree of modules with equal layers once, each reason once, then the smaller tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+
+from te_dynamo.inspect.report import WorkspaceRecord
+from te_dynamo.inspect.tables import FittedTable, paragraph
+
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import Explanation
+
+__all__ = ["parts_of"]
+
+
+def parts_of(explanation: Explanation) -> Iterator[RenderableType]:
+    """What `text_of` prints below each other."""
+    from te_dynamo.inspect.page.modules import module_rows  # the page's folder loads Jinja2
+
+    facts = explanation.to_dict()
+    yield paragraph(explanation.headline)
+    reasons: dict[str, int] = {}
+    columns = ("module", "M x N x K", "dtype", "runs", "source")
+    tree = [*_tree(module_rows([*explanation.linears, *explanation.norms_activations]), reasons)]
+    yield from _table("modules", columns, tree, optional=("dtype", "source", "M x N x K"))
+    yield from _table("fusions", ("phase", "fusion", "count"), map(_values, facts["fusions"]))
+    yield from _table("lowered", ("phase", "te op", "runs", "count"), _lowered(facts["lowered"], reasons))
+    kept = map(_weight_row, explanation.kept_weights)
+    yield from _table("quantized weights", ("weight", "held as", "MiB", "kept"), kept, optional=("MiB",))
+    yield from _table("graph breaks", ("source", "reason"), map(_values, facts["graph_breaks"]))
+    if reasons:
+        yield "\nreasons\n"
+    for reason, number in reasons.items():
+        yield paragraph(f"({number}) {reason}", indent=5)
+    for note in facts["notes"]:
+        yield paragraph(f"\nnote: {note}")
+
+
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    optional: Sequence[str] = (),
+) -> Iterator[RenderableType]:
+    rows = list(rows)
+    if rows:
+        yield ""
+        yield FittedTable(title, columns, rows, optional)
+
+
+def _tree(rows: Sequence[dict[str, Any]], reasons: dict[str, int], depth: int = 0) -> Iterator[tuple[str, ...]]:
+    """A row for each module, its name behind two blanks for each module around it. Fills `reasons`: each with its number."""
+    for row in rows:
+        runs = row["runs"] if row["state"] else f"{row['taken']} of {row['linears']}" if row["linears"] else ""
+        if row["state"] == "left":
+            runs = f"{'' if row['kind'] == 'linear' else row['kind'] + ' '}left {_number(row['reason'], reasons)}"
+        yield f"{'  ' * depth}{row['name']}", row["shape"], row["dtype"], runs, row["source"]
+        yield from _tree(row["rows"], reasons, depth + 1)
+
+
+def _lowered(rows: Sequence[dict[str, Any]], reasons: dict[str, int]) -> Iterator[tuple[Any, ...]]:
+    for row in rows:
+        runs, because, reason = row["runs"].partition(" (")
+        if because:
+            runs = f"{runs} {_number(reason.removesuffix(')'), reasons)}"
+        yield row["phase"], row["op"], runs, row["count"]
+
+
+def _number(reason: str, reasons: dict[str, int]) -> str:
+    """ "(2)", under which the reason is printed once."""
+    return f"({reasons.setdefault(reason, len(reasons) + 1)})"
+
+
+def _values(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.values())
+
+
+def _weight_row(weight: WorkspaceRecord) -> tuple[str, ...]:
+    return weight.weight, weight.quantizer, f"{weight.nbytes / 2**20:.2f}", weight.kept

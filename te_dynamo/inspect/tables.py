@@ -1,0 +1,81 @@
+"""Text in a terminal's width: tables that fit it, and paragraphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["FittedTable", "paragraph", "text_of"]
+
+_WIDTH = 160
+"""Where there is no terminal: of a file, a notebook, a test."""
+
+
+@dataclasses.dataclass
+class FittedTable:
+    """A table without its empty columns.
+
+    optional: columns that go where the table would be wider than the terminal, the first at first. A line below names them. What is wider
+        even so is folded.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Iterable[Sequence[Any]]
+    optional: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [[str(cell) for cell in row] for row in self.rows]
+        shown = [index for index in range(len(self.columns)) if any(row[index] for row in rows)]
+        gone: list[str] = []
+        for name in (*self.optional, None):
+            table = self._table(rows, shown)
+            if (
+                name is None
+                or console.measure(table, options=options.update(max_width=10_000)).maximum <= options.max_width
+            ):
+                break
+            if name in (self.columns[index] for index in shown):
+                shown = [index for index in shown if self.columns[index] != name]
+                gone.append(name)
+        yield table
+        if gone:
+            yield paragraph(f"A wider terminal also shows: {', '.join(gone)}.")
+
+    def _table(self, rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Table:
+        table = Table(title=self.title or None, title_justify="left", box=MARKDOWN)
+        for index in shown:
+            table.add_column(Text(self.columns[index]), overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(row[index]) for index in shown))
+        return table
+
+
+def paragraph(text: str, indent: int = 0) -> RenderableType:
+    """`text` in the terminal's width, its lines after the first `indent` columns to the right."""
+    if not indent:
+        return Text(text)
+    head, _, rest = text.partition(" ")
+    grid = Table.grid()
+    grid.add_column(width=indent)
+    grid.add_row(Text(head), Text(rest))
+    return grid
+
+
+def text_of(parts: Iterable[RenderableType]) -> str:
+    """The parts below each other, for `print`: as wide as the terminal that stdout is."""
+    text = io.StringIO()
+    console = Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns, color_system=None)
+    for part in parts:
+        console.print(part)
+    lines = "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines)  # the box of a table has an empty line above and below
