@@ -78,6 +78,13 @@ class Explanation:
         return coverage(self.linears)
 
     @property
+    def estimated_ms(self) -> tuple[float, float] | None:
+        """(in the model's precision, as it runs) of the linears on the GPU that was named or that it ran on, as the cost model estimates them; None
+        where it knows none."""
+        known = [match.us for match in self.linears if match.us]
+        return (sum(us[0] for us in known) / 1e3, sum(us[1] for us in known) / 1e3) if known else None
+
+    @property
     def headline(self) -> str:
         """One line: coverage, recipes, counts; of a run without a GPU, what one would take."""
         matched = [match for match in self.linears if match.matched]
@@ -90,9 +97,15 @@ class Explanation:
         return (
             f"{here}coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
-            f"{self._share_with_rows()}"
+            f"{self._estimate()}{self._share_with_rows()}"
             f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{self._on_gpu()}"
         )
+
+    def _estimate(self) -> str:
+        if self.estimated_ms is None:
+            return ""
+        plain, ours = self.estimated_ms
+        return f"they take an estimated {ours:.3g} ms, {plain:.3g} ms without a recipe ({plain / ours:.2f}x); "
 
     def _on_gpu(self) -> str:
         if not isinstance(self.on_gpu, Explanation):

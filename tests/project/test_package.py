@@ -74,5 +74,7 @@ def test_a_wheel_runs_the_first_example_of_the_readme(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     ).stdout
-    assert "coverage 100.0% of linear FLOPs" in shown
+    assert "coverage 100.0% of linear FLOPs" in shown and "4 of 4 linears" in shown
+    (estimate,) = re.findall(r"\(([\d.]+)x\)", shown)
+    assert f"estimates that they are {estimate} times as fast" in (ROOT / "README.md").read_text()
     assert shown.splitlines()[-1] == str(tmp_path / "installed" / "te_dynamo" / "__init__.py")
