@@ -30,8 +30,7 @@ class Options:
     """What a user asked for.
 
     recipe:   the recipe of every linear that no rule names; None leaves the model in its own precision.
-    rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's module path
-              decides its recipe.
+    rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's path decides its recipe.
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
     fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
               each those to leave out.
@@ -99,10 +98,14 @@ class Options:
 
         return bool(dict(self.inductor).get("max_autotune", config.max_autotune))
 
-    def recipe_for(self, module_path: str) -> tuple[Recipe | None, str]:
-        """(recipe, why) of the linear at `module_path`; why is the rule that chose it, or the reason when the recipe is None."""
+    def recipe_for(self, path: str, parameter: str = "") -> tuple[Recipe | None, str]:
+        """(recipe, why) of the linear at `path`; why is the rule that chose it, or the reason when the recipe is None.
+
+        parameter: the part of the path that is a parameter's, "qkv_w" of "blocks.0.qkv_w": what names "blocks.0" holds for it too.
+        """
+        module = path.removesuffix(parameter).removesuffix(".")
         for pattern, chosen in self.rules:
-            if re.search(pattern, module_path):
+            if re.search(pattern, path) or re.search(pattern, module):
                 return chosen, f"rule {pattern!r} " + (
                     "leaves it in the model's precision" if chosen is None else "chooses it"
                 )

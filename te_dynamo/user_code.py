@@ -9,7 +9,7 @@ from types import CodeType
 import torch
 from torch import fx
 
-__all__ = ["OWNERS", "clean_path", "is_torchs", "source_line", "traced_code"]
+__all__ = ["OWNERS", "clean_path", "has_own_path", "is_torchs", "source_line", "traced_code"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
@@ -49,6 +49,13 @@ def clean_path(name: str) -> str:
     name = _INDEX.sub(r".\1", _ROOT.sub("", name))
     parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
     return ".".join(part for part in parts if part and part not in _WRAPPERS)
+
+
+def has_own_path(parameter: str) -> bool:
+    """Whether the linear by that parameter has its path ("blocks.0.qkv_w"), not its module's, which stands for `weight`."""
+    return (
+        bool(parameter) and parameter.rpartition(".")[2] != "weight" and "parametrizations" not in parameter.split(".")
+    )
 
 
 def traced_code() -> CodeType | None:

@@ -51,7 +51,7 @@ from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL, RELU, wr
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, why_no_te_norm
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import written_norm
 from te_dynamo.passes.torch_ir.match.values import FLOATS, arguments, calls, fixed, left_as_plain, sole_user, tensor_of
-from te_dynamo.passes.torch_ir.match.where import module_path
+from te_dynamo.passes.torch_ir.match.where import linear_path
 
 _te = torch.ops.te
 _LINEAR = _te.linear.default
@@ -183,7 +183,7 @@ class _Reader:
         output = sole_user(node)
         if output is None:
             return None
-        recipe, _ = self.options.recipe_for(module_path(node, weight))
+        recipe, _ = self.options.recipe_for(*linear_path(node, weight))
         if recipe is None:
             return None
         out_features, in_features = tensor_of(weight).shape  # type: ignore[union-attr]

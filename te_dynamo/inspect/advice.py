@@ -29,6 +29,7 @@ from torch import fx, nn
 from te_dynamo.inspect.report import MatchRecord, Report
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.options import Options
+from te_dynamo.user_code import has_own_path
 
 __all__ = ["advise", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
 
@@ -121,7 +122,7 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
     if asked and not known.matched and (whole or _all_seen(modules, known)):
         yield from _nothing_matched(linears, modules)
     if modules or whole:
-        yield from _rules_without_effect(options, [*(path for path, _ in modules), *known.linears])
+        yield from _rules_without_effect(options, [*(path for path, _ in modules), *_own_paths(model), *known.linears])
     yield from _quantized_already(modules)
     matched = [match for match in linears if match.matched]
     if options.weight_cache == "step" and matched and not report.workspaces:
@@ -139,6 +140,13 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
             f"async_tp=True overlaps nothing for the {len(matched)} linears of this graph: only sequence-parallel linears on GPUs, with one "
             "scale a tensor, whose weights are multiplied one by one; the notes of explain have a reason for each collective"
         )
+
+
+def _own_paths(model: nn.Module | None) -> Iterator[str]:
+    """The paths of parameters by which a module may multiply itself."""
+    for name, parameter in () if model is None else model.named_parameters():
+        if parameter.dim() > 1 and has_own_path(name):
+            yield name
 
 
 def _all_seen(modules: Sequence[tuple[str, nn.Module]], known: _Model) -> bool:

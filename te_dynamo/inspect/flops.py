@@ -74,7 +74,7 @@ def _copied(tree: Any) -> Any:
 def share_with_rows(found: MatrixFlops, rows: Sequence[MatchRecord]) -> float:
     """Which share of the FLOPs is a row's, or of a product of activations, 0 to 1. A row without a size, since data decides it, stands
     for what its module did."""
-    unknown = {row.module for row in rows if not row.flops}
+    unknown = {row.owner for row in rows if not row.flops}
     counted = sum(row.flops for row in rows) + sum(found.by_weight[module] for module in unknown)
     return (min(counted, found.by_weight.total()) + found.activations) / found.total if found.total else 1.0
 

@@ -43,14 +43,17 @@ def rows_left_out(
             yield MatchRecord("linear", matched=False, reason=reason, flops=flops)
         return
     modules = dict(target.named_modules(remove_duplicate=False))
-    known = {id(modules[row.module]) for row in rows if row.module in modules}
+    known = {id(modules[row.owner]) for row in rows if row.owner in modules}
     counted = dict.fromkeys(linears_of(target), 0) if found is None else found.by_weight
     for path, flops in counted.items():
         if id(modules.get(path)) in known or any(row.module.startswith(f"{path}." if path else "") for row in rows):
             continue
         reason = why_in_no_graph(target, path, seen)
-        if twin := next((row for row in rows if path in row.shared), None):
-            yield dataclasses.replace(twin, module=path, flops=flops, shared=(twin.module,))
+        twins = {at: row for row in rows if (at := f"{path}.{row.parameter}".strip(".")) in row.shared}
+        if twins:
+            for at, twin in twins.items():
+                own = twin.flops if len(twins) > 1 else flops
+                yield dataclasses.replace(twin, module=at, flops=own, shared=(twin.module,))
         elif reason or found is not None:
             yield MatchRecord("linear", path, matched=False, reason=reason or _between_graphs(seen), flops=flops)
 

@@ -16,6 +16,7 @@ class MatchRecord:
     kind:    "linear", "rms_norm", "layer_norm", "layer_norm_modulate", "gelu", "quick_gelu", "silu", "relu", "relu2",
              or "gated silu" and its like.
     module:  path of the module that holds it ("layers.0.mlp.down_proj"), "" where the graph gives none.
+    parameter: the part of `module` that names a parameter which the module holds itself: "qkv_w" of "layers.0.qkv_w"; "" of `weight`.
     source:  the user's line, "file.py:17", "" where unknown.
     matched: whether it became a te operation.
     reason:  why it was left in the user's precision; "" when matched.
@@ -41,6 +42,12 @@ class MatchRecord:
     groups: int = 0
     us: tuple[float, ...] = ()
     shared: tuple[str, ...] = ()
+    parameter: str = ""
+
+    @property
+    def owner(self) -> str:
+        """The path of the module alone."""
+        return self.module.removesuffix(self.parameter).removesuffix(".")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Matcher:
     def match(self, gm: fx.GraphModule, recipe_for: RecipeFor | None = None, outside: str = "") -> list[MatchRecord]:
         """Rewrites `gm` and its bodies in place; its records in the order of the graph.
 
-        recipe_for: (recipe, which rule chose it or why it is None) by module path, the options' own by default.
+        recipe_for: (recipe, which rule chose it or why it is None) by `linear_path`, the options' own by default.
         outside: why nothing in here may be rewritten, "" normally.
         """
         recipe_for = recipe_for or self.recipe_for
@@ -91,10 +91,10 @@ class Matcher:
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]
 
-    def recipe_for(self, path: str) -> tuple[Recipe | None, str]:
+    def recipe_for(self, path: str, parameter: str) -> tuple[Recipe | None, str]:
         """The options' choice, None where another module that runs the same graph has a choice of its own."""
-        chosen, others = self.options.recipe_for(path), also_run_at(path)
-        alike = all(self.options.recipe_for(other)[0] == chosen[0] for other in others)
+        chosen, others = self.options.recipe_for(path, parameter), also_run_at(path)
+        alike = all(self.options.recipe_for(other, parameter)[0] == chosen[0] for other in others)
         if alike or tell_apart(1 + len(others)):
             return chosen
         return None, (
@@ -112,14 +112,15 @@ class Matcher:
         # The names inside are those of the first call; the others run the same code at other places of the model.
         first, *_ = paths = [module_path(call) for call in calls]
 
-        def recipe_for_all(path: str) -> tuple[Recipe | None, str]:
-            recipes = [recipe_for(_moved(path, first, to)) for to in paths]
+        def recipe_for_all(path: str, parameter: str) -> tuple[Recipe | None, str]:
+            recipes = [recipe_for(_moved(path, first, to), parameter) for to in paths]
             if any(recipe != recipes[0][0] for recipe, _ in recipes):
                 return None, f"{len(calls)} modules share this compiled region, and the rules treat them differently"
             return recipes[0]
 
         if id(body) not in self._bodies:
             ask_for_what_was_replaced(body)
+            _name_parameters(body, calls[0])
             self._bodies[id(body)] = self.match(body, recipe_for_all, outside)
         for call, path in zip(calls, paths, strict=True):
             for record in self._bodies[id(body)]:
@@ -131,6 +132,14 @@ def _drop_metadata_assertions(graph: fx.Graph) -> None:
     readers of the tensors."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
+
+
+def _name_parameters(body: fx.GraphModule, call: fx.Node) -> None:
+    """A body's parameters know which of the model's they are, as those of the graph do: both have one name."""
+    known = {operand.name: operand for operand in call.all_input_nodes}
+    for placeholder in body.graph.find_nodes(op="placeholder"):
+        if source := getattr(known.get(placeholder.name), "_dynamo_source", None):
+            placeholder._dynamo_source = source
 
 
 def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:

@@ -33,12 +33,11 @@ from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYTES_PER_US, is_kept, waiting_for_cpu
-from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, becomes_fp8, estimated_times, hint, named_by_rule
-from te_dynamo.passes.torch_ir.match.patterns.products import Product, is_parameter, product_of, without_casts
+from te_dynamo.passes.torch_ir.match.patterns.products import Product, is_parameter, product_of
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared
 from te_dynamo.passes.torch_ir.match.values import tensor_of
-from te_dynamo.passes.torch_ir.match.where import module_path
+from te_dynamo.passes.torch_ir.match.where import linear_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import Rates, rates_of
@@ -235,13 +234,13 @@ def _runs(part: Region) -> int:
 
 def _add_linear(found: _Time, node: fx.Node, product: Product, recipe_for: RecipeFor, runs: int, rates: Rates) -> bool:
     """Whether its time is known."""
-    path = module_path(node, parameter_below(product.weight) or without_casts(product.weight))
-    recipe = recipe_for(path)[0]
+    path = linear_path(node, product.weight)
+    recipe = recipe_for(*path)[0]
     times = estimated_times(node, product, recipe or Float8CurrentScaling())
     if not times:
         return False
     learns = tensor_of(node).requires_grad
-    kept, named = is_kept(product.weight), named_by_rule(recipe_for, path)
+    kept, named = is_kept(product.weight), named_by_rule(recipe_for, *path)
     in_fp8 = recipe is not None and becomes_fp8(node, product, recipe, named)
     launches = 3 + _OF_BIAS * (product.bias is not None) if learns else 1
     more = (_MORE_IN_FP8 if learns else _OF_X + _OF_WEIGHT) - _OF_WEIGHT * kept

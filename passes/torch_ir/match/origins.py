@@ -18,7 +18,7 @@ from torch import fx
 
 from te_dynamo.passes.torch_ir.match.values import tensor_of
 
-__all__ = ["Origin", "is_module_parameter", "origin_of", "origins_known", "parameter_below"]
+__all__ = ["Origin", "is_module_parameter", "origin_of", "origins_known", "parameters_below"]
 
 
 class Origin(enum.IntEnum):
@@ -91,14 +91,13 @@ def is_module_parameter(node: fx.Node | None) -> bool:
     )
 
 
-def parameter_below(node: Any) -> fx.Node | None:
-    """The first parameter that a weight is made of, which says whose it is; None where there is none."""
+def parameters_below(node: Any) -> Iterator[fx.Node]:
+    """The parameters that a weight is made of; the first says whose it is."""
     waiting, seen = [node] if isinstance(node, fx.Node) else [], set()
     while waiting:
         current = waiting.pop()
         if is_module_parameter(current) and current.op in ("placeholder", "get_attr"):
-            return current
+            yield current
         fresh = [operand for operand in current.all_input_nodes if operand not in seen]
         seen.update(fresh)
         waiting += reversed(fresh)
-    return None

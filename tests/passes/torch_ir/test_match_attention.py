@@ -74,7 +74,7 @@ def test_its_parts_take_its_place() -> None:
     assert_same(compiled, tokens())
     assert compiled.text().count("te.linear(") == 2 and "multi_head_attention_forward" not in compiled.text()
     assert [(r.module, r.shape, r.matched) for r in compiled.records] == [
-        ("attention", ("16", "96", "32"), True),
+        ("attention.in_proj_weight", ("16", "96", "32"), True),
         ("attention.out_proj", ("16", "32", "32"), True),
     ]
     assert compiled.records[0].source.startswith("torch_ir/test_match_attention.py:")
@@ -200,7 +200,7 @@ def test_encoder_layer_in_inference(given: dict[str, Any]) -> None:
     prefix = "0." if not given else ""
     linears = [record for record in compiled.records if record.kind == "linear"]
     assert [record.module for record in linears] == [
-        prefix + name for name in ("self_attn", "self_attn.out_proj", "linear1", "linear2")
+        prefix + name for name in ("self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2")
     ]
     assert all(record.matched for record in linears)
     assert "_transformer_encoder_layer_fwd" not in compiled.text()

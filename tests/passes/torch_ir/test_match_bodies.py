@@ -285,7 +285,7 @@ def test_source_line_skips_torch():
     assert source_line(node) == "b/model.py:7"
 
 
-def test_parameter_of_the_root_gives_its_owner():
+def test_a_rule_for_the_owner_of_a_parameter_that_the_root_reads():
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -297,7 +297,7 @@ def test_parameter_of_the_root_gives_its_owner():
 
     compiled = Matched(Holder(), rules=[(r"^inner$", None)])
     compiled(torch.randn(4, 32))
-    assert compiled.records[0].module == "inner" and not compiled.records[0].matched
+    assert compiled.records[0].module == "inner.w" and not compiled.records[0].matched
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def match_attention(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> 
         or left_as_plain(*(operand for operand in node.all_input_nodes if not is_number(operand)))
     )
     recipes = [recipe for _, recipe in found]
-    recipes += [recipe_for(f"{path_prefix.get() or ''}{_owner(weight)}")[0] for weight, _ in hidden]
+    recipes += [recipe_for(f"{path_prefix.get() or ''}{_owner(weight)}", "")[0] for weight, _ in hidden]
     if not reason and any(recipe is not None for recipe in recipes):
         try:
             for new in inline_call(node, parts):

@@ -60,6 +60,7 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
             name = getattr(node.target, "__name__", node.target)
             apart = f"inside torch.{name}, which te_dynamo does not take apart"
             apart += "; write it as products of two" if steps else ""
+            apart += "; write it as torch.bmm and a sum" if name in ("addbmm", "baddbmm") else ""
             record.reason = outside or _reason_of_convolution(node, weight) or apart
         record.matched, record.recipe = False, ""
         records.append(record)

@@ -83,9 +83,9 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
-        if not record.reason and not named_by_rule(recipe_for, record.module):
+        if not record.reason and not named_by_rule(recipe_for, record.module, record.parameter):
             record.reason = kept_in_fp32(node, x, weight)
-        if not record.reason and not named_by_rule(recipe_for, record.module):
+        if not record.reason and not named_by_rule(recipe_for, record.module, record.parameter):
             record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""

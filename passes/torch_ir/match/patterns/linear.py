@@ -32,11 +32,10 @@ from te_dynamo.passes.torch_ir.match.cost import (
     waiting_for_cpu,
 )
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
-from te_dynamo.passes.torch_ir.match.origins import parameter_below
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
 from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padded_rows, padding
-from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions, without_casts
+from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, local, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
@@ -52,21 +51,21 @@ from te_dynamo.passes.torch_ir.match.values import (
     replace,
     tensor_of,
 )
-from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.passes.torch_ir.match.where import linear_path, source_line
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 
 __all__ = ["RecipeFor", "becomes_fp8", "estimated_times", "hint", "linear_record", "match_linear", "named_by_rule"]
 
-RecipeFor = Callable[[str], tuple[Recipe | None, str]]
-"""(recipe, which rule chose it or why it is None) by module path."""
+RecipeFor = Callable[[str, str], tuple[Recipe | None, str]]
+"""(recipe, which rule chose it or why it is None) by `linear_path`."""
 
 
 def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> list[MatchRecord]:
     """Replaces `node` by te.linear where it is a linear that may become one; its record, or none for any other node.
 
-    recipe_for: (recipe, which rule chose it or why it is None) by module path.
+    recipe_for: (recipe, which rule chose it or why it is None) by `linear_path`.
     outside: a reason that holds for the whole graph (a body that is not rewritten), "" normally.
     """
     product = product_of(node)
@@ -74,7 +73,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
         return []
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
-        named = named_by_rule(recipe_for, record.module)
+        named = named_by_rule(recipe_for, record.module, record.parameter)
         record.us = estimated_times(node, product, recipe)
         record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
     if recipe is None or record.reason:
@@ -253,7 +252,7 @@ def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | No
 def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Recipe, transposed: bool) -> str:
     shape, rank = tensor_of(weight).shape, tensor_of(x).dim()
     if len(shape) != 2 or rank < 1:
-        return f"its weight has {len(shape)} dimensions and its input {rank}; expected 2, and 1 or more"
+        return f"its weight has {len(shape)} dimensions and its input {rank}: no product by a matrix"
     n, k = map(fixed, reversed(shape) if transposed else shape)
     if n is None or k is None:
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
@@ -349,10 +348,9 @@ def _reads(node: fx.Node, x: fx.Node) -> bool:
 
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies: none on a GPU without kernels, unless a rule names the linear."""
-    record = MatchRecord(
-        "linear", module_path(node, parameter_below(weight) or without_casts(weight)), source_line(node)
-    )
-    recipe, why = recipe_for(record.module)
+    path, parameter = linear_path(node, weight)
+    record = MatchRecord("linear", path, source_line(node), parameter=parameter)
+    recipe, why = recipe_for(path, parameter)
     value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     if recipe is not None and why == "" and value is not None and value.device.type == "cuda":
         why = why_no_kernels(target_of(value.device))
@@ -366,9 +364,9 @@ def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFo
     return record, recipe
 
 
-def named_by_rule(recipe_for: RecipeFor, module: str) -> bool:
+def named_by_rule(recipe_for: RecipeFor, path: str, parameter: str) -> bool:
     """Whether the recipe of a linear is a rule's choice, not that of the whole model."""
-    recipe, why = recipe_for(module)
+    recipe, why = recipe_for(path, parameter)
     return recipe is not None and why != ""
 
 
