@@ -1,5 +1,6 @@
 """The data of explain's page: the tree of modules, the reasons, the drawn graphs, and that the file needs no other."""
 
+import datetime
 import json
 import re
 
@@ -121,6 +122,20 @@ te operations a step: 52 (they read and write 9.2 GiB; how many kernels is not k
 Time of the linears, estimated: 11.63 ms (beside 18.83 ms in the model's precision on an NVIDIA H200, 1.62x; of 8 of 9 linears, norms and all else not counted)
 Graphs: 1 (0 graph breaks; no quantized weight is kept)""",
     )
+
+
+def test_the_head_says_what_was_explained_where_and_when(data):
+    head = data["head"]
+    assert (head["model"], head["recipe"]) == ("Net", "float8_current_scaling")
+    assert head["device"] == "as an NVIDIA H200 would run it"
+    assert head["date"] == datetime.date.today().isoformat()
+    assert head["versions"] == f"te_dynamo {te_dynamo.__version__}, torch {torch.__version__}"
+
+
+def test_the_head_of_a_function_that_ran_here():
+    torch._dynamo.reset()
+    found = page_data(te_dynamo.explain(F.gelu, torch.ones(3), options={"codegen": "eager"}))
+    assert (found["head"]["model"], found["head"]["device"]) == ("gelu", "CPU")
 
 
 def test_stages_and_what_was_before_them(data):

@@ -1,6 +1,7 @@
 """The page of `Explanation.to_html`: one file with all it needs, which loads nothing.
 
 data.py      Explanation -> plain data: cards, reasons, tables
+head.py      what was explained, where, when, by which versions
 modules.py   rows of linears, norms and activations -> the tree of modules, equal layers one row
 graphs.py    the captured graphs -> nodes and arrows to draw, equal layers once
 template.html.j2, style.css, page.js   what shows them

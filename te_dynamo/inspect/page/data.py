@@ -7,15 +7,17 @@ from typing import Any
 
 from te_dynamo.inspect.explain import Explanation, gpu_name
 from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
+from te_dynamo.inspect.page.head import head, recipes
 from te_dynamo.inspect.page.modules import module_rows
 
 __all__ = ["page_data"]
 
 
 def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any]:
-    """{"headline", "cards", "reasons", "modules", "stages", "tables", "numerics"}"""
+    """{"head", "headline", "cards", "reasons", "modules", "stages", "tables", "numerics"}"""
     facts = explanation.to_dict()
     return {
+        "head": head(explanation),
         "headline": explanation.headline,
         "cards": _cards(explanation, facts),
         "reasons": _reasons(facts),
@@ -35,12 +37,11 @@ def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any
 def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, str]]:
     linears, others = facts["linears"], facts["norms_activations"]
     taken = sum(row["matched"] for row in linears)
-    recipes = ", ".join(dict.fromkeys(row["recipe"] for row in linears if row["recipe"])) or "no recipe"
     return [
         _card(
             "Linear FLOPs in a recipe",
             f"{facts['coverage'] * 100:.1f}%",
-            f"{taken} of {len(linears)} linears, in {recipes}",
+            f"{taken} of {len(linears)} linears, in {recipes(explanation)}",
         ),
         _card(
             "Rows",
