@@ -75,8 +75,8 @@ def test_equal_layers_are_one_row(data):
 layers: 8 of 8
   0-3, alike (4): 8 of 8
     gelu: 0 of 0 te.gelu
-    up: 1 of 1 float8_current_scaling
-    down: 1 of 1 float8_current_scaling
+    up: 4 of 4 float8_current_scaling
+    down: 4 of 4 float8_current_scaling
     norm: 0 of 0 te.rms_norm
 head: 0 of 1 bf16 (left) rule 'head' leaves it in the model's precision""",
     )
@@ -100,6 +100,17 @@ def test_the_sums_of_a_folded_row_are_those_of_all_layers():
     assert (row["flops"], row["linears"], row["taken"], row["left"]) == (5 * 1024, 5, 5, 0)
 
 
+def test_children_add_up_to_their_parents():
+    records = [record(f"blocks.{i}.{j}.{name}") for i in range(2) for j in range(3) for name in ("up", "down")]
+    rows = module_rows(records)
+    assert rows[0]["flops"] == 12 * 1024
+    while rows:
+        rows, parents = [child for row in rows for child in row["rows"]], rows
+        for parent in parents:
+            for key in ("flops", "covered", "linears", "taken", "left") if parent["rows"] else ():
+                assert parent[key] == sum(child[key] for child in parent["rows"])
+
+
 def test_the_model_itself_and_two_calls_of_one_module_have_rows():
     rows = [record(""), record("fc"), record("fc")]
     assert [(row["name"], len(row["rows"])) for row in module_rows(rows)] == [("linear", 0), ("fc", 2)]
@@ -119,9 +130,15 @@ def test_cards(data):
 Linear FLOPs in a recipe: 99.8% (8 of 9 linears, in float8_current_scaling)
 Rows: 17 (9 linears, 8 norms and activations; 100.0% of all matrix FLOPs have a row or are products of activations)
 te operations a step: 52 (they read and write 9.2 GiB; how many kernels is not known: none was compiled for a GPU here)
-Time of the linears, estimated: 11.63 ms (beside 18.83 ms in the model's precision on an NVIDIA H200, 1.62x; of 8 of 9 linears, norms and all else not counted)
+Time of the linears, estimated: 11.63 ms (18.83 ms in the model's precision on an NVIDIA H200, 1.62x; 8 of 9 linears; norms and all else are not counted)
 Graphs: 1 (0 graph breaks; no quantized weight is kept)""",
     )
+
+
+def test_a_run_without_a_gpu_has_no_card_of_times():
+    torch._dynamo.reset()
+    found = page_data(te_dynamo.explain(nn.Linear(16, 16), torch.ones(16, 16), options={"codegen": "eager"}))
+    assert not [card["title"] for card in found["cards"] if "Time" in card["title"]]
 
 
 def test_the_head_says_what_was_explained_where_and_when(data):
