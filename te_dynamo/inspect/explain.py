@@ -153,7 +153,7 @@ class Explanation:
     def to_html(self, path: Any, comparison: Any = None) -> None:
         """Writes a page with all of this and the graph of each stage: one file, which loads nothing.
 
-        comparison: what te_dynamo.compare found, or any object whose to_dict() has "rows", a list of dictionaries, and "summary", one.
+        comparison: what te_dynamo.compare found, for the tab Numerics.
         """
         from te_dynamo.inspect.page import render  # Jinja2 is loaded by those who want a page
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from helpers.comparisons import comparison
 from torch import nn
 
 import te_dynamo
@@ -281,19 +282,15 @@ def test_names_are_escaped(tmp_path):
     te_dynamo.explain(model, torch.ones(16, 16), options={"codegen": "eager"}).to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>bold" not in page
-    assert page.count("</script>") == 5
+    assert page.count("</script>") == 8
     text = re.search(r'<script id="data" type="application/json">(.*?)</script>', page).group(1)
     assert json.loads(text)["modules"][0]["path"] == "</script><b>bold</b>"
 
 
 def test_a_comparison_is_a_tab(explanation, tmp_path):
-    class Comparison:
-        def to_dict(self):
-            return {"rows": [{"module": "fc", "snr_output_db": 31.5}], "summary": {"worst_module": "fc"}}
-
-    explanation.to_html(tmp_path / "page.html", comparison=Comparison())
+    explanation.to_html(tmp_path / "page.html", comparison=comparison(["layers.0.up"]))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert 'data-tab="numerics"' in page and "snr_output_db" in page and "worst module" in page
+    assert 'data-tab="numerics"' in page and "Worst linear" in page
 
 
 def test_a_model_without_linears(tmp_path):

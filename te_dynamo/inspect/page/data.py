@@ -9,6 +9,7 @@ from te_dynamo.inspect.explain import Explanation, gpu_name
 from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
 from te_dynamo.inspect.page.head import head, recipes
 from te_dynamo.inspect.page.modules import module_rows
+from te_dynamo.inspect.page.numerics import numerics
 
 __all__ = ["page_data"]
 
@@ -30,7 +31,7 @@ def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any
             "Graph breaks": facts["graph_breaks"],
             "Notes": [{"note": note} for note in facts["notes"]],
         },
-        "numerics": None if comparison is None else comparison.to_dict(),
+        "numerics": None if comparison is None else numerics(comparison, explanation.linears),
     }
 
 
