@@ -35,7 +35,8 @@ def test_what_was_not_measured_has_no_card():
 def test_the_module_is_first_snrs_follow_and_empty_columns_go():
     columns = of(comparison(LAYERS))["columns"]
     assert [column["title"] for column in columns if column["visible"]] == ["module", "output", "dx", "x", "M x N x K"]
-    assert {column["field"]: column["form"] for column in columns if not column["visible"]}["x_flushed"] == "percent"
+    forms = {column["field"]: column["form"] for column in columns if not column["visible"]}
+    assert (forms["x_flushed"], forms["x_amax"], forms["finite"]) == ("percent", "number", "text")
     assert not {"note", "snr_dw_db", "weight_amax"} & {column["field"] for column in columns}
 
 

@@ -86,7 +86,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _form(field: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    if not all(isinstance(row[field], (int, float, type(None))) for row in rows):
+    if not {type(row[field]) for row in rows} <= {int, float, type(None)}:  # True is an int too
         return "text"
     return "db" if field.endswith("_db") else "percent" if field.endswith(_SHARES) else "number"
 
