@@ -58,6 +58,7 @@ def browser():
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    browser.implicitly_wait(5)  # tables are built after the click that opens their tab
     yield browser
     browser.quit()
 
@@ -313,6 +314,7 @@ def test_pictures_of_the_tree_and_the_numbers(opened, width):
 )  # fmt: skip
 def test_the_dark_page_is_dark(opened, tab, place):
     click(opened, f"[data-tab={tab}]")
+    opened.find_element("css selector", place)
     assert background(opened, place) > 200
     scheme(opened, "dark")
     assert background(opened, place) < 80

@@ -42,6 +42,7 @@ def test_the_module_is_first_snrs_follow_and_empty_columns_go():
 
 def test_dots_are_in_the_order_of_the_model():
     plot = of(comparison(LAYERS[::-1], worst=LAYERS[:1]))["plot"]
+    assert plot["products"] == ["output", "dx"], "dw was not measured"
     output = [dot for dot in plot["dots"] if dot["product"] == "output"]
     assert [dot["title"].partition(":")[0] for dot in output] == LAYERS
     assert [dot["x"] for dot in output] == sorted(dot["x"] for dot in output)

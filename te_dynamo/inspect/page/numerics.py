@@ -92,12 +92,12 @@ def _form(field: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], linears: Sequence[MatchRecord]) -> dict[str, Any]:
-    """{"dots": [{"x", "y", "product", "title"}], "lines": [{"y", "label"}]}, places in percent of the plot."""
+    """{"products", "dots": [{"x", "y", "product", "title"}], "lines": [{"y", "label"}]}, places in percent of the plot."""
     places = {record.module: place for place, record in enumerate(linears)}
     ordered = sorted(rows, key=lambda row: places.get(row["module"], len(places)))
     values = [row[f"snr_{product}_db"] for row in rows for product in _DRAWN if row[f"snr_{product}_db"] is not None]
     if not values:
-        return {"dots": [], "lines": []}
+        return {"products": [], "dots": [], "lines": []}
     step = 5 if max(values) - min(values) < 30 else 20
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step or step
     high = max(high, low + step)
@@ -116,7 +116,8 @@ def _plot(rows: Sequence[Mapping[str, Any]], linears: Sequence[MatchRecord]) -> 
         for product in _DRAWN
         if row[f"snr_{product}_db"] is not None
     ]
-    return {"dots": dots, "lines": [{"y": height(value), "label": value} for value in range(low, high + 1, step)]}
+    lines = [{"y": height(value), "label": value} for value in range(low, high + 1, step)]
+    return {"products": list(dict.fromkeys(dot["product"] for dot in dots)), "dots": dots, "lines": lines}
 
 
 def _rules(rules: Sequence[tuple[str, Any]]) -> str:
