@@ -53,6 +53,7 @@ class Explanation:
         device: str = "",
         on_gpu: Explanation | str | None = None,
         graphs: Captured | None = None,
+        model: str = "",
     ) -> None:
         self.reports = reports
         self.graph_breaks = graph_breaks
@@ -60,6 +61,7 @@ class Explanation:
         self.device = device  # that it was rewritten for without running on it, "" for a run
         self.on_gpu = on_gpu  # of a run without a GPU: what one would do, or why that is not known
         self.graphs = graphs  # after each stage, and before it
+        self.model = model  # name of its class, or of the function
         self._left_out = left_out
 
     @property
@@ -162,7 +164,7 @@ class Explanation:
     def to_html(self, path: Any, comparison: Any = None) -> None:
         """Writes a page with all of this and the graph of each stage: one file, which loads nothing.
 
-        comparison: what te_dynamo.compare found, or any object whose to_dict() has "rows", a list of dictionaries, and "summary", one.
+        comparison: what te_dynamo.compare found, for the tab Numerics.
         """
         from te_dynamo.inspect.page import render  # Jinja2 is loaded by those who want a page
 
@@ -277,7 +279,7 @@ def _on_gpu(args: Any, kwargs: Any) -> bool:
 def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
     with unchanged(target, args, kwargs):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
-    return Explanation(graphs.reports, breaks, flops, left_out, graphs=graphs)
+    return Explanation(graphs.reports, breaks, flops, left_out, graphs=graphs, model=_name(target))
 
 
 def _explain_for(
@@ -294,7 +296,7 @@ def _explain_for(
         moved(target, (args, kwargs)) as (args, kwargs),
     ):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
-    return Explanation(graphs.reports, breaks, flops, left_out, device, graphs=graphs)
+    return Explanation(graphs.reports, breaks, flops, left_out, device, graphs=graphs, model=_name(target))
 
 
 def _compile_and_run(
@@ -331,6 +333,10 @@ def _run(compiled: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> N
     leaves = [leaf for leaf in (*parameters, *tensors_in((args, kwargs))) if leaf.requires_grad]
     if outputs and leaves:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__qualname__", type(target).__name__)
 
 
 def _te_backend() -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """The data of explain's page: the tree of modules, the reasons, the drawn graphs, and that the file needs no other."""
 
+import datetime
 import json
 import re
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from helpers.comparisons import comparison
 from torch import nn
 
 import te_dynamo
@@ -74,8 +76,8 @@ def test_equal_layers_are_one_row(data):
 layers: 8 of 8
   0-3, alike (4): 8 of 8
     gelu: 0 of 0 te.gelu
-    up: 1 of 1 float8_current_scaling
-    down: 1 of 1 float8_current_scaling
+    up: 4 of 4 float8_current_scaling
+    down: 4 of 4 float8_current_scaling
     norm: 0 of 0 te.rms_norm
 head: 0 of 1 bf16 (left) rule 'head' leaves it in the model's precision""",
     )
@@ -99,6 +101,17 @@ def test_the_sums_of_a_folded_row_are_those_of_all_layers():
     assert (row["flops"], row["linears"], row["taken"], row["left"]) == (5 * 1024, 5, 5, 0)
 
 
+def test_children_add_up_to_their_parents():
+    records = [record(f"blocks.{i}.{j}.{name}") for i in range(2) for j in range(3) for name in ("up", "down")]
+    rows = module_rows(records)
+    assert rows[0]["flops"] == 12 * 1024
+    while rows:
+        rows, parents = [child for row in rows for child in row["rows"]], rows
+        for parent in parents:
+            for key in ("flops", "covered", "linears", "taken", "left") if parent["rows"] else ():
+                assert parent[key] == sum(child[key] for child in parent["rows"])
+
+
 def test_the_model_itself_and_two_calls_of_one_module_have_rows():
     rows = [record(""), record("fc"), record("fc")]
     assert [(row["name"], len(row["rows"])) for row in module_rows(rows)] == [("linear", 0), ("fc", 2)]
@@ -118,9 +131,29 @@ def test_cards(data):
 Linear FLOPs in a recipe: 99.8% (8 of 9 linears, in float8_current_scaling)
 Rows: 17 (9 linears, 8 norms and activations; 100.0% of all matrix FLOPs have a row or are products of activations)
 te operations a step: 52 (they read and write 9.2 GiB; how many kernels is not known: none was compiled for a GPU here)
-Time of the linears, estimated: 11.63 ms (beside 18.83 ms in the model's precision on an NVIDIA H200, 1.62x; of 8 of 9 linears, norms and all else not counted)
+Time of the linears, estimated: 11.63 ms (18.83 ms in the model's precision on an NVIDIA H200, 1.62x; 8 of 9 linears; norms and all else are not counted)
 Graphs: 1 (0 graph breaks; no quantized weight is kept)""",
     )
+
+
+def test_a_run_without_a_gpu_has_no_card_of_times():
+    torch._dynamo.reset()
+    found = page_data(te_dynamo.explain(nn.Linear(16, 16), torch.ones(16, 16), options={"codegen": "eager"}))
+    assert not [card["title"] for card in found["cards"] if "Time" in card["title"]]
+
+
+def test_the_head_says_what_was_explained_where_and_when(data):
+    head = data["head"]
+    assert (head["model"], head["recipe"]) == ("Net", "float8_current_scaling")
+    assert head["device"] == "as an NVIDIA H200 would run it"
+    assert head["date"] == datetime.date.today().isoformat()
+    assert head["versions"] == f"te_dynamo {te_dynamo.__version__}, torch {torch.__version__}"
+
+
+def test_the_head_of_a_function_that_ran_here():
+    torch._dynamo.reset()
+    found = page_data(te_dynamo.explain(F.gelu, torch.ones(3), options={"codegen": "eager"}))
+    assert (found["head"]["model"], found["head"]["device"]) == ("gelu", "CPU")
 
 
 def test_stages_and_what_was_before_them(data):
@@ -249,19 +282,15 @@ def test_names_are_escaped(tmp_path):
     te_dynamo.explain(model, torch.ones(16, 16), options={"codegen": "eager"}).to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>bold" not in page
-    assert page.count("</script>") == 5
+    assert page.count("</script>") == 8
     text = re.search(r'<script id="data" type="application/json">(.*?)</script>', page).group(1)
     assert json.loads(text)["modules"][0]["path"] == "</script><b>bold</b>"
 
 
 def test_a_comparison_is_a_tab(explanation, tmp_path):
-    class Comparison:
-        def to_dict(self):
-            return {"rows": [{"module": "fc", "snr_output_db": 31.5}], "summary": {"worst_module": "fc"}}
-
-    explanation.to_html(tmp_path / "page.html", comparison=Comparison())
+    explanation.to_html(tmp_path / "page.html", comparison=comparison(["layers.0.up"]))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert 'data-tab="numerics"' in page and "snr_output_db" in page and "worst module" in page
+    assert 'data-tab="numerics"' in page and "Worst linear" in page
 
 
 def test_a_model_without_linears(tmp_path):

@@ -1,9 +1,12 @@
 """The page of `Explanation.to_html`: one file with all it needs, which loads nothing.
 
 data.py      Explanation -> plain data: cards, reasons, tables
+head.py      what was explained, where, when, by which versions
 modules.py   rows of linears, norms and activations -> the tree of modules, equal layers one row
 graphs.py    the captured graphs -> nodes and arrows to draw, equal layers once
-template.html.j2, style.css, page.js   what shows them
+numerics.py  Comparison -> cards, dots and columns
+template.html.j2, style.css                what shows them
+tree.js, graphs.js, tables.js, page.js     what moves: the tabs Modules, Graphs, Details and Numerics; all tabs
 vendor/      Tabulator, Cytoscape.js and its dagre layout, as published; `make vendor` renews them
 """
 
@@ -23,14 +26,22 @@ if TYPE_CHECKING:
 __all__ = ["render"]
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = ("vendor/tabulator.min.js", "vendor/cytoscape.min.js", "vendor/cytoscape-dagre.min.js", "page.js")
+_SCRIPTS = (
+    "vendor/tabulator.min.js",
+    "vendor/cytoscape.min.js",
+    "vendor/cytoscape-dagre.min.js",
+    "tree.js",
+    "graphs.js",
+    "tables.js",
+    "page.js",
+)
 _STYLES = ("vendor/tabulator.min.css", "style.css")
 
 
 def render(explanation: Explanation, comparison: Any = None) -> str:
     """The page's HTML.
 
-    comparison: None, or an object whose to_dict() has "rows", a list of dictionaries, and "summary", a dictionary.
+    comparison: None, or what te_dynamo.compare found.
     """
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),

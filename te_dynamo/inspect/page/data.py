@@ -7,15 +7,18 @@ from typing import Any
 
 from te_dynamo.inspect.explain import Explanation, gpu_name
 from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
+from te_dynamo.inspect.page.head import head, recipes
 from te_dynamo.inspect.page.modules import module_rows
+from te_dynamo.inspect.page.numerics import numerics
 
 __all__ = ["page_data"]
 
 
 def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any]:
-    """{"headline", "cards", "reasons", "modules", "stages", "tables", "numerics"}"""
+    """{"head", "headline", "cards", "reasons", "modules", "stages", "tables", "numerics"}"""
     facts = explanation.to_dict()
     return {
+        "head": head(explanation),
         "headline": explanation.headline,
         "cards": _cards(explanation, facts),
         "reasons": _reasons(facts),
@@ -28,19 +31,18 @@ def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any
             "Graph breaks": facts["graph_breaks"],
             "Notes": [{"note": note} for note in facts["notes"]],
         },
-        "numerics": None if comparison is None else comparison.to_dict(),
+        "numerics": None if comparison is None else numerics(comparison, explanation.linears),
     }
 
 
 def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, str]]:
     linears, others = facts["linears"], facts["norms_activations"]
     taken = sum(row["matched"] for row in linears)
-    recipes = ", ".join(dict.fromkeys(row["recipe"] for row in linears if row["recipe"])) or "no recipe"
     return [
         _card(
             "Linear FLOPs in a recipe",
             f"{facts['coverage'] * 100:.1f}%",
-            f"{taken} of {len(linears)} linears, in {recipes}",
+            f"{taken} of {len(linears)} linears, in {recipes(explanation)}",
         ),
         _card(
             "Rows",
@@ -48,7 +50,7 @@ def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, st
             f"{len(linears)} linears, {len(others)} norms and activations{_with_rows(facts)}",
         ),
         *_work(explanation),
-        _time(explanation),
+        *_time(explanation),
         _card(
             "Graphs",
             f"{facts['graphs']}",
@@ -88,21 +90,18 @@ def _work(explanation: Explanation) -> list[dict[str, str]]:
     return [_card("te operations a step", f"{operations}", f"they read and write {_size(nbytes)}; {kernels}")]
 
 
-def _time(explanation: Explanation) -> dict[str, str]:
-    """Of the device that was asked for, else of the one that `on_gpu` tells of."""
-    there = explanation if isinstance(explanation.on_gpu, (str, type(None))) else explanation.on_gpu
-    known = [row for row in there.linears if row.us]
+def _time(explanation: Explanation) -> list[dict[str, str]]:
+    """None of a run without a GPU: the times of another device beside what ran here would mislead."""
+    if explanation.on_gpu is not None:
+        return []
+    known = [row for row in explanation.linears if row.us]
     title = "Time of the linears, estimated"
     if not known:
-        return _card(
-            title, "not known", "the rule of what FP8 costs knows GPUs, 16 bits and recipes that the GPU runs by itself"
-        )
+        return [_card(title, "not known", "no estimate for this GPU, precision or recipe")]
     bf16, ours = (sum(row.us[i] for row in known) / 1e3 for i in (0, 1))
-    return _card(
-        title,
-        f"{ours:.2f} ms",
-        f"beside {bf16:.2f} ms in the model's precision{_where(there)}, {bf16 / ours:.2f}x; of {len(known)} of {len(there.linears)} linears, norms and all else not counted",
-    )
+    counted = f"{len(known)} of {len(explanation.linears)} linears; norms and all else are not counted"
+    detail = f"{bf16:.2f} ms in the model's precision{_where(explanation)}, {bf16 / ours:.2f}x; {counted}"
+    return [_card(title, f"{ours:.2f} ms", detail)]
 
 
 def _where(explanation: Explanation) -> str:

@@ -110,7 +110,9 @@ class _Drawing:
         returned = {ids[root] for root in members if self._kinds[root] == "output"}
         read = {a for a, b in arrows if b not in returned}
         # A forward graph returns all that backward reads: arrows from what other operations read would hide the rest.
-        return {"nodes": nodes, "edges": sorted(f"{a} {b}" for a, b in arrows if b not in returned or a not in read)}
+        shown = sorted(f"{a} {b}" for a, b in arrows if b not in returned or a not in read)
+        operations = sum(kind not in ("input", "output") for kind in self._kinds.values())
+        return {"nodes": nodes, "edges": shown, "operations": operations}
 
     def _kind(self, node: fx.Node) -> str:
         operation = _operation(node)

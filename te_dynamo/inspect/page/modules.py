@@ -2,12 +2,12 @@
 
     model                        225 of 225 linears
       layers 0-31, alike (32)    224 of 224
-        self_attn                  4 of 4
-          q_proj                 8192 x 4096 x 4096   float8_current_scaling
+        self_attn                128 of 128
+          q_proj                  32 of 32            8192 x 4096 x 4096   float8_current_scaling
 
 A row is a dictionary: name, path, kind, shape, dtype, state ("recipe", "left", or "" without rows of its own), runs, reason, source,
 flops, covered (FLOPs in a recipe), linears, taken (linears in a recipe), left (rows that are left), and rows, the children. Sums of a
-folded row are those of all its layers.
+folded row are those of all its layers, in the rows below it too: children add up to their parents.
 """
 
 from __future__ import annotations
@@ -90,7 +90,12 @@ def _folded(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             continue
         first = group[0]
         name = f"{_range(first['name'], group[-1]['name'])}, alike ({len(group)})"
-        yield {**first, **{key: first[key] * len(group) for key in _SUMS}, "name": name, "count": len(group)}
+        yield {**_times(first, len(group)), "name": name, "count": len(group)}
+
+
+def _times(row: dict[str, Any], count: int) -> dict[str, Any]:
+    """The sums of `count` such rows."""
+    return {**row, **{key: row[key] * count for key in _SUMS}, "rows": [_times(child, count) for child in row["rows"]]}
 
 
 def _range(first: str, last: str) -> str:
