@@ -45,6 +45,7 @@ from te_dynamo.kernels.gemm.tiles import (
     Tile,
     grouped_block_tiles,
 )
+from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import bias_grad, float8_block, group_columns, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.quantize import current as quantize
@@ -162,9 +163,7 @@ def _stacked_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
 def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     for tile, most in candidates(BLOCK_TILES, target):
         for two_d in (True, False):
-            scales = [
-                f32(*block.scale_shape(rows, K, square, torch.float32)) for rows, square in ((M, False), (N, two_d))
-            ]
+            scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
             arguments = (f8(M, K), scales[0], f8(N, K), scales[1], bf16(N), BF16, False, two_d)
             name = f"{tile.name}, 1x128 by {'128' if two_d else '1'}x128"
             yield name, functools.partial(block.gemm_block_with_tile, tile, *arguments), most
@@ -197,10 +196,7 @@ def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             )
             for by_columns in (False, True):
                 shape = (N, GROUPS * K) if by_columns else (GROUPS * N, K)
-                scales = [
-                    f32(*block.scale_shape(*s, square, torch.float32))
-                    for s, square in (((M, K), False), (shape, two_d))
-                ]
+                scales = [f32(*scale_shape(*s, square)) for s, square in (((M, K), False), (shape, two_d))]
                 arguments = (f8(M, K), scales[0], f8(*shape), scales[1], offs, BF16, two_d, by_columns)
                 call = functools.partial(grouped_block.gemm_grouped_block_with_tile, fitted, *arguments)
                 yield f"{name}, {'dgrad' if by_columns else 'fprop'}", call, most
@@ -237,7 +233,7 @@ def _grouped_mxfp8() -> Iterator[tuple[str, Launch]]:
 
 def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
     a, b, one, two, out = f8(M, K), f8(N, K), f32(1), f32(2), bf16(M, N)
-    scales = f32(*block.scale_shape(M, K, False, torch.float32))
+    scales = f32(*scale_shape(M, K, False))
     for fast in (True, False):
         name = "fast" if fast else "slow"
         plain = functools.partial(gemm_specialized_out, a, one, b, one, bf16(N), fast=fast, out=out)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from te_dynamo.kernels.activation.functions import activate, activate_backward
+from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.quantize.bias_grad import stripe, stripes
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
@@ -33,7 +34,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     load_values,
     program_count,
     rounded,
-    rows_and_columns,
     store_quantized_tile,
     store_rounded_amax,
     store_tile,
@@ -375,7 +375,7 @@ def activation_backward_quantize(
 def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torch.Tensor:
     check_kind(kind)
     dy, x = dy.contiguous(), x.contiguous()
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     y = torch.empty_like(x)
     block_m, block_k, warps = amax_tile(columns)
     launch(
@@ -425,7 +425,7 @@ def _quantize(
 ) -> list[torch.Tensor]:
     check_kind(kind)
     dy, x = dy.contiguous(), x.contiguous()
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
     partials, sums = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function), x)
     dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
@@ -465,7 +465,7 @@ def write_tile(backward: bool, itemsize: int) -> Tile:
 
 def _amaxes(function: dict[str, Any]) -> torch.Tensor:
     """fp32 [PARTIALS], whose maximum is the amax of the function's rounded result."""
-    rows, columns = rows_and_columns(function["x"])
+    rows, columns = rows_and_columns(function["x"].shape)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=function["x"].device)
     block_m, block_k, warps = amax_tile(columns)
     tile = {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
@@ -475,7 +475,7 @@ def _amaxes(function: dict[str, Any]) -> torch.Tensor:
 
 def _amaxes_and_sums(dy: torch.Tensor, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(partial amaxes, partial sums [parts, K]) of the rounded dx, from one launch that reads both tensors."""
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     block_m, block_k, parts = stripes(columns)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
     sums = torch.empty((parts, columns), dtype=torch.float32, device=x.device)

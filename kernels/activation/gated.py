@@ -23,16 +23,12 @@ from te_dynamo.kernels.activation.gated_kernels import (
     gated_backward_write_kernel,
     gated_write_kernel,
 )
+from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
 from te_dynamo.kernels.quantize.stacked import stack_buffers
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch
-from te_dynamo.kernels.tiles.fp8 import (
-    Fp8Buffers,
-    Size,
-    program_count,
-    rows_and_columns,
-)
+from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, program_count
 
 __all__ = [
     "KINDS",
@@ -299,7 +295,7 @@ def gated_backward_quantize(
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
-    rows, columns = rows_and_columns(gate)
+    rows, columns = rows_and_columns(gate.shape)
     partials = partial_amaxes_of_gradients(dy, gate, up, kind)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
@@ -362,8 +358,7 @@ def launch_gradients(
     gate = tensors["gate"]
     sizes = sizes_of(gate, tensors["up"])
     rows, columns = sizes["M"], sizes["K"]
-    columnwise = buffers.transpose is not None
-    block_m, block_k, warps = tile or write_tile(rows, columns, columnwise, keep_output, BACKWARD_TILE)
+    block_m, block_k, warps = tile or write_tile(rows, columns, buffers.columnwise, keep_output, BACKWARD_TILE)
     for number, usage in enumerate(buffers.launches(gate.element_size())):
         launch(
             gated_backward_write_kernel,
@@ -383,7 +378,7 @@ def launch_gradients(
 
 def sizes_of(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:
     """M, K and the row strides as kernel arguments."""
-    rows, columns = rows_and_columns(gate)
+    rows, columns = rows_and_columns(gate.shape)
     return {
         "M": rows,
         "K": columns,

@@ -15,8 +15,9 @@ from te_dynamo.kernels.activation.gated import (
     launch_gradients,
     partial_amaxes_of_gradients,
 )
+from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.quantize.current import Tile, quantize_reference
-from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, rows_and_columns
+from te_dynamo.kernels.tiles.fp8 import Fp8Buffers
 
 __all__ = ["gated_backward_quantize_halves", "gated_backward_quantize_halves_reference"]
 
@@ -60,7 +61,7 @@ def gated_backward_quantize_halves(
     grad [..., 2K] = [dgate, dup] with gate_first, else [dup, dgate].
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
-    rows, columns = rows_and_columns(gate)
+    rows, columns = rows_and_columns(gate.shape)
     partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=True)
     shape = (*gate.shape[:-1], 2 * columns)
     grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate

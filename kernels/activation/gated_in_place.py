@@ -15,11 +15,12 @@ import torch
 
 from te_dynamo.kernels.activation.gated import in_rows, partial_amaxes_of_gradients, sizes_of
 from te_dynamo.kernels.activation.gated_kernels import gradients
+from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import updates, writes
-from te_dynamo.kernels.tiles.fp8 import Size, load_scale, rounded, rows_and_columns, saturating_cast
+from te_dynamo.kernels.tiles.fp8 import load_scale, rounded, saturating_cast
 
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "gated_backward_quantize_in_place"]
 
@@ -131,7 +132,7 @@ def gated_backward_quantize_in_place(
     dy: contiguous, of two bytes an element, its columns a multiple of COLUMNS_MULTIPLE and at most MOST_COLUMNS; it is
     overwritten. gate, up: as `gated` takes them. Raises ValueError for another dy.
     """
-    rows, columns = rows_and_columns(dy)
+    rows, columns = rows_and_columns(dy.shape)
     if (
         dy.element_size() != 2
         or columns % COLUMNS_MULTIPLE

@@ -26,7 +26,10 @@ from te_dynamo.kernels.gemm.cublaslt import gemm_block_cublaslt
 from te_dynamo.kernels.gemm.current import add_parts, check_operands, store_result, tile_origin
 from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
-from te_dynamo.kernels.quantize.float8_block import BLOCK
+from te_dynamo.kernels.layouts import block as layout
+from te_dynamo.kernels.layouts import mxfp8
+from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.sizes import blocks_of
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import is_recording, launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
@@ -85,7 +88,7 @@ def gemm_block_reference(
 def sum_reference(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> torch.Tensor:
     """The sum over the blocks of a [M, K] and b [N, K], in fp32, with scales as `scales_reference` gives them."""
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
-    for block in range(-(-a.shape[1] // BLOCK)):
+    for block in range(blocks_of(a.shape[1], BLOCK)):
         columns = slice(block * BLOCK, (block + 1) * BLOCK)
         product = a[:, columns].float() @ b[:, columns].float().t()
         total += product * (a_scales[:, block, None] * b_scales[None, :, block])
@@ -94,7 +97,7 @@ def sum_reference(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_sc
 
 def scales_reference(scale_inv: torch.Tensor, rows: int, k: int, two_d: bool) -> torch.Tensor:
     """The scale of every row and block of 128, fp32 [rows, ceil(K/128)], from any of the layouts."""
-    blocks = -(-k // BLOCK)
+    blocks = blocks_of(k, BLOCK)
     if scale_inv.dtype == torch.uint8:
         codes = scale_inv[:rows, : 4 * blocks : 4].to(torch.int32)
         # 2^-127 is subnormal: its exponent field is 0 and its highest mantissa bit set.
@@ -139,23 +142,14 @@ def check_scale(name: str, operand: torch.Tensor, scale_inv: torch.Tensor, two_d
     rows, k = operand.shape
     if not (isinstance(rows, int) and isinstance(k, int)):
         return  # a guard on a symbolic size would specialize the graph
-    expected = scale_shape(rows, k, two_d, scale_inv.dtype)
+    codes = scale_inv.dtype == torch.uint8
+    expected = mxfp8.scale_shape(rows, k) if codes else layout.scale_shape(rows, k, two_d)
     if tuple(scale_inv.shape) != expected:
-        kind = "E8M0" if scale_inv.dtype == torch.uint8 else "128x128" if two_d else "1x128"
+        kind = "E8M0" if codes else "128x128" if two_d else "1x128"
         raise ValueError(
             f"te gemm_block: expected {name}_scale_inv {list(expected)} for {name} {list(operand.shape)} in {kind} "
             f"blocks, got {list(scale_inv.shape)}"
         )
-
-
-def scale_shape(rows: int, k: int, two_d: bool, dtype: torch.dtype) -> tuple[int, int]:
-    """The shape of the scales of an operand [rows, k] (module docstring)."""
-    blocks = -(-k // BLOCK)
-    if dtype == torch.uint8:
-        return -(-rows // 128) * 128, blocks * 4
-    if two_d:
-        return -(-rows // BLOCK), -(-blocks // 4) * 4
-    return blocks, -(-rows // 4) * 4
 
 
 # --- launcher -----------------------------------------------------------------------------------------------

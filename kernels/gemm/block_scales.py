@@ -4,7 +4,7 @@
     NVFP4  (sum over k of A[m, k] * sa[m, k/16] * B[n, k] * sb[n, k/16]) * (amaxA * amaxB / 2688^2)
 
 each + bias[n], rounded once. One persistent kernel; data and scales come through device-side descriptors, the scales swizzled
-(kernels/quantize/scales.py): 512 bytes hold those of 128 rows by four blocks, in the order in which the tensor core's memory wants them.
+(kernels/layouts/tiled_scales.py): 512 bytes hold those of 128 rows by four blocks, in the order in which the tensor core's memory wants them.
 """
 
 from __future__ import annotations

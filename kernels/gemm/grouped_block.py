@@ -30,12 +30,12 @@ from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.current import check_formats, check_operands
 from te_dynamo.kernels.gemm.grouped import check_offsets, store_part, store_zeros_behind, swizzled
 from te_dynamo.kernels.gemm.tiles import Tile, stores_by_descriptor
-from te_dynamo.kernels.quantize.float8_block import BLOCK
+from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.sizes import round_up
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.fp8 import round_up
 from te_dynamo.kernels.tiles.groups import group_bounds, padded_bounds, rows_of_tile, tiles_of_groups
 
 # --- checks and references ----------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ from te_dynamo.kernels.gemm.current import store_result
 from te_dynamo.kernels.gemm.grouped import check_offsets, store_zeros_behind, swizzled
 from te_dynamo.kernels.gemm.grouped_block import check_weight
 from te_dynamo.kernels.gemm.mxfp8 import check_operands
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.fp8 import Size
 from te_dynamo.kernels.tiles.groups import group_bounds, padded_bounds, rows_of_tile, tiles_of_groups
 
 # --- checks and references ----------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.gemm.block_scales import multiply_scaled
+from te_dynamo.kernels.layouts.tiled_scales import swizzle_scales
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8, dequantize_mxfp8_reference
-from te_dynamo.kernels.quantize.scales import swizzle_scales
 from te_dynamo.kernels.runtime.target import Target, target_of
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 
 from te_dynamo.kernels.gemm.block_scales import multiply_scaled
+from te_dynamo.kernels.layouts.sizes import Size, round_up
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.nvfp4 import TENSOR_MAX, dequantize_nvfp4, dequantize_nvfp4_reference
 from te_dynamo.kernels.quantize.nvfp4_kernels import nvfp4_epilogue_kernel
-from te_dynamo.kernels.quantize.scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.target import target_of
-from te_dynamo.kernels.tiles.fp8 import Size, round_up
 
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 

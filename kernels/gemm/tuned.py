@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from te_dynamo.kernels.gemm.block import gemm_block_with_tile, scale_shape
+from te_dynamo.kernels.gemm.block import gemm_block_with_tile
 from te_dynamo.kernels.gemm.choose import (
     CALL_US,
     Choice,
@@ -38,6 +38,7 @@ from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.stacked import gemm_stacked_with_tile
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
+from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import Target
@@ -115,9 +116,7 @@ def _operands(p: Product, device: torch.device) -> tuple[torch.Tensor, ...]:
     a, b = codes(p.m, p.k), codes(*([p.m_groups] if p.m_groups else []), p.n, p.k)
     if p.scaling != "tensor":
         b = b.flatten(0, -2)
-        a_scale, b_scale = (
-            scale_shape(x.shape[0], p.k, two_d, torch.float32) for x, two_d in zip((a, b), _two_d(p), strict=True)
-        )
+        a_scale, b_scale = (scale_shape(x.shape[0], p.k, two_d) for x, two_d in zip((a, b), _two_d(p), strict=True))
         operands = (a, scales(*a_scale), b, scales(*b_scale))
     else:
         segments = len(p.stacking.segments)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.norm.functions import (
     load_affine,
     load_columns,
@@ -36,7 +37,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     load_scale,
     load_tile,
     program_count,
-    rows_and_columns,
     store_quantized_tile,
     store_tile,
     tile_from_the_end,
@@ -264,7 +264,7 @@ def launch_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes if not. h is x without a residual; a tensor
     stands in for what is not written."""
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     h = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm["LAYER"] else x
@@ -315,7 +315,7 @@ def norm_quantize(
     x and residual are contiguous, of one shape and dtype.
     """
     h, mean, rstd, partials = launch_rows(x, norm, eps, residual=residual)
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
     y = [torch.empty_like(x)] if keep_output else []
     default = MODULATED_CAST_TILE if norm["MODULATED"] else CAST_TILE

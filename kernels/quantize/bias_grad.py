@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, quantize, quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.fp8 import abs_bits, load_tile, rows_and_columns, store_partial_amax, store_tile
+from te_dynamo.kernels.tiles.fp8 import abs_bits, load_tile, store_partial_amax, store_tile
 
 # --- reference ----------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ def quantize_bias_grad(
 ) -> list[torch.Tensor]:
     """[dbias, data?, transpose?, scale_inv] of dy, of any rank >= 1, read as [M, K]: dbias fp32 [K], the rest as `quantize`."""
     dy = dy.contiguous()
-    rows, columns = rows_and_columns(dy)
+    rows, columns = rows_and_columns(dy.shape)
     block_m, block_k, parts = stripes(columns)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=dy.device)
     sums = torch.empty((parts, columns), dtype=torch.float32, device=dy.device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns, transposed
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
 from te_dynamo.kernels.runtime.launch import launch, size_hint
@@ -17,13 +18,10 @@ from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import (
     FLOAT32_MAX,
     Fp8Buffers,
-    Size,
     abs_bits,
     load_scale,
     load_tile,
     program_count,
-    round_up,
-    rows_and_columns,
     saturating_cast,
     scale_from_amax,
     store_partial_amax,
@@ -78,7 +76,7 @@ def quantize_reference(
     amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """`quantize` in plain PyTorch, on any device; `amax` may be partial ones, as there."""
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     if amax is None:
         low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
         amax = torch.maximum(high, -low)
@@ -89,7 +87,7 @@ def quantize_reference(
     data = value.to(fp8_dtype)
     buffers = [data] if rowwise else []
     if columnwise:
-        buffers.append(zero_padded(data.t(), columns, round_up(rows, 16)))
+        buffers.append(zero_padded(data.t(), *transposed(rows, columns)))
     return [*buffers, 1.0 / scale]
 
 
@@ -186,7 +184,7 @@ def quantize(
     overrides the cast's.
     """
     x = x.contiguous()
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
     if amax is None and in_one_launch(x, columnwise):
         _quantize_few(x, buffers, buffers.constants(power_of_two, eps))
@@ -219,17 +217,15 @@ def in_one_launch(x: torch.Tensor, columnwise: bool) -> bool:
 
 
 def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any]) -> None:
-    assert buffers.data is not None
     block = min(_FEW_BLOCK, max(triton.next_power_of_2(x.numel()), 32))
     launch(
         quantize_few_kernel,
         (max(triton.cdiv(x.numel(), block), 1),),
         x=x,
-        data=buffers.data,
-        scale_inv=buffers.scale_inv,
+        **buffers.held,
         SIZE=x.numel(),
         **constants,
-        EARLY=starts_early(rows_and_columns(x)[0], x.device),
+        EARLY=starts_early(rows_and_columns(x.shape)[0], x.device),
         BLOCK=block,
         num_warps=max(block // 1024, 1),
     )
@@ -237,7 +233,7 @@ def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any
 
 def partial_amaxes(x: torch.Tensor) -> torch.Tensor:
     """fp32 [PARTIALS], whose maximum is the amax of a contiguous x."""
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
     block_m, block_k, warps = amax_tile(columns)
     launch(

@@ -22,6 +22,9 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import block
+from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.sizes import allocate, blocks_of, rows_and_columns, transposed
 from te_dynamo.kernels.quantize.current import scale_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
@@ -53,10 +56,7 @@ from te_dynamo.kernels.tiles.blocks import (
     store_columns,
     store_quarter,
 )
-from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, round_up, rows_and_columns, scale_from_amax, zero_padded
-
-BLOCK = 128
-
+from te_dynamo.kernels.tiles.fp8 import cast_launches, scale_from_amax, zero_padded
 
 # --- reference ----------------------------------------------------------------------------------------------
 
@@ -71,15 +71,14 @@ def quantize_block_reference(
     eps: float,
 ) -> list[torch.Tensor]:
     """`quantize_block` in plain PyTorch, on any device."""
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns)
     buffers: list[torch.Tensor] = []
     if rowwise:
         buffers += _rowwise_reference(matrix, fp8_dtype, two_d, power_of_two, eps)
     if columnwise:
         data, scale_inv = _rowwise_reference(matrix.t(), fp8_dtype, two_d, power_of_two, eps)
-        transpose = zero_padded(data, columns, round_up(rows, 16))
-        buffers += [transpose, scale_inv]
+        buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
     return buffers
 
 
@@ -89,7 +88,7 @@ def _rowwise_reference(
     """data and scale_inv of x [M, K]."""
     rows, columns = x.shape
     tile_rows = BLOCK if two_d else 1
-    tiles_m, tiles_k = -(-rows // tile_rows), -(-columns // BLOCK)
+    tiles_m, tiles_k = blocks_of(rows, tile_rows), blocks_of(columns, BLOCK)
     tiles = zero_padded(x, tiles_m * tile_rows, tiles_k * BLOCK).view(tiles_m, tile_rows, tiles_k, BLOCK)
     amax = tiles.abs().amax(dim=(1, 3)).to(torch.float32)
     scale = scale_reference(amax, fp8_dtype, power_of_two, eps, torch.finfo(x.dtype).max)
@@ -98,7 +97,7 @@ def _rowwise_reference(
     value = value.view(tiles_m * tile_rows, tiles_k * BLOCK)[:rows, :columns]
     value = value.masked_fill(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     grid = 1.0 / scale if two_d else (1.0 / scale).t()
-    return value.to(fp8_dtype), zero_padded(grid, grid.shape[0], round_up(grid.shape[1], 4))
+    return value.to(fp8_dtype), zero_padded(grid, *block.scale_shape(rows, columns, two_d))
 
 
 # --- kernel -------------------------------------------------------------------------------------------------
@@ -395,10 +394,10 @@ def quantize_block(
     launch that reads x once, for fp32 with both usages two. `tile` overrides `block_tile`.
     """
     x = x.contiguous()
-    rows, columns = rows_and_columns(x)
-    buffers = BlockBuffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise, two_d)
+    rows, columns = rows_and_columns(x.shape)
+    buffers = allocate(block.buffers(rows, columns, fp8_dtype, rowwise, columnwise, two_d), x.device)
     if isinstance(rows, int) and rows * columns == 0:
-        return buffers.as_list()
+        return list(buffers.values())
     packed = power_of_two and packs(x)
     tile_rows, warps, group = tile or block_tile(columnwise, two_d, packed)
     for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
@@ -408,7 +407,7 @@ def quantize_block(
             x=x,
             M=rows,
             K=columns,
-            **buffers.pointers(unused=x),
+            **dict.fromkeys(block.BUFFERS, x) | buffers,
             FMAX=torch.finfo(fp8_dtype).max,
             EPS=float(eps),
             POWER_OF_TWO=power_of_two,
@@ -422,7 +421,7 @@ def quantize_block(
             WHOLE=whole_tiles(rows, columns, tile_rows),
             num_warps=warps,
         )
-    return buffers.as_list()
+    return list(buffers.values())
 
 
 def block_tile(columnwise: bool, two_d: bool, packed: bool) -> BlockTile:
@@ -432,41 +431,3 @@ def block_tile(columnwise: bool, two_d: bool, packed: bool) -> BlockTile:
     if columnwise or two_d:
         return (128, 4, 4) if packed else (128, 8, 8)
     return 64, 4, 1
-
-
-class BlockBuffers:
-    """The buffers of one [M, K] tensor (module docstring), and how the kernel is told of them."""
-
-    def __init__(
-        self,
-        rows: Size,
-        columns: Size,
-        device: torch.device,
-        fp8_dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        two_d: bool,
-    ) -> None:
-        def pair(m: Size, k: Size, stride: Size) -> tuple[torch.Tensor, torch.Tensor]:
-            blocks = (k + BLOCK - 1) // BLOCK
-            shape = ((m + BLOCK - 1) // BLOCK, (blocks + 3) // 4 * 4) if two_d else (blocks, (m + 3) // 4 * 4)
-            data = torch.empty((m, stride), dtype=fp8_dtype, device=device)
-            return data, torch.empty(shape, dtype=torch.float32, device=device)
-
-        self.rowwise = pair(rows, columns, columns) if rowwise else None
-        self.columnwise = pair(columns, rows, round_up(rows, 16)) if columnwise else None
-
-    def pointers(self, unused: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The four buffers as kernel arguments; `unused` stands in for those that are not held."""
-        data, scale_inv = self.rowwise or (unused, unused)
-        transpose, columnwise_scale_inv = self.columnwise or (unused, unused)
-        return {
-            "data": data,
-            "scale_inv": scale_inv,
-            "transpose": transpose,
-            "columnwise_scale_inv": columnwise_scale_inv,
-        }
-
-    def as_list(self) -> list[torch.Tensor]:
-        """[data, scale_inv]? + [transpose, columnwise_scale_inv]?"""
-        return [*(self.rowwise or ()), *(self.columnwise or ())]

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import block
+from te_dynamo.kernels.layouts import mxfp8 as layout
+from te_dynamo.kernels.layouts.sizes import allocate, round_up
 from te_dynamo.kernels.quantize import float8_block, mxfp8
 from te_dynamo.kernels.quantize.float8_block import quantize_block_elements, quantize_block_words
 from te_dynamo.kernels.quantize.mxfp8_kernels import (
@@ -24,7 +27,6 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import packs
 from te_dynamo.kernels.tiles.blocks import grouped_grid, grouped_tile
-from te_dynamo.kernels.tiles.fp8 import round_up
 from te_dynamo.kernels.tiles.groups import padded_reference, padded_rows, source_of_padded
 
 # --- references ---------------------------------------------------------------------------------------------
@@ -58,13 +60,13 @@ def quantize_block_columns(
     x = x.contiguous()
     (m, k), groups = x.shape, offs.shape[0]
     rows = padded_rows(m, groups)
-    buffers = float8_block.BlockBuffers(rows, k, x.device, fp8_dtype, False, True, False).as_list()
+    buffers = allocate(block.buffers(rows, k, fp8_dtype, False, True, False), x.device)
     packed = power_of_two and packs(x)
     _, warps, together = float8_block.block_tile(True, False, packed)
     launch(
         quantize_block_columns_kernel,
         grouped_grid(rows, k, 128, together),
-        *(x, offs, *buffers, m, rows, k, groups),
+        *(x, offs, *buffers.values(), m, rows, k, groups),
         FMAX=torch.finfo(fp8_dtype).max,
         EPS=float(eps),
         POWER_OF_TWO=power_of_two,
@@ -74,7 +76,7 @@ def quantize_block_columns(
         PACKED=packed,
         num_warps=warps,
     )
-    return buffers
+    return list(buffers.values())
 
 
 def quantize_mxfp8_columns(
@@ -86,7 +88,7 @@ def quantize_mxfp8_columns(
     x = x.contiguous()
     (m, k), groups = x.shape, offs.shape[0]
     rows = padded_rows(m, groups)
-    buffers = mxfp8.allocate(rows, k, x.device, fp8_dtype, False, True, scale_block, False)
+    buffers = allocate(layout.buffers(rows, k, fp8_dtype, False, True, scale_block, False), x.device)
     packed = packs(x)
     constants = {"FMAX": torch.finfo(fp8_dtype).max, "GROUPS": triton.next_power_of_2(groups), "PACKED": packed}
     if scale_block == 128:
@@ -97,8 +99,8 @@ def quantize_mxfp8_columns(
         block_m, block_k, warps = mxfp8.tile_32(k)
         grid, kernel = (round_up(k, 128) // block_k, 128 // block_m, rows // 128), quantize_mxfp8_columns_kernel
         constants |= {"BLOCK_M": block_m, "BLOCK_K": block_k}
-    launch(kernel, grid, *(x, offs, *buffers, m, rows, k, groups), **constants, num_warps=warps)
-    return buffers
+    launch(kernel, grid, *(x, offs, *buffers.values(), m, rows, k, groups), **constants, num_warps=warps)
+    return list(buffers.values())
 
 
 # --- kernels ------------------------------------------------------------------------------------------------

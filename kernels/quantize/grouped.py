@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import tensor
+from te_dynamo.kernels.layouts.sizes import allocate
 from te_dynamo.kernels.quantize.current import amax_tile, cast_tile, quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
@@ -21,7 +23,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     cast_launches,
     load_amax,
     load_tile,
-    round_up,
     scale_from_amax,
     store_quantized_tile,
     tile_origin,
@@ -133,9 +134,7 @@ def quantize_grouped(
         BLOCK_K=block_k,
         num_warps=warps,
     )
-    data = torch.empty((groups, n, k), dtype=fp8_dtype, device=x.device) if rowwise else None
-    transpose = torch.empty((groups, k, round_up(n, 16)), dtype=fp8_dtype, device=x.device) if columnwise else None
-    scale_inv = torch.empty(groups, dtype=torch.float32, device=x.device)
+    buffers = allocate(tensor.buffers((groups, n, k), fp8_dtype, rowwise, columnwise, groups), x.device)
     block_n, block_k, warps = cast_tile(groups * n, k, columnwise)
     tiles = groups * triton.cdiv(n, block_n) * triton.cdiv(k, block_k)
     for rows, columns in cast_launches(rowwise, columnwise, x.element_size()):
@@ -144,9 +143,7 @@ def quantize_grouped(
             (min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(x.device)),),
             x=x,
             partials=partials,
-            data=x if data is None else data,
-            transpose=x if transpose is None else transpose,
-            scale_inv=scale_inv,
+            **dict.fromkeys(tensor.BUFFERS, x) | buffers,
             G=groups,
             N=n,
             K=k,
@@ -160,4 +157,4 @@ def quantize_grouped(
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
+    return list(buffers.values())

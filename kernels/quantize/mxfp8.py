@@ -14,7 +14,7 @@ Of x read as [M, K], n^m being n rounded up to a multiple of m, and every paddin
 | columnwise, blocks of 32 | 32 x 1 | [M, K] | (ceil(M/32)^4, K^128) |
 | columnwise, blocks of 128 | 128 x 1 | [K, M^16], transposed | (K^128, ceil(M/32)^4): the rowwise form of x^T |
 
-Scales may be swizzled instead (kernels/quantize/scales.py); columnwise ones of blocks of 32 then as their transpose, like all others.
+Scales may be swizzled instead (kernels/layouts/tiled_scales.py); columnwise ones of blocks of 32 then as their transpose, like all others.
 
 A block of 128 has its code four times, once for every 32 values, so that both are the same format to who reads it.
 """
@@ -25,19 +25,22 @@ import math
 
 import torch
 
+from te_dynamo.kernels.layouts import mxfp8
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK
+from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.mxfp8_kernels import (
     dequantize_mxfp8_kernel,
     quantize_mxfp8_128_kernel,
     quantize_mxfp8_kernel,
 )
-from te_dynamo.kernels.quantize.scales import plain_scales, scale_shape, swizzle_scales
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
-from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, round_up, rows_and_columns, zero_padded
+from te_dynamo.kernels.tiles.fp8 import cast_launches, zero_padded
 
-SCALE_BLOCKS = (32, 128)
+SCALE_BLOCKS = (BLOCK, 128)
 
 
 # --- reference ----------------------------------------------------------------------------------------------
@@ -48,15 +51,15 @@ def quantize_mxfp8_reference(
 ) -> list[torch.Tensor]:
     """`quantize_mxfp8` in plain PyTorch, on any device."""
     check_scale_block(scale_block)
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns)
     buffers = list(_quantize_rows(matrix, fp8_dtype, scale_block)) if rowwise else []
     if columnwise:
         data, scale_inv = _quantize_rows(matrix.t(), fp8_dtype, scale_block)
-        if scale_block == 32:
+        if scale_block == BLOCK:
             buffers += [data.t().contiguous(), scale_inv if swizzled else scale_inv.t().contiguous()]
         else:
-            buffers += [zero_padded(data, data.shape[0], round_up(data.shape[1], 16)), scale_inv]
+            buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
     if swizzled:
         buffers[1::2] = map(swizzle_scales, buffers[1::2])
     return buffers
@@ -70,7 +73,7 @@ def dequantize_mxfp8_reference(
     if columnwise:
         return dequantize_mxfp8_reference(data.t(), scale_inv.t(), False, dtype).t().contiguous()
     rows, columns = data.shape
-    codes = scale_inv[:rows].repeat_interleave(32, dim=1)[:, :columns].to(torch.int32)
+    codes = scale_inv[:rows].repeat_interleave(BLOCK, dim=1)[:, :columns].to(torch.int32)
     bits = torch.where(codes == 0, 0x00400000, codes << 23)  # 2^(code - 127); 2^-127 is a denormal
     bits = torch.where(codes == 255, 0x7FC00000, bits)
     return (data.to(torch.float32) * bits.view(torch.float32)).to(dtype)
@@ -99,8 +102,8 @@ def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) ->
     fmax = torch.finfo(fp8_dtype).max
     value = value.clamp(-fmax, fmax)
     value = value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
-    codes = codes.repeat_interleave(scale_block // 32, dim=1)[:, : -(-columns // 32)]
-    scale_inv = zero_padded(codes.to(torch.uint8), round_up(rows, 128), round_up(codes.shape[1], 4))
+    codes = codes.repeat_interleave(scale_block // BLOCK, dim=1)[:, : blocks_of(columns, BLOCK)]
+    scale_inv = zero_padded(codes.to(torch.uint8), *mxfp8.scale_shape(rows, columns))
     return value.to(fp8_dtype), scale_inv
 
 
@@ -132,16 +135,14 @@ def quantize_mxfp8(
     """
     check_scale_block(scale_block)
     x = x.contiguous()
-    rows, columns = rows_and_columns(x)
-    buffers = allocate(rows, columns, x.device, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    rows, columns = rows_and_columns(x.shape)
+    described = mxfp8.buffers(rows, columns, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
+    buffers = allocate(described, x.device)
     if isinstance(rows, int) and rows * columns == 0:
-        return buffers
+        return list(buffers.values())
     arguments = {
-        "x": x,
-        "data": buffers[0] if rowwise else x,
-        "scale_inv": buffers[1] if rowwise else x,
-        "columnwise_data": buffers[-2] if columnwise else x,
-        "columnwise_scale_inv": buffers[-1] if columnwise else x,
+        **dict.fromkeys(("x", *mxfp8.BUFFERS), x),
+        **buffers,
         "M": rows,
         "K": columns,
         "FMAX": torch.finfo(fp8_dtype).max,
@@ -168,7 +169,7 @@ def quantize_mxfp8(
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
-    return buffers
+    return list(buffers.values())
 
 
 def dequantize_mxfp8(
@@ -200,28 +201,6 @@ def dequantize_mxfp8(
         num_warps=warps,
     )
     return values
-
-
-def allocate(
-    rows: Size,
-    columns: Size,
-    device: torch.device,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    scale_block: int,
-    swizzled: bool,
-) -> list[torch.Tensor]:
-    """The buffers that `quantize_mxfp8` fills."""
-    shapes: list[tuple[Size, ...]] = []
-    if rowwise:
-        shapes += [(rows, columns), scale_shape(rows, round_up(columns, 32) // 32, swizzled)]
-    if columnwise:
-        shapes += [(columns, round_up(rows, 16)) if scale_block == 128 else (rows, columns)]
-        by_columns = scale_shape(columns, round_up(rows, 32) // 32, swizzled)
-        shapes += [by_columns if scale_block == 128 or swizzled else by_columns[::-1]]
-    dtypes = (fp8_dtype, torch.uint8, fp8_dtype, torch.uint8)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False)]
 
 
 # --- tile choice --------------------------------------------------------------------------------------------

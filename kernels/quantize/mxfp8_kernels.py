@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_dynamo.kernels.quantize.scales import scale_offsets
+from te_dynamo.kernels.layouts.tiled_scales import scale_offsets
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import (

@@ -11,7 +11,7 @@ of a column (columnwise), or 16x16 with `two_d`, whose scales rows and columns s
 | buffer | shape | holds |
 | --- | --- | --- |
 | data | [M, K^32/2] uint8 | codes of x, the element of the even column in the low four bits: rows of whole 16 bytes |
-| scale_inv | [M^128, ceil(K/16)^4] uint8, or swizzled (kernels/quantize/scales.py) | the bits of the e4m3 scales |
+| scale_inv | [M^128, ceil(K/16)^4] uint8, or swizzled (kernels/layouts/tiled_scales.py) | the bits of the e4m3 scales |
 | amax | [1] fp32 | |
 | columnwise_data, columnwise_scale_inv, columnwise_amax | the same with M and K exchanged | of x^T |
 
@@ -39,6 +39,10 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import nvfp4
+from te_dynamo.kernels.layouts.nvfp4 import BLOCK
+from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, partial_amaxes
 from te_dynamo.kernels.quantize.nvfp4_kernels import (
     HADAMARD_SIGNS,
@@ -48,11 +52,10 @@ from te_dynamo.kernels.quantize.nvfp4_kernels import (
     hadamard_amax_kernel,
     quantize_nvfp4_kernel,
 )
-from te_dynamo.kernels.quantize.scales import plain_scales, scale_shape, swizzle_scales
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.target import target_of
-from te_dynamo.kernels.tiles.fp8 import Size, cast_launches, program_count, round_up, rows_and_columns, zero_padded
+from te_dynamo.kernels.tiles.fp8 import cast_launches, program_count, zero_padded
 
 __all__ = [
     "HADAMARD_SIGNS",
@@ -62,9 +65,6 @@ __all__ = [
     "quantize_nvfp4",
     "quantize_nvfp4_reference",
 ]
-
-BLOCK = 16
-"""Elements with one scale."""
 
 TENSOR_MAX = 2688.0
 """Largest scale (448) times largest element (6): what amax becomes."""
@@ -96,7 +96,7 @@ def quantize_nvfp4_reference(
     Raises ValueError for `two_d` with `hadamard`, and for stochastic rounding without its key.
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
-    rows, columns = rows_and_columns(x)
+    rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns).to(torch.float32)
     key = random if stochastic_rounding else None
     buffers = []
@@ -129,7 +129,7 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
     amax = amax.masked_fill(amax.isnan(), torch.nan)  # one NaN of all
     scale_s = (torch.full_like(amax, TENSOR_MAX) / amax).clamp(max=_FLOAT32_MAX)
     scale_s = torch.where((amax == 0) | (amax == torch.inf), torch.ones_like(amax), scale_s)
-    height, blocks_wide = BLOCK if two_d else 1, round_up(width, BLOCK) // BLOCK
+    height, blocks_wide = BLOCK if two_d else 1, blocks_of(width, BLOCK)
     blocks = zero_padded(matrix, round_up(rows, height), blocks_wide * BLOCK)
     blocks = blocks.reshape(blocks.shape[0] // height, height, blocks_wide, BLOCK)
     block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
@@ -145,9 +145,9 @@ def quantize_rows(matrix: torch.Tensor, two_d: bool, key: torch.Tensor | None) -
         code = stochastic_codes(blocks * enc, bits.reshape(blocks.shape))
     code = code | (blocks.signbit().to(torch.uint8) << 3)
     code = code.flatten(2).flatten(0, 1)[:rows]
-    data = zero_padded(code[:, 0::2] | (code[:, 1::2] << 4), rows, round_up(width, 2 * BLOCK) // 2)
+    data = zero_padded(code[:, 0::2] | (code[:, 1::2] << 4), *nvfp4.data_shape(rows, width))
     scale = scale.view(torch.uint8).expand(-1, height, -1, 1).flatten(2).flatten(0, 1)[:rows]
-    return [data, zero_padded(scale, round_up(rows, 128), round_up(blocks_wide, 4)), amax]
+    return [data, zero_padded(scale, *nvfp4.scale_shape(rows, width)), amax]
 
 
 def nearest_codes(value: torch.Tensor) -> torch.Tensor:
@@ -267,8 +267,8 @@ def quantize_nvfp4(
     """
     check_options(two_d, hadamard, stochastic_rounding, random)
     x = x.contiguous()
-    rows, columns = rows_and_columns(x)
-    row, column = (empty_buffers(*size, swizzled, x.device) for size in ((rows, columns), (columns, rows)))
+    rows, columns = rows_and_columns(x.shape)
+    buffers = allocate(nvfp4.buffers(rows, columns, rowwise, columnwise, swizzled), x.device)
     block_m, block_k, warps = tile or TILE
     tiles = {"M": rows, "K": columns, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
     if columnwise and hadamard:
@@ -293,12 +293,7 @@ def quantize_nvfp4(
             partials=partials,
             columnwise_partials=columnwise_partials,
             random=random if stochastic_rounding else x,
-            data=row[0] if rowwise else x,
-            scale_inv=row[1] if rowwise else x,
-            amax=row[2] if rowwise else x,
-            columnwise_data=column[0] if columnwise else x,
-            columnwise_scale_inv=column[1] if columnwise else x,
-            columnwise_amax=column[2] if columnwise else x,
+            **dict.fromkeys(nvfp4.BUFFERS, x) | buffers,
             ROWWISE=by_rows,
             COLUMNWISE=by_columns,
             TWO_D=two_d,
@@ -309,17 +304,7 @@ def quantize_nvfp4(
             PARTIALS=PARTIALS,
             **tiles,
         )
-    return (row if rowwise else []) + (column if columnwise else [])
-
-
-def empty_buffers(rows: Size, columns: Size, swizzled: bool, device: torch.device) -> list[torch.Tensor]:
-    """[data, scale_inv, amax] of one usage, unwritten."""
-    scales = scale_shape(rows, round_up(columns, BLOCK) // BLOCK, swizzled)
-    return [
-        torch.empty(rows, round_up(columns, 2 * BLOCK) // 2, dtype=torch.uint8, device=device),
-        torch.empty(scales, dtype=torch.uint8, device=device),
-        torch.empty(1, dtype=torch.float32, device=device),
-    ]
+    return list(buffers.values())
 
 
 def dequantize_nvfp4(

@@ -5,7 +5,7 @@ All arithmetic is fp32. Columns are the rows of the transposed tile, so that bot
 
 from __future__ import annotations
 
-from te_dynamo.kernels.quantize.scales import scale_offsets
+from te_dynamo.kernels.layouts.tiled_scales import scale_offsets
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import updates, writes
 from te_dynamo.kernels.tiles.fp8 import (

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.quantize.current import scale_reference
-from te_dynamo.kernels.tiles.fp8 import Size
 
 
 def amax_bits_of_parts(x: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:

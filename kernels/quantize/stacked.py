@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
 from te_dynamo.kernels.quantize.amaxes import partial_amaxes_of
 from te_dynamo.kernels.quantize.current import PARTIALS, cast_tile, quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
@@ -19,11 +20,9 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import (
     Fp8Buffers,
-    Size,
     load_scale,
     load_tile,
     program_count,
-    rows_and_columns,
     store_quantized_tile,
     tile_from_the_end,
     tile_total,
@@ -33,7 +32,7 @@ from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
 
 def stacked_size(xs: Sequence[torch.Tensor], by_columns: bool) -> tuple[Size, Size]:
     """(M, K) of the stack. Raises ValueError unless the tensors fit and their stacked sides are what kernels take."""
-    sizes = [rows_and_columns(x) for x in xs]
+    sizes = [rows_and_columns(x.shape) for x in xs]
     check_segments(tuple(size[by_columns] for size in sizes))
     if any(size[not by_columns] != sizes[0][not by_columns] for size in sizes) or len({x.dtype for x in xs}) > 1:
         what = "rows" if by_columns else "columns"
@@ -172,7 +171,7 @@ def quantize_stacked(
     rows, columns = stacked_size(xs, by_columns)
     buffers = Fp8Buffers(rows, columns, xs[0].device, fp8_dtype, rowwise, columnwise, scales=len(xs))
     xs = [x.contiguous() for x in xs]
-    sizes = [rows_and_columns(x) for x in xs]
+    sizes = [rows_and_columns(x.shape) for x in xs]
     partials = _with_all_amaxes(xs, amaxes or [None] * len(xs))
     block_m, block_k, warps = cast_tile(rows, columns, columnwise)
     for usage in buffers.launches(xs[0].element_size()):

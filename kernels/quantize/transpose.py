@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
 from te_dynamo.kernels.quantize.current import CAST_TILE, Tile, cast_tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.fp8 import (
-    program_count,
-    round_up,
-    rows_and_columns,
-    tile_from_the_end,
-    tile_total,
-    zero_padded,
-)
+from te_dynamo.kernels.tiles.fp8 import program_count, tile_from_the_end, tile_total, zero_padded
 from te_dynamo.kernels.tiles.row_quarters import load_codes, store_codes
 
 
 def transpose_reference(data: torch.Tensor) -> torch.Tensor:
     """`transpose` in plain PyTorch, on any device."""
-    rows, columns = rows_and_columns(data)
-    return zero_padded(data.reshape(rows, columns).t(), columns, round_up(rows, 16))
+    rows, columns = rows_and_columns(data.shape)
+    return zero_padded(data.reshape(rows, columns).t(), *transposed(rows, columns))
 
 
 @writes("transpose")
@@ -47,8 +41,8 @@ def transpose_kernel(data, transpose, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.c
 def transpose(data: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
     """data of any rank >= 1 and one byte an element, read as [M, K], transposed: [K, M rounded up to 16]."""
     data = data.contiguous()
-    rows, columns = rows_and_columns(data)
-    result = torch.empty((columns, round_up(rows, 16)), dtype=data.dtype, device=data.device)
+    rows, columns = rows_and_columns(data.shape)
+    result = torch.empty(transposed(rows, columns), dtype=data.dtype, device=data.device)
     block_m, block_k, warps = tile or cast_tile(rows, columns, True, CAST_TILE)
     launch(
         transpose_kernel,

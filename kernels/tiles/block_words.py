@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.target import target_of
-from te_dynamo.kernels.tiles.fp8 import Size
 
 COLUMNS: tl.constexpr = tl.constexpr(128)
 WORDS: tl.constexpr = tl.constexpr(64)

@@ -11,8 +11,9 @@ and NaN above inf.
 
 from __future__ import annotations
 
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.tiles.fp8 import Size, abs_bits, tile_mask
+from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask
 
 COLUMNS: tl.constexpr = tl.constexpr(128)
 

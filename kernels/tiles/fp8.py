@@ -13,17 +13,16 @@ the first one stopped: that part is still in the cache.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts import tensor
+from te_dynamo.kernels.layouts.sizes import Size, allocate
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import multiprocessor_count
 
 FLOAT32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
-
-Size = Any  # int or torch.SymInt
 
 
 # --- device: amax -------------------------------------------------------------------------------------------
@@ -249,16 +248,6 @@ def store_quantized_tile(
 # --- host ---------------------------------------------------------------------------------------------------
 
 
-def rows_and_columns(x: torch.Tensor) -> tuple[Size, Size]:
-    """(M, K) of a tensor of rank >= 1 read as a matrix: K the last dimension, M the product of the others."""
-    return math.prod(x.shape[:-1]), x.shape[-1]
-
-
-def round_up(n: Size, multiple: int) -> Size:
-    """n rounded up to a multiple, also for a symbolic n."""
-    return (n + multiple - 1) // multiple * multiple
-
-
 def zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """x at the upper left of zero bytes [rows, columns]; contiguous. float8 travels as integers: torch fills no float8."""
     integers = x.view(torch.uint8) if x.element_size() == 1 else x
@@ -306,21 +295,12 @@ class Fp8Buffers:
         columnwise: bool,
         scales: int = 1,
     ) -> None:
-        def empty(*shape: Size, dtype: torch.dtype = fp8_dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.fp8_dtype = fp8_dtype
-        self.data = empty(rows, columns) if rowwise else None
-        self.transpose = empty(columns, round_up(rows, 16)) if columnwise else None
-        self.scale_inv = empty(scales, dtype=torch.float32)
+        self.fp8_dtype, self.rowwise, self.columnwise = fp8_dtype, rowwise, columnwise
+        self.held = allocate(tensor.buffers((rows, columns), fp8_dtype, rowwise, columnwise, scales), device)
 
     def pointers(self, unused: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
         """data, transpose and scale_inv as kernel arguments; `unused` stands in for one that is not held."""
-        return {
-            f"{prefix}data": unused if self.data is None else self.data,
-            f"{prefix}transpose": unused if self.transpose is None else self.transpose,
-            f"{prefix}scale_inv": self.scale_inv,
-        }
+        return {f"{prefix}{name}": self.held.get(name, unused) for name in tensor.BUFFERS}
 
     def constants(self, power_of_two: bool, eps: float) -> dict[str, Any]:
         """The compile-time arguments that go with `pointers`."""
@@ -328,9 +308,9 @@ class Fp8Buffers:
 
     def launches(self, itemsize: int) -> list[dict[str, bool]]:
         """ROWWISE and COLUMNWISE of each launch that fills these buffers from a tensor of that element size."""
-        launches = cast_launches(self.data is not None, self.transpose is not None, itemsize)
+        launches = cast_launches(self.rowwise, self.columnwise, itemsize)
         return [{"ROWWISE": rowwise, "COLUMNWISE": columnwise} for rowwise, columnwise in launches]
 
     def as_list(self) -> list[torch.Tensor]:
         """[data?, transpose?, scale_inv], the order in which te.quantize returns them."""
-        return [buffer for buffer in (self.data, self.transpose, self.scale_inv) if buffer is not None]
+        return list(self.held.values())

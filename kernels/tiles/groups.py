@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.tiles.fp8 import Size
 
 PADDED = 128
 """In the padded order groups begin at multiples of it."""

@@ -13,7 +13,7 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.activation import gated as kernels
 from te_dynamo.kernels.activation import gated_halves
 from te_dynamo.kernels.activation.gated import KINDS
-from te_dynamo.kernels.tiles.fp8 import rows_and_columns
+from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
@@ -92,7 +92,7 @@ def gated_backward_quantize(
     """
     kept = [like(gate), like(up)] if keep_output else []
     if stacked:
-        rows, columns = rows_and_columns(gate)
+        rows, columns = rows_and_columns(gate.shape)
         return kept + quantized_stack(gate, (rows, 2 * columns), 2, quantizer)
     return kept + quantized(gate, quantizer) + quantized(up, quantizer)
 

@@ -9,7 +9,8 @@ import torch
 from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_mxfp8, gemm_nvfp4
 from te_dynamo.dialect.quantize import transpose
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.quantize.float8_block import BLOCK
+from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.sizes import blocks_of
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -50,7 +51,7 @@ def _turned(scale_inv: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """The scales of the transpose of data [M, K]: one for all of it as it is, [ceil(M/128), ceil(K/128)^4] as [ceil(K/128), ceil(M/128)^4]."""
     if scale_inv.dim() == 1:
         return scale_inv
-    rows, columns = scale_inv.shape[0], -(-data.shape[1] // BLOCK)
+    rows, columns = scale_inv.shape[0], blocks_of(data.shape[1], BLOCK)
     return torch.nn.functional.pad(scale_inv[:, :columns], (0, 0, 0, -rows % 4)).t().contiguous()
 
 

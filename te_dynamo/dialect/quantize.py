@@ -14,6 +14,7 @@ import torch
 from te_dynamo.dialect.define import kernel_or_reference, te_op
 from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
 from te_dynamo.kernels.quantize import amaxes as amaxes_kernels
 from te_dynamo.kernels.quantize import bias_grad as bias_grad_kernels
 from te_dynamo.kernels.quantize import current as kernels
@@ -22,7 +23,6 @@ from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
 from te_dynamo.kernels.runtime import availability
-from te_dynamo.kernels.tiles.fp8 import round_up, rows_and_columns
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -194,5 +194,5 @@ def quantize_bias_grad(dy: torch.Tensor, quantizer: Quantizer) -> list[torch.Ten
 @te_op(reference=transpose_kernels.transpose_reference, kernel=transpose_kernels.transpose)
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """[K, M^16] of float8 data, read as [M, K]; padding is zero. The bits that te.quantize writes with both usages on."""
-    rows, columns = rows_and_columns(data)
-    return plain((columns, round_up(rows, 16)), data.dtype, data)
+    rows, columns = rows_and_columns(data.shape)
+    return plain(transposed(rows, columns), data.dtype, data)

@@ -19,9 +19,8 @@ from te_dynamo.dialect.define import direct
 from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
+from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
-
-BLOCK = 128
 
 
 class GatheredWeight:

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
 from te_dynamo.quantized.quantizers import Quantizer
-from te_dynamo.quantized.quantizers.base import Buffers
-from te_dynamo.quantized.quantizers.formats import rows_and_columns
 
 _REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
 

@@ -28,6 +28,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
     tile_origin,
 )
 from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, stages_that_fit
+from te_dynamo.kernels.layouts import block as layout
 from te_dynamo.kernels.runtime._gluon import gl, gluon, hopper, mbarrier, tma
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, launch_prepared
@@ -218,7 +219,9 @@ def _add_scaled(terms, a_scale, b_scale, total, B_TWO_D: gl.constexpr):
 def _decode(codes: torch.Tensor, rows: int | torch.SymInt) -> torch.Tensor:
     """fp32 [blocks, rows^4] of E8M0 codes [rows^128, 4 * blocks], of which four are equal."""
     blocks = codes.shape[1] // 4
-    scale_inv = torch.empty((blocks, (rows + 3) // 4 * 4), dtype=torch.float32, device=codes.device)
+    scale_inv = torch.empty(
+        layout.scale_shape(rows, blocks * layout.BLOCK, False), dtype=torch.float32, device=codes.device
+    )
     grid = (triton.cdiv(rows, _DECODE_ROWS), triton.cdiv(blocks, _DECODE_BLOCKS))
     launch(decode_kernel, grid, codes, scale_inv, rows, blocks, ROWS=_DECODE_ROWS, BLOCKS=_DECODE_BLOCKS)
     return scale_inv

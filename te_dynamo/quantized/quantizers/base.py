@@ -14,13 +14,11 @@ import torch
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.layouts.sizes import Buffers, allocate
 
 if TYPE_CHECKING:
     from te_dynamo.quantized.storage import QuantizedTensorStorage
     from te_dynamo.quantized.tensor import QuantizedTensor
-
-Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Buffer name -> (shape, dtype), in the order in which `te.quantize` returns them."""
 
 _VALUE_TYPES = (bool, int, float, str, enum.Enum)
 
@@ -178,9 +176,8 @@ class Quantizer(metaclass=OpaqueMeta):
         return self._storage_metadata(tuple(shape), dtype)
 
     def alloc_tensors(self, shape: tuple[int, ...], device: torch.device | None = None) -> dict[str, torch.Tensor]:
-        """Uninitialised buffers by name; plain torch.empty calls, so it traces and runs under a fake mode."""
-        described = self._describe_buffers(tuple(shape))
-        return {name: torch.empty(s, dtype=dtype, device=device) for name, (s, dtype) in described.items()}
+        """Uninitialised buffers by name."""
+        return allocate(self._describe_buffers(tuple(shape)), device)
 
     def quantize(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> QuantizedTensor:
         """`tensor` (bf16, fp16 or fp32, any rank from 1) in this format, through `te.quantize`. No gradient flows.

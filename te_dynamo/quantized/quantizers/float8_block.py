@@ -8,19 +8,11 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.kernels.layouts import block
+from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
-from te_dynamo.quantized.quantizers.formats import (
-    FP8_DTYPES,
-    TRANSPOSE_ALIGNMENT,
-    check_amax_epsilon,
-    epsilon_text,
-    rounded_up,
-    rows_and_columns,
-    tiles,
-)
-
-BLOCK = 128
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,16 +59,8 @@ class Float8BlockQuantizer(Float8Quantizer):
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
-        rows, columns = rows_and_columns(shape)
-        dtype = FP8_DTYPES[self.fp8_format]
-        buffers: Buffers = {}
-        if self.rowwise:
-            buffers["data"] = ((rows, columns), dtype)
-            buffers["scale_inv"] = (_scale_shape(rows, columns, self.block_dims), torch.float32)
-        if self.columnwise:
-            buffers["transpose"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
-            buffers["columnwise_scale_inv"] = (_scale_shape(columns, rows, self.block_dims), torch.float32)
-        return buffers
+        usages = self.rowwise, self.columnwise
+        return block.buffers(*rows_and_columns(shape), FP8_DTYPES[self.fp8_format], *usages, self.block_dims == 2)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8BlockTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
@@ -85,15 +69,9 @@ class Float8BlockQuantizer(Float8Quantizer):
         return self.block_dims == 2
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return ("transpose", "columnwise_scale_inv") if columnwise else ("data", "scale_inv")
+        return block.BUFFERS[2:] if columnwise else block.BUFFERS[:2]
 
     def describe(self) -> str:
-        block = "1x128" if self.block_dims == 1 else "128x128"
+        scaled = "1x128" if self.block_dims == 1 else "128x128"
         options = "" if self.power_of_two_scale else ", fp32 scales"
-        return f"{self.fp8_format} {block}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"
-
-
-def _scale_shape(outer: int, contracted: int, block_dims: int) -> tuple[int, int]:
-    """Shape of the scales of data [outer, contracted]. In 1D the contracted blocks come first, in 2D the order is that of the data."""
-    blocks = tiles(contracted, BLOCK)
-    return (blocks, rounded_up(outer, 4)) if block_dims == 1 else (tiles(outer, BLOCK), rounded_up(blocks, 4))
+        return f"{self.fp8_format} {scaled}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"

@@ -7,15 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.kernels.layouts import tensor
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
 from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
 from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
-from te_dynamo.quantized.quantizers.formats import (
-    FP8_DTYPES,
-    TRANSPOSE_ALIGNMENT,
-    rounded_up,
-    rows_and_columns,
-)
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,15 +44,7 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
-        rows, columns = rows_and_columns(shape)
-        dtype = FP8_DTYPES[self.fp8_format]
-        buffers: Buffers = {}
-        if self.rowwise:
-            buffers["data"] = ((rows, columns), dtype)
-        if self.columnwise:
-            buffers["transpose"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
-        buffers["scale_inv"] = ((1,), torch.float32)
-        return buffers
+        return tensor.buffers(rows_and_columns(shape), FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}

@@ -8,13 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import InputError
-from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.kernels.layouts import tensor
+from te_dynamo.kernels.layouts.sizes import Buffers
 from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
-from te_dynamo.quantized.quantizers.formats import (
-    FP8_DTYPES,
-    TRANSPOSE_ALIGNMENT,
-    rounded_up,
-)
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,15 +32,7 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
-        groups, n, k = shape
-        dtype = FP8_DTYPES[self.fp8_format]
-        buffers: Buffers = {}
-        if self.rowwise:
-            buffers["data"] = ((groups, n, k), dtype)
-        if self.columnwise:
-            buffers["transpose"] = ((groups, k, rounded_up(n, TRANSPOSE_ALIGNMENT)), dtype)
-        buffers["scale_inv"] = ((groups,), torch.float32)
-        return buffers
+        return tensor.buffers(shape, FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise, shape[0])
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8GroupedTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}

@@ -8,18 +8,11 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.quantized.quantizers.base import Buffers
+from te_dynamo.kernels.layouts import mxfp8
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
-from te_dynamo.quantized.quantizers.formats import (
-    FP8_DTYPES,
-    TRANSPOSE_ALIGNMENT,
-    rounded_up,
-    rows_and_columns,
-    scale_shape,
-    tiles,
-)
-
-BLOCK = 32
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +28,7 @@ class MXFP8Quantizer(Float8Quantizer):
         data             [M, K]                           scale_inv             (M^128, ceil(K/32)^4)
         columnwise_data  32: [M, K], 128: [K, M^16]       columnwise_scale_inv  32: (ceil(M/32)^4, K^128), 128: (K^128, ceil(M/32)^4)
 
-    Swizzled, scales of such a shape (R, S), of columns in blocks of 32 (S, R), are (R / 4, S, 4), in tiles of 128 by 4 (`scale_shape`).
+    Swizzled, scales of such a shape (R, S), of columns in blocks of 32 (S, R), are (R / 4, S, 4), in tiles of 128 by 4 (kernels/layouts/tiled_scales.py).
 
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """
@@ -69,27 +62,14 @@ class MXFP8Quantizer(Float8Quantizer):
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
-        rows, columns = rows_and_columns(shape)
-        dtype = FP8_DTYPES[self.fp8_format]
-        buffers: Buffers = {}
-        if self.rowwise:
-            buffers["data"] = ((rows, columns), dtype)
-            buffers["scale_inv"] = (scale_shape(rows, tiles(columns, BLOCK), self.swizzled), torch.uint8)
-        if self.columnwise:
-            scales = scale_shape(columns, tiles(rows, BLOCK), self.swizzled)
-            if self.scale_block == BLOCK:
-                buffers["columnwise_data"] = ((rows, columns), dtype)
-                buffers["columnwise_scale_inv"] = (scales if self.swizzled else scales[::-1], torch.uint8)
-            else:
-                buffers["columnwise_data"] = ((columns, rounded_up(rows, TRANSPOSE_ALIGNMENT)), dtype)
-                buffers["columnwise_scale_inv"] = (scales, torch.uint8)
-        return buffers
+        options = self.rowwise, self.columnwise, self.scale_block, self.swizzled
+        return mxfp8.buffers(*rows_and_columns(shape), FP8_DTYPES[self.fp8_format], *options)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "MXFP8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return ("columnwise_data", "columnwise_scale_inv") if columnwise else ("data", "scale_inv")
+        return mxfp8.BUFFERS[2:] if columnwise else mxfp8.BUFFERS[:2]
 
     def describe(self) -> str:
         element = "" if self.fp8_format == "e4m3" else f" {self.fp8_format}"

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.quantized.quantizers.base import Buffers, Quantizer
-from te_dynamo.quantized.quantizers.formats import rounded_up, rows_and_columns, scale_shape, tiles
-
-BLOCK = 16
+from te_dynamo.kernels.layouts import nvfp4
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
+from te_dynamo.quantized.quantizers.base import Quantizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +29,7 @@ class NVFP4Quantizer(Quantizer):
         columnwise_data  [K, M^32 / 2]    columnwise_scale_inv  (K^128, ceil(M/16)^4)    columnwise_amax  [1]
 
     data and scales are uint8, the scales the bits of e4m3; columns are the rows of x^T. Swizzled, scales of shape (R, S) are
-    (R / 4, S, 4), in tiles of 128 by 4 (`scale_shape`).
+    (R / 4, S, 4), in tiles of 128 by 4 (kernels/layouts/tiled_scales.py).
     """
 
     hadamard: bool = False
@@ -58,25 +57,13 @@ class NVFP4Quantizer(Quantizer):
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         self.check_shape(shape)
-        rows, columns = rows_and_columns(shape)
-        buffers: Buffers = {}
-        if self.rowwise:
-            buffers["data"] = ((rows, rounded_up(columns, 2 * BLOCK) // 2), torch.uint8)
-            buffers["scale_inv"] = (scale_shape(rows, tiles(columns, BLOCK), self.swizzled), torch.uint8)
-            buffers["amax"] = ((1,), torch.float32)
-        if self.columnwise:
-            buffers["columnwise_data"] = ((columns, rounded_up(rows, 2 * BLOCK) // 2), torch.uint8)
-            buffers["columnwise_scale_inv"] = (scale_shape(columns, tiles(rows, BLOCK), self.swizzled), torch.uint8)
-            buffers["columnwise_amax"] = ((1,), torch.float32)
-        return buffers
+        return nvfp4.buffers(*rows_and_columns(shape), self.rowwise, self.columnwise, self.swizzled)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "NVFP4TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        if columnwise:
-            return ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
-        return ("data", "scale_inv", "amax")
+        return nvfp4.BUFFERS[3:] if columnwise else nvfp4.BUFFERS[:3]
 
     def describe(self) -> str:
         options = (

@@ -1,4 +1,4 @@
-"""What the storages with scales for blocks share: scales in order, and a scale spread over its block."""
+"""What the storages with scales for blocks share: a scale spread over its block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,3 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int])
     rows = torch.arange(shape[0], device=scales.device) // block[0]
     columns = torch.arange(shape[1], device=scales.device) // block[1]
     return scales[rows[:, None], columns[None, :]]
-
-
-def in_order(scales: torch.Tensor) -> torch.Tensor:
-    """Swizzled scales [R / 4, S, 4] as [R, S]; others as they are."""
-    if scales.dim() != 3:
-        return scales
-    rows, blocks = 4 * scales.shape[0], scales.shape[1]
-    return scales.reshape(rows // 128, blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, blocks)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import block
+from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
@@ -12,7 +14,7 @@ from te_dynamo.quantized.storages.blocks import spread
 class Float8BlockTensorStorage(QuantizedTensorStorage):
     """FP8 with an fp32 scale for each 1x128 or 128x128 values: data [M, K], transpose [K, M^16] and their scales."""
 
-    _FLATTEN_TENSOR_BUFFERS = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
+    _FLATTEN_TENSOR_BUFFERS = block.BUFFERS
 
     quantizer: Float8BlockQuantizer
     data: torch.Tensor
@@ -30,5 +32,5 @@ class Float8BlockTensorStorage(QuantizedTensorStorage):
         """data [outer, contracted] in fp32; 1D scales lie with the contracted blocks first."""
         shape = (data.shape[0], data.shape[1])
         if self.quantizer.block_dims == 1:
-            return data.to(torch.float32) * spread(scale_inv.t(), (1, 128), shape)
-        return data.to(torch.float32) * spread(scale_inv, (128, 128), shape)
+            return data.to(torch.float32) * spread(scale_inv.t(), (1, BLOCK), shape)
+        return data.to(torch.float32) * spread(scale_inv, (BLOCK, BLOCK), shape)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import tensor
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
 
 class Float8GroupedTensorStorage(QuantizedTensorStorage):
     """FP8 with one scale a group: data [G, N, K], transpose [G, K, N^16], scale_inv [G]."""
 
-    _FLATTEN_TENSOR_BUFFERS = ("data", "transpose", "scale_inv")
+    _FLATTEN_TENSOR_BUFFERS = tensor.BUFFERS
 
     data: torch.Tensor
     transpose: torch.Tensor

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import mxfp8
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.quantized.quantizers import MXFP8Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
-from te_dynamo.quantized.storages.blocks import in_order, spread
+from te_dynamo.quantized.storages.blocks import spread
 
 
 class MXFP8TensorStorage(QuantizedTensorStorage):
     """FP8 with an E8M0 scale for each 32 values: data [M, K], columnwise_data [M, K] or [K, M^16], and their scales."""
 
-    _FLATTEN_TENSOR_BUFFERS = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
+    _FLATTEN_TENSOR_BUFFERS = mxfp8.BUFFERS
 
     quantizer: MXFP8Quantizer
     data: torch.Tensor
@@ -21,13 +24,13 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     columnwise_scale_inv: torch.Tensor
 
     def _rows(self) -> torch.Tensor:
-        return _values(self.data, in_order(self.scale_inv), (1, 32))
+        return _values(self.data, plain_scales(self.scale_inv), (1, BLOCK))
 
     def _columns(self) -> torch.Tensor:
-        scales = in_order(self.columnwise_scale_inv)
-        if self.quantizer.scale_block == 32:
-            return _values(self.columnwise_data, scales.t() if self.quantizer.swizzled else scales, (32, 1))
-        return _values(self.columnwise_data, scales, (1, 32)).t()
+        scales = plain_scales(self.columnwise_scale_inv)
+        if self.quantizer.scale_block == BLOCK:
+            return _values(self.columnwise_data, scales.t() if self.quantizer.swizzled else scales, (BLOCK, 1))
+        return _values(self.columnwise_data, scales, (1, BLOCK)).t()
 
 
 def _values(data: torch.Tensor, codes: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts import nvfp4
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.quantized.quantizers import NVFP4Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
-from te_dynamo.quantized.storages.blocks import in_order, spread
+from te_dynamo.quantized.storages.blocks import spread
 
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Those of te_dynamo.kernels.quantize.nvfp4, which says what the transform is; storages do not read kernels."""
@@ -15,14 +17,7 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 class NVFP4TensorStorage(QuantizedTensorStorage):
     """4-bit values, two a byte, with an e4m3 scale for each 16 and an fp32 amax: rows and columns each with their own."""
 
-    _FLATTEN_TENSOR_BUFFERS = (
-        "data",
-        "scale_inv",
-        "amax",
-        "columnwise_data",
-        "columnwise_scale_inv",
-        "columnwise_amax",
-    )
+    _FLATTEN_TENSOR_BUFFERS = nvfp4.BUFFERS
 
     quantizer: NVFP4Quantizer
     data: torch.Tensor
@@ -43,8 +38,8 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """The fp32 values [outer, 2 * bytes] of packed data [outer, bytes]."""
     elements = _e2m1(torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2))
-    scales = in_order(scale_inv).view(torch.float8_e4m3fn).to(torch.float32)
-    values = elements * spread(scales, (1, 16), (elements.shape[0], elements.shape[1]))
+    scales = plain_scales(scale_inv).view(torch.float8_e4m3fn).to(torch.float32)
+    values = elements * spread(scales, (1, nvfp4.BLOCK), (elements.shape[0], elements.shape[1]))
     return values * (amax / torch.full_like(amax, 2688.0))
 
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_reference, gemm_block_with_tile, scale_shape
+from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_reference, gemm_block_with_tile
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, choose_block_tile
-from te_dynamo.kernels.quantize.float8_block import quantize_block_reference
+from te_dynamo.kernels.layouts import block, mxfp8
 from te_dynamo.kernels.runtime.target import TARGETS
 
 # -- the reference, on the CPU ---------------------------------------------------------------------
@@ -80,12 +80,6 @@ def test_operands_that_are_refused() -> None:
         call(sa=sa.t().contiguous().t())
 
 
-def test_scale_shapes_are_those_of_the_quantizer() -> None:
-    for rows, k, two_d in itertools.product((1, 128, 300), (16, 272, 640), (False, True)):
-        _, scale_inv = quantize_block_reference(torch.zeros(rows, k), E4M3, True, False, two_d, True, 0.0)
-        assert scale_inv.shape == scale_shape(rows, k, two_d, torch.float32)
-
-
 # -- tile choice -----------------------------------------------------------------------------------
 
 
@@ -113,7 +107,8 @@ def traced_kernels(m: int, n: int, k: int, bias: bool, dynamic: str, codes: bool
         m = symbols[0] if "m" in dynamic else m
         k = symbols[1] * 16 if "k" in dynamic else k
         dtype = torch.uint8 if codes else torch.float32
-        scales = [torch.empty(scale_shape(rows, k, False, dtype), dtype=dtype, device="cuda") for rows in (m, n)]
+        shapes = [mxfp8.scale_shape(r, k) if dtype == torch.uint8 else block.scale_shape(r, k, False) for r in (m, n)]
+        scales = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
         a, b = (torch.empty((rows, k), dtype=E4M3, device="cuda") for rows in (m, n))
         shift = torch.empty(n, device="cuda") if bias else None
         fn = lambda a, sa, b, sb: gemm_block(a, sa, b, sb, shift, torch.bfloat16, False, False)  # noqa: E731

@@ -11,7 +11,6 @@ import torch
 from helpers.kernels.gemm_operands import relative_error
 
 from te_dynamo.kernels.gemm import cublaslt
-from te_dynamo.kernels.gemm.block import scale_shape
 from te_dynamo.kernels.gemm.choose import (
     TUNED,
     Choice,
@@ -26,6 +25,7 @@ from te_dynamo.kernels.gemm.choose import stacking_pays as pays
 from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
 from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.kernels.gemm.tuned import _operands, _run, candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import TARGETS
 
@@ -162,8 +162,7 @@ def test_cublaslts_scales_of_blocks_are_torchs() -> None:
     ):
         a, b = (torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n))
         scales = [
-            torch.empty(scale_shape(rows, k, two, torch.float32), device="meta")
-            for rows, two in zip((m, n), two_d, strict=True)
+            torch.empty(scale_shape(rows, k, two), device="meta") for rows, two in zip((m, n), two_d, strict=True)
         ]
         with mock.patch.object(cublaslt, "SCALED_MM") as call:
             cublaslt.gemm_block_cublaslt(a, scales[0], b, scales[1], None, torch.bfloat16, *two_d)

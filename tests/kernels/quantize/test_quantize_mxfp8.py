@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8, gemm_mxfp8_reference
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.kernels.quantize.mxfp8 import (
     SCALE_BLOCKS,
     dequantize_mxfp8,
@@ -31,7 +32,6 @@ from te_dynamo.kernels.quantize.mxfp8 import (
     quantize_mxfp8_reference,
     row_tile,
 )
-from te_dynamo.kernels.quantize.scales import plain_scales
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272), (2000, 2000))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from te_dynamo.kernels.quantize.scales import plain_scales, scale_shape, swizzle_scales
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales, scale_shape, swizzle_scales
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (256, 12), (384, 8)])

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts.sizes import Size, round_up
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.tiles.fp8 import Size, round_up
 
 
 def scale_shape(rows: Size, blocks: Size, swizzled: bool) -> tuple[Size, ...]:
