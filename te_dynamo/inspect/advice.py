@@ -122,7 +122,7 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
     if asked and not known.matched and (whole or _all_seen(modules, known)):
         yield from _nothing_matched(linears, modules)
     if modules or whole:
-        yield from _rules_without_effect(options, [*(path for path, _ in modules), *_own_paths(model), *known.linears])
+        yield from _rules_without_effect(options, [*_paths(model), *known.linears])
     yield from _quantized_already(modules)
     matched = [match for match in linears if match.matched]
     if options.weight_cache == "step" and matched and not report.workspaces:
@@ -142,11 +142,13 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
         )
 
 
-def _own_paths(model: nn.Module | None) -> Iterator[str]:
-    """The paths of parameters by which a module may multiply itself."""
-    for name, parameter in () if model is None else model.named_parameters():
-        if parameter.dim() > 1 and has_own_path(name):
-            yield name
+def _paths(model: nn.Module | None) -> Iterator[str]:
+    """All paths that a rule may name: of what is shared each, of parameters those by which a module may multiply itself."""
+    if model is not None:
+        yield from (path for path, _ in model.named_modules(remove_duplicate=False))
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.dim() > 1 and has_own_path(name):
+                yield name
 
 
 def _all_seen(modules: Sequence[tuple[str, nn.Module]], known: _Model) -> bool:

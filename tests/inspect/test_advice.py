@@ -131,6 +131,25 @@ def test_a_rule_that_no_module_path_matches(pattern: str, hint: str) -> None:
     assert text.startswith(f"no module path of the model matches the rule {pattern!r}")
 
 
+class Shared(nn.Module):
+    """One linear at two paths, the second of them behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+def test_a_rule_for_the_second_path_of_a_module_behind_a_break() -> None:
+    assert run(Shared(), rules=[("^b$", None)]) == []
+    (text,) = run(Shared(), rules=[("^bb$", None)])
+    assert text.startswith("no module path of the model matches the rule '^bb$'; did you mean 'b'")
+
+
 @pytest.mark.parametrize("package", ["torchao", "transformer_engine", "bitsandbytes", "transformers.integrations"])
 def test_linears_that_another_package_quantizes(package: str) -> None:
     linear = type("Fp8Linear", (nn.Linear,), {"__module__": f"{package}.float8"})

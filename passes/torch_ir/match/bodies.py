@@ -28,7 +28,7 @@ from te_dynamo.passes.torch_ir.match.patterns.modulated_norm import match_modula
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
-from te_dynamo.passes.torch_ir.match.root import also_run_at, tell_apart
+from te_dynamo.passes.torch_ir.match.root import also_named, also_run_at, tell_apart
 from te_dynamo.passes.torch_ir.match.where import module_path
 from te_dynamo.recipe import Recipe
 
@@ -94,6 +94,13 @@ class Matcher:
     def recipe_for(self, path: str, parameter: str) -> tuple[Recipe | None, str]:
         """The options' choice, None where another module that runs the same graph has a choice of its own."""
         chosen, others = self.options.recipe_for(path, parameter), also_run_at(path)
+        names = also_named(path)
+        if any(self.options.recipe_for(name, parameter)[0] != chosen[0] for name in names):
+            listed = " and ".join(map(repr, sorted({path, *names})))
+            return (
+                None,
+                f"one module at {listed}, behind graph breaks, and the rules treat these differently; name all in one rule",
+            )
         alike = all(self.options.recipe_for(other, parameter)[0] == chosen[0] for other in others)
         if alike or tell_apart(1 + len(others)):
             return chosen

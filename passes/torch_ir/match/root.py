@@ -26,7 +26,7 @@ from torch import fx, nn
 from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
 from te_dynamo.user_code import OWNERS, clean_path, is_torchs, traced_code
 
-__all__ = ["also_run_at", "compiled_model", "in_whole_model", "tell_apart"]
+__all__ = ["also_named", "also_run_at", "compiled_model", "in_whole_model", "tell_apart"]
 
 
 @contextlib.contextmanager
@@ -51,7 +51,10 @@ def in_whole_model(graph: fx.Graph, example_inputs: Sequence[Any]) -> Iterator[N
     if not prefixes and alike is not None and len(alike) == 1:
         prefixes = set(alike)  # fake parameters: a graph that is split where DDP's buckets end
     prefix = prefixes.pop() if len(prefixes) == 1 else None
-    token, other = path_prefix.set(prefix), _twins.set(_twins_of(root, prefix, graph))
+    twins = dataclasses.replace(
+        _twins_of(root, prefix, graph), starts=tuple(sorted(p.removesuffix(".") for p in prefixes))
+    )
+    token, other = path_prefix.set(prefix), _twins.set(twins)
     try:
         yield
     finally:
@@ -70,6 +73,7 @@ class _Twins:
     places: for each that holds the graph's parameters its path, and the paths of the others.
     forms:  what modules and parameters must agree in to stand for one another, by path.
     owned:  the placeholders of parameters.
+    starts: where the graph's paths may begin, of modules that the model holds at several paths; () where one is known.
     seldom: whether many could run it, as nn.Linear's own method, which Dynamo seldom compiles by itself.
     """
 
@@ -77,6 +81,7 @@ class _Twins:
     forms: dict[str, Any] = dataclasses.field(default_factory=dict)
     owned: tuple[fx.Node, ...] = ()
     seldom: bool = False
+    starts: tuple[str, ...] = ()
 
 
 _twins: contextvars.ContextVar[_Twins] = contextvars.ContextVar("te_dynamo_twins", default=_Twins())  # noqa: B039  nobody writes it
@@ -89,6 +94,13 @@ def also_run_at(path: str) -> tuple[str, ...]:
         if path == place or path.startswith(f"{place}."):
             found |= {f"{other}{path[len(place) :]}" for other in others}
     return tuple(sorted(other for other in found if twins.forms.get(other) == twins.forms.get(path)))
+
+
+def also_named(path: str) -> tuple[str, ...]:
+    """The other paths of the same module, where the graph does not tell at which of them it runs."""
+    starts = _twins.get().starts
+    rests = [path[len(start) :] for start in starts if path == start or path.startswith(f"{start}.")]
+    return tuple(other for rest in rests for start in starts if (other := start + rest) != path)
 
 
 def tell_apart(count: int) -> bool:

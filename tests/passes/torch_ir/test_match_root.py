@@ -55,6 +55,24 @@ class Helped(nn.Module):
         return x
 
 
+class Shared(nn.Module):
+    """One linear at two paths, which behind a break of its own has one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helped(self.b, helped(self.a, x))
+
+
+@pytest.mark.parametrize("rule", ["^a$", "^b$"])
+def test_a_module_at_two_paths_that_rules_tell_apart_is_left_with_the_reason(rule: str) -> None:
+    (reason,) = set(rows(Shared(), (rule, "mxfp8")).values())
+    assert reason == ("one module at 'a' and 'b', behind graph breaks, and the rules treat these differently")
+    assert set(rows(Shared(), ("^[ab]$", None)).values()) == {"rule '^[ab]$' leaves it in the model's precision"}
+
+
 def rows(model: nn.Module, *rules: tuple[str, Any]) -> dict[str, str]:
     """Path -> the reason why it is left, "" where it is in the recipe; what is said is what a call runs."""
     torch._dynamo.reset()
