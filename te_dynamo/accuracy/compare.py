@@ -22,8 +22,8 @@ from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
 from te_dynamo.inspect.report import coverage
-from te_dynamo.inspect.target import MODELS_OWN, not_in_place, options_and_mode, unchanged, unwrap
-from te_dynamo.options import Options
+from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, unwrap
+from te_dynamo.options import UNSET, Options
 from te_dynamo.recipe import Recipe, names
 
 __all__ = ["compare", "compare_recipes"]
@@ -34,8 +34,8 @@ Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 def compare(
     model: Callable[..., Any],
     *args: Any,
-    recipe: str | Recipe | None = MODELS_OWN,
-    rules: Sequence[tuple[str, str | Recipe | None]] = MODELS_OWN,
+    recipe: str | Recipe | None = UNSET,
+    rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     steps: int = 1,

@@ -29,8 +29,9 @@ from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 from te_dynamo.inspect.tables import text_of
-from te_dynamo.inspect.target import MODELS_OWN, not_in_place, options_and_mode, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
+from te_dynamo.options import UNSET
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -208,8 +209,8 @@ class Explanation:
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    recipe: str | Recipe | None = MODELS_OWN,
-    rules: Sequence[tuple[str, str | Recipe | None]] = MODELS_OWN,
+    recipe: str | Recipe | None = UNSET,
+    rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     device: str | None = None,

@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_dynamo.options import Options
+from te_dynamo.options import UNSET, Options
 
-MODELS_OWN: Any = object()
-"""What a keyword has that was not given: the model's own recipe or rules hold."""
-
-__all__ = ["MODELS_OWN", "not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
+__all__ = ["not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -86,8 +83,8 @@ def options_and_mode(
     own: Mapping[str, Any],
     options: Mapping[str, Any] | None,
     mode: str | None,
-    recipe: Any = MODELS_OWN,
-    rules: Any = MODELS_OWN,
+    recipe: Any = UNSET,
+    rules: Any = UNSET,
 ) -> dict[str, Any]:
     """The options that `explain` and `compare` compile with, those of a mode among them: torch.compile takes one of the two.
 
@@ -95,6 +92,6 @@ def options_and_mode(
     """
     if options is None and mode is None:
         options, mode = own.get("options"), own.get("mode")
-    chosen = {name: value for name, value in (("recipe", recipe), ("rules", rules)) if value is not MODELS_OWN}
+    chosen = {name: value for name, value in (("recipe", recipe), ("rules", rules)) if value is not UNSET}
     expanded = dict(Options.parse(None, mode).inductor) if mode is not None else {}
     return {**expanded, **(options or {}), **chosen}
