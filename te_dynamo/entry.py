@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from te_dynamo.options import Options
+from te_dynamo.options import UNSET, Options
 from te_dynamo.recipe import Recipe
 
 __all__ = ["compile"]
@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 def compile(
     model: Model,
     *,
-    recipe: str | Recipe | None = "float8_current_scaling",
+    recipe: str | Recipe | None = UNSET,
     rules: Sequence[tuple[str, str | Recipe | None]] = (),
     codegen: Literal["inductor", "eager"] = "inductor",
     fusions: bool | Sequence[str] = True,
@@ -47,7 +47,7 @@ def compile(
     from te_dynamo.passes.dialect.fuser import check_choice
 
     own = {
-        "recipe": recipe, "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
+        **({} if recipe is UNSET else {"recipe": recipe}), "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
         "weight_cache_check": weight_cache_check, "save_weights": save_weights, "low_memory": low_memory,
         "regather": regather, "async_tp": async_tp,
         "require_coverage": require_coverage, "sm_margin": sm_margin,
@@ -58,6 +58,6 @@ def compile(
     compiled = torch.compile(
         model, backend="te", options={**dict(parsed.inductor), **own}, dynamic=dynamic, fullgraph=fullgraph
     )
-    if not require_coverage:
+    if not parsed.require_coverage:
         return cast(Model, compiled)
     return hold_coverage(cast(Model, compiled), require_coverage)

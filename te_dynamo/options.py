@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,7 +16,10 @@ from te_dynamo._compat import sm_carveout
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.recipe import Recipe
 
-__all__ = ["Options"]
+__all__ = ["UNSET", "Options"]
+
+UNSET: Any = object()
+"""The default of a keyword whose option is then not given."""
 
 _CODEGENS = ("inductor", "eager")
 _WEIGHT_CACHES = (None, "step")
@@ -29,8 +34,10 @@ _OWN = (
 class Options:
     """What a user asked for.
 
-    recipe:   the recipe of every linear that no rule names; None leaves the model in its own precision.
-    rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's path decides its recipe.
+    recipe:   the recipe of every linear that no rule names; None leaves the model in its own precision. Where it is not given it is the
+              environment's TE_DYNAMO_RECIPE, else current scaling. TE_DYNAMO_DISABLE=1 goes before all of this: there is no recipe then.
+    rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's path decides
+              its recipe.
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
     fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
               each those to leave out.
@@ -75,9 +82,14 @@ class Options:
         save_weights = options.get("save_weights")
         if save_weights not in _SAVED_WEIGHTS:
             raise InvalidOptionError.unknown("save_weights", save_weights, _SAVED_WEIGHTS)
+        recipe = recipes.as_recipe(options["recipe"]) if "recipe" in options else _default_recipe()
+        rules, least = _rules(options.get("rules", ())), _share("require_coverage", options)
+        if is_disabled():
+            _warn_disabled()
+            recipe, rules, least = None, (), 0.0
         return cls(
-            recipe=recipes.as_recipe(options.get("recipe", "float8_current_scaling")),
-            rules=_rules(options.get("rules", ())),
+            recipe=recipe,
+            rules=rules,
             codegen=codegen,
             fusions=_fusions(options.get("fusions", True)),
             weight_cache=weight_cache,
@@ -86,7 +98,7 @@ class Options:
             low_memory=_flag("low_memory", options, default=True),
             regather=_flag("regather", options),
             async_tp=_async_tp(options),
-            require_coverage=_share("require_coverage", options),
+            require_coverage=least,
             sm_margin=_margin(options.get("sm_margin")),
             inductor=tuple(sorted(inductor.items())),
         )
@@ -109,7 +121,26 @@ class Options:
                 return chosen, f"rule {pattern!r} " + (
                     "leaves it in the model's precision" if chosen is None else "chooses it"
                 )
-        return self.recipe, "" if self.recipe is not None else "recipe is None"
+        return self.recipe, "" if self.recipe else "TE_DYNAMO_DISABLE=1 is set" if is_disabled() else "recipe is None"
+
+
+def is_disabled() -> bool:
+    """Whether the environment leaves every linear in the model's precision."""
+    return os.environ.get("TE_DYNAMO_DISABLE") == "1"
+
+
+@functools.cache
+def _warn_disabled() -> None:
+    warnings.warn("te_dynamo: TE_DYNAMO_DISABLE=1 is set: every linear stays in the model's precision", stacklevel=2)
+
+
+def _default_recipe() -> Recipe | None:
+    """Of code that names none: the environment's, else current scaling."""
+    name = os.environ.get("TE_DYNAMO_RECIPE", "float8_current_scaling")
+    try:
+        return None if name.lower() == "none" else recipes.by_name(name)
+    except InvalidOptionError as error:
+        raise InvalidOptionError(f"{error} (in the environment variable TE_DYNAMO_RECIPE)") from None
 
 
 def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:

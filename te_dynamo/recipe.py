@@ -227,6 +227,14 @@ _RECIPES: dict[str, type[Recipe]] = {
 }
 
 
+_ALIASES = dict.fromkeys(("fp8", "float8", "tensorwise"), Float8CurrentScaling.name)
+"""Names of other libraries for a recipe of ours."""
+
+_MISSING = {
+    "rowwise": "te_dynamo has no recipe with a scale for each row; 'float8_block_scaling' has one for each 128 values of a row"
+}
+
+
 def names() -> list[str]:
     """The names `options={"recipe": ...}` takes."""
     return sorted(_RECIPES)
@@ -244,7 +252,10 @@ def as_recipe(value: Any) -> Recipe | None:
 
 
 def by_name(name: str) -> Recipe:
-    """The recipe of that name with its defaults. Raises InvalidOptionError naming the nearest valid one."""
+    """The recipe of that name, or alias, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
+    name = _ALIASES.get(name, name)
+    if name in _MISSING:
+        raise InvalidOptionError(f"te_dynamo: unknown recipe {name!r}: {_MISSING[name]}")
     if name not in _RECIPES:
         raise InvalidOptionError.unknown("recipe", name, names())
     return _RECIPES[name]()

@@ -22,8 +22,8 @@ from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
 from te_dynamo.inspect.report import coverage
-from te_dynamo.inspect.target import not_in_place, unchanged, unwrap
-from te_dynamo.options import Options
+from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, unwrap
+from te_dynamo.options import UNSET, Options
 from te_dynamo.recipe import Recipe, names
 
 __all__ = ["compare", "compare_recipes"]
@@ -34,6 +34,9 @@ Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 def compare(
     model: Callable[..., Any],
     *args: Any,
+    recipe: str | Recipe | None = UNSET,
+    rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
+    mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     steps: int = 1,
     batches: Iterable[Any] | None = None,
@@ -44,6 +47,7 @@ def compare(
 
     model:   a module, a function, or the result of torch.compile, as for te_dynamo.explain.
     args, kwargs: what it is called with, in each step.
+    recipe, rules, mode: as for te_dynamo.compile; a compiled module's own by default.
     options: as for torch.compile(model, backend="te"): recipe and rules choose what is compared; a compiled module's own by default.
     steps:   how many times it runs; each draws other random numbers.
     batches: what it is called with instead of args: of each step a tuple of arguments, a dictionary of keywords, or one argument.
@@ -56,7 +60,7 @@ def compare(
     Raises InputError where no linear is in a recipe or a loss is no number, InvalidOptionError for wrong options.
     """
     target, own = unwrap(model)
-    given = dict((own.get("options") if options is None else options) or {})
+    given = options_and_mode(own, options, mode, recipe, rules)
     return _compare(target, [given], _batches(args, kwargs, steps, batches), loss)[0]
 
 
@@ -75,7 +79,7 @@ def compare_recipes(
     recipes: names or te_dynamo.recipe objects; None takes every name. The other arguments are compare's; options hold no recipe.
     """
     target, own = unwrap(model)
-    given = dict((own.get("options") if options is None else options) or {})
+    given = options_and_mode(own, options, None)
     if recipes is None:
         recipes = names()
     if not recipes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,6 +84,12 @@ class Comparison:
         axes.legend()
         figure.savefig(str(path))
 
+    def __repr__(self) -> str:
+        return f"<Comparison: {_headline(self.summary)}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         columns = ("module", "source", "M x N x K", *PRODUCTS, *TENSORS, "flushed", "saturated", "amax of x", "note")
         table = FittedTable(
@@ -104,6 +111,13 @@ class RecipesCompared:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the `to_dict` of each comparison by the recipe's name, the best first."""
         return {recipe: found.to_dict() for recipe, found in self.comparisons.items()}
+
+    def __repr__(self) -> str:
+        best = next(iter(self.comparisons), "none")
+        return f"<RecipesCompared: {', '.join(self.comparisons)}; the most accurate is {best}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         columns = (

@@ -20,7 +20,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         parser, f"cpu, cuda: where the model runs; {', '.join(TARGETS)}: what such a GPU would do, on any machine"
     )
     parser.add_argument(
-        "--codegen", choices=("inductor", "eager"), help="eager skips code generation: faster, the same matches"
+        "--codegen",
+        choices=("inductor", "eager"),
+        help="inductor generates code too, and shows what runs each operation (default: eager)",
     )
     parser.add_argument("--html", metavar="FILE", help="also write a page")
 

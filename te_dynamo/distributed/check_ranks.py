@@ -29,8 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = ["assert_same", "assert_same_where_checked", "check_ranks", "differences", "not_compared", "tell_compiled"]
 
-_ENVIRONMENT = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET")
-"""What turns the compiler or the kernels off."""
+_ENVIRONMENT = (
+    "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE",
+    "TRITON_INTERPRET",
+    "TE_DYNAMO_DISABLE",
+    "TE_DYNAMO_RECIPE",
+)
+"""What turns the compiler or the kernels off, and the default recipe."""
 
 _MOST_LINES = 20
 """Of differences in an error."""

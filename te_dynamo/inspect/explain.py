@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 from te_dynamo.inspect.tables import text_of
-from te_dynamo.inspect.target import not_in_place, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
+from te_dynamo.options import UNSET
+from te_dynamo.recipe import Recipe
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -170,6 +173,13 @@ class Explanation:
 
         Path(path).write_text(render(self, comparison), encoding="utf-8")
 
+    def __repr__(self) -> str:
+        return f"<Explanation: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the headline and the tables. `to_html` writes the whole page."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         return text_of(parts_of(self))
 
@@ -214,17 +224,19 @@ class Explanation:
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: dict[str, Any] | None = None,
+    recipe: str | Recipe | None = UNSET,
+    rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
     mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
     device: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
 
     model:         a module, a function, or the result of torch.compile: then what it wraps is compiled, with
-                   a module's own options and mode where none are given. A function does not keep its options, nor does a
-                   module that `model.compile()` compiled in place.
-    options, mode: as for torch.compile.
+                   its own options and mode where none are given, also those of `model.compile()`.
+    recipe, rules, mode: as for te_dynamo.compile.
+    options:       as for torch.compile. Code is generated with {"codegen": "inductor"} alone: then "lowered" says what runs each operation.
     device:        "h200", "h100", "b200", "rtx4090": what a GPU of that name would do, whatever the machine. The model is rewritten for it
                    on fake tensors, with the rule of what costs more than it saves there, and no kernel is listed. Letters may have any case.
                    Raises InvalidOptionError, which names the nearest, for another one.
@@ -243,30 +255,29 @@ def explain(
     autocast would be on.
     """
     target, own = unwrap(model)
-    if options is None and mode is None:
-        options, mode = own.get("options"), own.get("mode")
+    chosen = {"codegen": "eager", **options_and_mode(own, options, mode, recipe, rules)}
     if device is not None:
         if str(device).lower() not in TARGETS:
             raise InvalidOptionError.unknown("device", device, TARGETS)
         try:
-            return _required(_explain_for(device.lower(), target, args, kwargs, options, mode), options)
+            return _required(_explain_for(device.lower(), target, args, kwargs, chosen), chosen)
         except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             raise UnsupportedError(
                 f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '
                 f"({str(error).partition(chr(10))[0]}). Leave `device` out, or explain a part that does not"
             ) from error
-    found = _required(_explain_here(target, args, kwargs, options, mode), options)
+    found = _required(_explain_here(target, args, kwargs, chosen), chosen)
     if not torch.cuda.is_available() and not _on_gpu(args, kwargs):
         try:
-            found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, options, mode)
+            found.on_gpu = _explain_for(_DEFAULT_GPU, target, args, kwargs, chosen)
         except Exception as error:  # of the model's own code too, where it asks for values
             found.on_gpu = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return found
 
 
-def _required(found: Explanation, options: dict[str, Any] | None) -> Explanation:
+def _required(found: Explanation, options: Mapping[str, Any]) -> Explanation:
     """`found`, where it has the coverage that the options require: the backend holds graphs to it, and sees nothing of what is in none."""
-    least = (options or {}).get("require_coverage", 0.0)
+    least = options.get("require_coverage", 0.0)
     if least and found.linears:
         found.assert_coverage(least)
     return found
@@ -276,17 +287,15 @@ def _on_gpu(args: Any, kwargs: Any) -> bool:
     return any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
 
 
-def _explain_here(target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None) -> Explanation:
+def _explain_here(target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Explanation:
     with unchanged(target, args, kwargs):
-        graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
+        graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options)
     return Explanation(graphs.reports, breaks, flops, left_out, graphs=graphs, model=_name(target))
 
 
-def _explain_for(
-    device: str, target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None
-) -> Explanation:
+def _explain_for(device: str, target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Explanation:
     """Of the graphs that such a GPU would run, made from fake tensors: no code is generated, since none can be compiled for it here."""
-    options = {**(options or {}), "codegen": "eager"}
+    options = {**options, "codegen": "eager"}
     options.pop("require_coverage", None)
     with (
         unchanged(target, args, kwargs),
@@ -295,17 +304,17 @@ def _explain_for(
         contextlib.nullcontext() if _on_gpu(args, kwargs) else cpu_autocast_on_cuda(),
         moved(target, (args, kwargs)) as (args, kwargs),
     ):
-        graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options, mode)
+        graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options)
     return Explanation(graphs.reports, breaks, flops, left_out, device, graphs=graphs, model=_name(target))
 
 
 def _compile_and_run(
-    target: Any, args: Any, kwargs: Any, options: dict[str, Any] | None, mode: str | None
+    target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]
 ) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
-    compiled = torch.compile(target, backend=backend, options=options, mode=mode)
+    compiled = torch.compile(target, backend=backend, options=dict(options))
     with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         with dynamo_untouched() as seen:

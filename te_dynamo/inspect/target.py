@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["not_in_place", "tensors_in", "unchanged", "unwrap"]
+from te_dynamo.options import UNSET, Options
+
+__all__ = ["not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
-    if not isinstance(model, torch._dynamo.OptimizedModule):
-        return getattr(model, "_torchdynamo_orig_callable", model), {}
-    layer: Any = getattr(model.dynamo_ctx, "callback", None)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return model._orig_mod, _given_to_backend(getattr(model.dynamo_ctx, "callback", None))
+    compiled = (
+        getattr(model, "_compiled_call_impl", None) or model
+    )  # of a module that `model.compile()` compiled in place
+    held = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
+    given = _given_to_backend(held.get("callback")) if hasattr(compiled, "_torchdynamo_orig_callable") else {}
+    return getattr(model, "_torchdynamo_orig_callable", model), given
+
+
+def _given_to_backend(layer: Any) -> dict[str, Any]:
     for _ in range(4):  # wrappers around the backend: their number differs between releases
         if isinstance(found := getattr(layer, "kwargs", None), dict):
-            return model._orig_mod, found
+            return found
         layer = getattr(layer, "_torchdynamo_orig_backend", None)
-    return model._orig_mod, {}
+    return {}
 
 
 @contextlib.contextmanager
@@ -66,3 +77,21 @@ def _differs(buffer: Tensor, copy: Tensor) -> bool:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def options_and_mode(
+    own: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+    recipe: Any = UNSET,
+    rules: Any = UNSET,
+) -> dict[str, Any]:
+    """The options that `explain` and `compare` compile with, those of a mode among them: torch.compile takes one of the two.
+
+    own: what the model was compiled with. It holds where neither options nor a mode are given. A recipe and rules go before options.
+    """
+    if options is None and mode is None:
+        options, mode = own.get("options"), own.get("mode")
+    chosen = {name: value for name, value in (("recipe", recipe), ("rules", rules)) if value is not UNSET}
+    expanded = dict(Options.parse(None, mode).inductor) if mode is not None else {}
+    return {**expanded, **(options or {}), **chosen}

@@ -82,7 +82,9 @@ lowered
 reasons
 
 (1)  for the test
-(2)  rule 'left' leaves it""",
+(2)  rule 'left' leaves it
+
+note: options {'codegen': 'eager'}""",
     )
 
 
@@ -174,9 +176,9 @@ def test_a_compiled_model_keeps_its_compilation_and_its_options(net):
 
     user = torch.compile(net, backend=counting, options={"recipe": "theirs"})
     user(torch.ones(4, 8))
-    assert explain(user, torch.ones(4, 8)).reports[0].notes == ["options {'recipe': 'theirs'}"]
+    assert explain(user, torch.ones(4, 8)).reports[0].notes == ["options {'codegen': 'eager', 'recipe': 'theirs'}"]
     assert explain(user, torch.ones(4, 8), options={"recipe": "ours"}).reports[0].notes == [
-        "options {'recipe': 'ours'}"
+        "options {'codegen': 'eager', 'recipe': 'ours'}"
     ]
     user(torch.ones(4, 8))
     assert compilations == [{"options": {"recipe": "theirs"}}]

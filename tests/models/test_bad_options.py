@@ -58,8 +58,8 @@ EAGER = {"codegen": "eager"}
         ({"rules": [("mlp", None), ("head",)]}, "rules[1] must be (regular expression, recipe or None), got ('head',)"),
         ({"rules": [("mlp", None), ("(", None)]}, "rules[1]: '(' is not a regular expression: missing )"),
         (
-            {"rules": [("mlp", None), ("a", "fp8")]},
-            "unknown recipe 'fp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'mxfp8', 'nvfp4' (in rules[1",
+            {"rules": [("mlp", None), ("a", "xfp8")]},
+            "unknown recipe 'xfp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'mxfp8', 'nvfp4' (in rules[1",
         ),
     ],
     ids=str,

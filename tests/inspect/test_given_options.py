@@ -1,0 +1,93 @@
+"""Which options `explain` and `compare` use: their own keywords, and what a compiled model was given; and what the results say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import te_dynamo
+from te_dynamo import recipe as recipes
+from te_dynamo.errors import InvalidOptionError
+from te_dynamo.inspect.explain import Explanation
+
+X = torch.ones(32, 32)
+OPTIONS = {"recipe": "mxfp8", "codegen": "eager"}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def in_place() -> nn.Module:
+    model = net()
+    model.compile(backend="te", options=OPTIONS)
+    return model
+
+
+def function() -> Callable[..., Any]:
+    model = net()
+    return torch.compile(lambda x: model(x), backend="te", options=OPTIONS)
+
+
+def wrapped() -> Callable[..., Any]:
+    return torch.compile(net(), backend="te", options=OPTIONS)
+
+
+def recipes_of(found: Explanation) -> list[str]:
+    return [row.recipe for row in found.linears]
+
+
+@pytest.mark.parametrize("compiled", [in_place, function, wrapped])
+def test_what_a_compiled_model_was_given(compiled: Callable[[], Any]) -> None:
+    assert recipes_of(te_dynamo.explain(compiled(), X)) == ["mxfp8", "mxfp8"]
+    assert recipes_of(te_dynamo.explain(compiled(), X, rules=[("", "nvfp4")])) == ["nvfp4", "nvfp4"]
+    assert te_dynamo.compare(compiled(), X).recipe == "mxfp8"
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_keywords_as_compile_has_them(device: str | None) -> None:
+    rules = [("1", None)]
+    found = te_dynamo.explain(net(), X, recipe="mxfp8", rules=[("0", "nvfp4")], mode="reduce-overhead", device=device)
+    assert recipes_of(found)[0] == "nvfp4"
+    assert recipes_of(te_dynamo.explain(net(), X, recipe=None, device=device)) == ["", ""]
+    assert te_dynamo.compare(net(), X, recipe="mxfp8", rules=rules).summary["linears"] == 1
+    with pytest.raises(InvalidOptionError, match="unknown mode 'fast'"):
+        te_dynamo.explain(net(), X, mode="fast", device=device)
+
+
+@pytest.mark.parametrize("name", ["fp8", "float8", "tensorwise"])
+def test_other_libraries_names_of_current_scaling(name: str) -> None:
+    assert recipes.by_name(name) == recipes.Float8CurrentScaling()
+    assert name not in recipes.names()
+
+
+def test_a_recipe_that_does_not_exist_yet() -> None:
+    with pytest.raises(
+        InvalidOptionError, match="unknown recipe 'rowwise': te_dynamo has no recipe with a scale for each row"
+    ):
+        te_dynamo.compile(net(), recipe="rowwise")
+
+
+def test_code_is_made_on_request() -> None:
+    assert te_dynamo.explain(net(), X).to_dict()["lowered"] == []
+
+
+@pytest.mark.slow
+def test_code_that_was_asked_for() -> None:
+    assert te_dynamo.explain(net(), X, options={"codegen": "inductor"}).to_dict()["lowered"]
+
+
+def test_what_results_say_of_themselves() -> None:
+    explained = te_dynamo.explain(net(), X, rules=[("0", None)])
+    compared = te_dynamo.compare(net(), X)
+    both = te_dynamo.compare_recipes(net(), X, recipes=["mxfp8", "nvfp4"])
+    assert repr(explained) == f"<Explanation: {explained.headline}>"
+    assert repr(compared).startswith("<Comparison: float8_current_scaling: 2 of 2 linears")
+    assert repr(both) == "<RecipesCompared: mxfp8, nvfp4; the most accurate is mxfp8>"
+    for found in (explained, compared, both):
+        assert "&lt;" not in found._repr_html_() and found._repr_html_().startswith("<pre>")
+    assert "rule &#x27;0&#x27;" in explained._repr_html_()
