@@ -1,18 +1,22 @@
-"""Real text that every machine with Python has: the standard library's source, read as bytes."""
+"""Real text that every machine with Python has, read as bytes: the standard library's source, and its pages of English."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import sysconfig
 from collections.abc import Iterator
+from pydoc_data.topics import topics
 
 import torch
 
-__all__ = ["ByteText", "decode", "standard_library"]
+__all__ = ["ByteText", "decode", "english", "standard_library"]
 
 # Other people's packages, tests, and two folders that are tables of data rather than code.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
+
+_NOT_PROSE = re.compile(r"\n |[|]|[*=-]{3}")  # indented code, tables, headings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,20 @@ def standard_library(max_bytes: int, validation: float = 0.05) -> ByteText:
             break
     if not text:
         raise FileNotFoundError(f"no .py files under {root}: this Python has its standard library in another form")
-    data = torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
+    return _split(text[:max_bytes], validation)
+
+
+def english(max_bytes: int, validation: float = 0.05) -> ByteText:
+    """The paragraphs of prose in what Python's help() says of the language, about 190 kB; `standard_library` says the rest."""
+    pages = (topics[name].encode("ascii", "ignore").decode() for name in sorted(topics))
+    paragraphs = [paragraph for page in pages for paragraph in page.split("\n\n")]
+    prose = [" ".join(each.split()) for each in paragraphs if re.match("[A-Z]", each) and not _NOT_PROSE.search(each)]
+    text = "\n".join(prose).encode()
+    return _split(bytearray(text[:max_bytes]), validation)
+
+
+def _split(text: bytearray, validation: float) -> ByteText:
+    data = torch.frombuffer(text, dtype=torch.uint8)
     cut = int(len(data) * (1 - validation))
     return ByteText(data[:cut], data[cut:])
 

@@ -29,6 +29,13 @@ def test_text_is_split_without_overlap(byte_text) -> None:
     assert "def " in byte_text.decode(text.train)
 
 
+def test_the_english_text_is_words(byte_text) -> None:
+    text = byte_text.decode(byte_text.english(max_bytes=100_000, validation=0.0).train)
+    assert len(text) == 100_000
+    words = sum(len(word) for word in re.findall(r"[A-Za-z]+", text))
+    assert words > 0.75 * len(text) and "  " not in text and "self.self" not in text
+
+
 def test_equal_seeds_give_equal_batches(byte_text) -> None:
     text = byte_text.standard_library(max_bytes=50_000)
     first, again, other = (list(text.batches("train", 3, 2, 16, seed)) for seed in (1, 1, 2))
@@ -79,6 +86,11 @@ def test_train_text_runs_and_writes_its_results(tmp_path: pathlib.Path) -> None:
     assert max(map(len, done.stdout.splitlines())) < 90
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>") and "report.html" in done.stdout
     assert "tokens/s" not in done.stdout  # a CPU runs references
+    assert "Time of the linears" not in (tmp_path / "report.html").read_text()
+    said = " ".join(done.stdout.split())
+    assert "forces every linear layer but lm_head" in said and "a model of this size gains nothing" in said
+    assert len(re.findall(r"the first step, which compiles, took \d+ s", done.stdout)) == 2
+    assert " 0/8 " not in done.stderr and "8/8" in done.stderr  # the bar counts what follows
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert len(reference["losses"]) == len(ours["losses"]) == 8
@@ -146,6 +158,20 @@ def test_the_demo_fails_on_a_loss_that_is_not_close(loss: float, close: bool, mo
     for other in (run("fp8", final=loss), run("fp8", validation=loss)):
         assert compare([run("bf16")], [[other]], Console(quiet=True)) is close
         assert compare([run("bf16")] * 2, [[other] * 2], Console(quiet=True)) is close
+
+
+@pytest.mark.slow
+def test_the_lower_panel_of_the_figure_has_the_band_that_is_allowed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    pytest.importorskip("transformers")
+    import matplotlib.pyplot
+    from train_text import Run, plot
+
+    runs = [[Run(name, 0, [3.0, 2.0, factor], 2.0, 10.0)] for name, factor in (("bf16", 1.0), ("fp8", 1.001))]
+    plot(runs, tmp_path / "loss.png")
+    assert matplotlib.pyplot.gcf().axes[1].get_ylim() == (-2.0, 2.0)
 
 
 @pytest.mark.slow
