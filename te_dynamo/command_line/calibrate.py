@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Prints what was found, and where it is kept. Fails without a GPU that runs the kernels, and on one that is busy."""
     device = torch.device("cuda")
     if not torch.cuda.is_available():
-        raise Failure("calibrate measures the GPU at hand, and there is none: run it where there is one")
+        raise Failure("calibrate measures this GPU, and there is none: run it where there is one")
     if not (available := availability.kernels_available(device)).ok:
         raise Failure(f"calibrate measures FP8 kernels, which do not run here: {available.reason}")
     facts = measure(_GpuClock())

@@ -96,7 +96,7 @@ def warn_if_emulated(gm: fx.GraphModule, report: Report) -> None:
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     if device is not None and not (available := availability.kernels_available(device)).ok:
-        text = f"te_dynamo: {available.reason}: the reference path runs, with the same numbers and no speed"
+        text = f"te_dynamo: {available.reason}: the reference path runs, with the same results, much slower than bf16"
         _warn_once(available.reason, text)
 
 

@@ -188,7 +188,7 @@ def _timed_products() -> str:
 def _recipe_support(name: str, target: Target | None) -> tuple[str, str]:
     """("native" | "emulated" | "reference" | "16 bits", why) on a GPU; None for no device."""
     if target is None:
-        return "reference", "no CUDA device: PyTorch reference code, the same numbers, no speed"
+        return "reference", "no CUDA device: PyTorch reference code, the same results, much slower than bf16"
     here = "sm_{}{}".format(*target.capability)
     if reason := why_no_kernels(target):
         return "16 bits", f"{reason}; a linear that a rule names runs reference code, without speed"

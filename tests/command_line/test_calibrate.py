@@ -99,7 +99,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert main(["calibrate"]) == 1
     assert (
         capsys.readouterr().err
-        == "te-dynamo: calibrate measures the GPU at hand, and there is none: run it where there is one\n"
+        == "te-dynamo: calibrate measures this GPU, and there is none: run it where there is one\n"
     )
 
 

@@ -88,7 +88,7 @@ _GROUPED_FLOPS_PER_US = {"fast": 1300e6, "slow": 1080e6, "training": 980e6}
 # Estimates, from the tiles that products by groups have: of an operand in 128x128 blocks, of two with a scale for each row (wgrad, and
 # E8M0), and where tensor cores apply the scales.
 _GROUPED_BLOCKS, _GROUPED_ROWS, _GROUPED_NATIVE = 980e6, 700e6, 1200e6
-BY_RULE = "a rule that names it has it in FP8 all the same"
+BY_RULE = "add a rule for this module to force FP8"
 
 LEFT_FOR_COST = "te_dynamo_left_for_cost"
 """In the meta of a linear that stays what it is for what quantization costs: the reason."""

@@ -96,14 +96,14 @@ _UNKNOWN = re.compile("conv|einsum|tensordot|bilinear|lstm|gru|rnn|grouped|multi
 def cpu_known(
     gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any], report: Report
 ) -> Iterator[None]:
-    """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the CPU is the bound. One whose weight
+    """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the graph is CPU-bound. One whose weight
     has travelled in FP8 is not: the report has a note then."""
     reason = cpu_bound_reason(gm, options, recipe_for, example_inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
     travel = _travelling(placeholders, managed_by_fsdp(gm, example_inputs)) if reason else 0
     if travel:
         report.notes.append(
-            f"{reason}. {travel} of its weights travel in FP8, whose linears are in FP8 all the same: without fp8_all_gather they would stay in "
+            f"{reason}. {travel} of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay in "
             "16 bits"
         )
     token = waiting_for_cpu.set(f"{reason}; {BY_RULE}" if reason else "")
@@ -138,7 +138,7 @@ def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor
     if not found.learns or (not graphs and found.gain(hosts[-1], graphs=True) > 1):
         helps += '; mode="reduce-overhead" takes it out of the way'
     return (
-        f"the CPU is the bound: to call the graph{also} and launch its kernels it takes {plain} us, {fp8} us with FP8, and "
+        f"the graph is CPU-bound: to call the graph{also} and launch its kernels it takes {plain} us, {fp8} us with FP8, and "
         f"without it the kernels take {found.gpu:.0f} us ({rates}){helps}"
     )
 

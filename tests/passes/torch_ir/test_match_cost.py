@@ -71,7 +71,7 @@ def test_fast_sums_in_forward_repay_it_with_fewer_rows() -> None:
 def test_the_reason_has_both_times_and_what_to_do() -> None:
     assert on_cuda(64, learns=False).reasons() == [
         "M = 64, N = 14336, K = 4096: bf16 takes 29 us, FP8 104 us, 77 of them to quantize its weight; te_dynamo.freeze keeps it "
-        "quantized (estimated for an NVIDIA H200); a rule that names it has it in FP8 all the same"
+        "quantized (estimated for an NVIDIA H200); add a rule for this module to force FP8"
     ]
     assert 'weight_cache="step" keeps it for a step' in on_cuda(64).reasons()[0]
 
@@ -86,7 +86,7 @@ def test_a_record_has_both_times() -> None:
 
 def test_a_weight_that_costs_nothing_need_not_be_kept() -> None:
     assert linear_cost_reason(64, 64, 64, ("fprop",), Float8CurrentScaling(), H200) == (
-        "M = 64, N = 64, K = 64: bf16 takes 1 us, FP8 13 us (estimated for an NVIDIA H200); a rule that names it has it in FP8 all the same"
+        "M = 64, N = 64, K = 64: bf16 takes 1 us, FP8 13 us (estimated for an NVIDIA H200); add a rule for this module to force FP8"
     )
 
 
@@ -161,7 +161,7 @@ def test_a_kept_weight_is_left_where_few_tiles_are_slower() -> None:
     assert kept(512, 14336, 4096, "float8_block_scaling") == [""]
     assert kept(512, 4096, 4096, "float8_block_scaling") == [
         "M = 512, N = 4096, K = 4096: bf16 takes 27 us, FP8 42 us, though its weight is kept quantized (estimated for an NVIDIA H200); "
-        "a rule that names it has it in FP8 all the same"
+        "add a rule for this module to force FP8"
     ]
 
 
@@ -302,7 +302,7 @@ def test_an_authors_fp32_is_kept(named: bool) -> None:
     bank = nn.Parameter(bank)
     compiled = Matched(forward, **({"rules": [("", FP8)]} if named else {}))
     compiled(x, nn.Parameter(w), bank)
-    reason = "its input and its weight are cast up to fp32 for it; a rule that names it has it in FP8 all the same"
+    reason = "its input and its weight are cast up to fp32 for it; add a rule for this module to force FP8"
     assert compiled.reasons() == [*[("" if named else reason)] * 3, "", ""]
     compiled = Matched(lambda x, w: F.linear(x.float(), w.float()))
     with torch.autocast("cpu", torch.bfloat16):

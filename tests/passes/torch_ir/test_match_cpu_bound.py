@@ -71,9 +71,9 @@ def test_the_reason_says_what_the_graph_waits_for() -> None:
     assert (
         reasons()
         == [
-            "the CPU is the bound: to call the graph and launch its kernels it takes 1056 to 1240 us, 1216 to 1515 us with FP8, and without it the kernels "
+            "the graph is CPU-bound: to call the graph and launch its kernels it takes 1056 to 1240 us, 1216 to 1515 us with FP8, and without it the kernels "
             "take 363 us "
-            "(estimated for an NVIDIA H200); a rule that names it has it in FP8 all the same"
+            "(estimated for an NVIDIA H200); add a rule for this module to force FP8"
         ]
         * 2
     )
@@ -85,7 +85,7 @@ def test_long_kernels_hide_the_cpu(width: int, rows: int) -> None:
 
 
 def test_what_pays_on_a_fast_cpu_alone_is_left_until_this_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    helps = '; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one; mode="reduce-overhead" takes it out of the way; a rule'
+    helps = '; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one; mode="reduce-overhead" takes it out of the way; add a rule'
     assert [helps in reason for reason in reasons(rows=16384)] == [True, True]
     for cpu_step_us, left in ((1400, False), (2400, True)):
         measured = calibrated(TARGETS["h200"], {**FOUND_ON_AN_H200, "cpu_step_us": cpu_step_us})
@@ -93,7 +93,7 @@ def test_what_pays_on_a_fast_cpu_alone_is_left_until_this_one_is_measured(monkey
             "te_dynamo.passes.torch_ir.match.cpu_bound.rates_of", lambda device, measured=measured: measured
         )
         found = reasons(rows=16384)
-        assert [reason.startswith("the CPU is the bound") for reason in found] == [left] * 2
+        assert [reason.startswith("the graph is CPU-bound") for reason in found] == [left] * 2
         assert not any(" to " in reason.partition("it takes")[2].partition(" us")[0] for reason in found), "one host"
 
 
@@ -118,7 +118,7 @@ def test_blocks_that_were_measured(name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert any(not reason for reason in compiled.reasons()) == BLOCKS[name]
-    assert any(reason.startswith("the CPU is the bound") for reason in compiled.reasons()) != BLOCKS[name]
+    assert any(reason.startswith("the graph is CPU-bound") for reason in compiled.reasons()) != BLOCKS[name]
 
 
 def test_a_step_in_cuda_graphs_has_no_launches() -> None:
@@ -133,7 +133,7 @@ def test_cuda_graphs_take_the_cpu_out_of_inference() -> None:
             compiled(*(torch.empty(rows, 4096, dtype=BF16, device="cuda") for rows in (1800, 4096)))
         (reason,) = compiled.reasons()
         assert (
-            reason.startswith("the CPU is the bound")
+            reason.startswith("the graph is CPU-bound")
             == ('mode="reduce-overhead" takes it out of the way' in reason)
             == (not options)
         )
@@ -167,7 +167,7 @@ def test_what_else_is_in_the_graph(function, shape: tuple[int, ...], left: bool)
     with fake_cuda():
         x = torch.empty(*shape, 4096, dtype=BF16, device="cuda")
         compiled(x, torch.empty(4096, 4096, dtype=BF16, device="cuda"))
-    assert [reason.startswith("the CPU") for reason in compiled.reasons()[:1]] == [left]
+    assert [reason.startswith("the graph is CPU-bound") for reason in compiled.reasons()[:1]] == [left]
 
 
 @pytest.mark.parametrize(("rows", "left"), [(4096, True), (8192, False)])
@@ -176,7 +176,7 @@ def test_what_fsdp_takes_the_cpu_is_counted(rows: int, left: bool, monkeypatch: 
     monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_bound.managed_by_fsdp", lambda gm, inputs: {1})
     found = reasons(4096, rows)
     assert [
-        reason.startswith("the CPU is the bound: to call the graph, gather its weights and") for reason in found
+        reason.startswith("the graph is CPU-bound: to call the graph, gather its weights and") for reason in found
     ] == [left] * 2
     assert reasons(4096, rows, learns=False) == ["", ""]
 
@@ -194,8 +194,8 @@ def test_weights_that_travel_in_fp8_are_multiplied_in_it_and_a_note_says_so(
         compiled = Matched(model)
         compiled(torch.empty(rows, 4096, dtype=BF16, device="cuda", requires_grad=True))
     assert compiled.reasons() == ["", ""]
-    note = " 2 of its weights travel in FP8, whose linears are in FP8 all the same: without fp8_all_gather they would stay in 16 bits"
-    assert [note in each and "the CPU is the bound" in each for each in compiled.report.notes] == [True] * told
+    note = " 2 of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay in 16 bits"
+    assert [note in each and "the graph is CPU-bound" in each for each in compiled.report.notes] == [True] * told
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_what_tensor_parallelism_takes_the_cpu_is_counted(two_gpus: Any, rows: i
         parallelize_module(model, two_gpus, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         compiled = Matched(model)
         compiled(torch.empty(rows, 4096, dtype=BF16, device="cuda", requires_grad=True))
-    beginning = "of its shards: the CPU is the bound: to call the graph, share its DTensors and launch its kernels it takes 1620 to "
+    beginning = "of its shards: the graph is CPU-bound: to call the graph, share its DTensors and launch its kernels it takes 1620 to "
     assert [reason.startswith(beginning) for reason in compiled.reasons()] == [left] * 2
     assert [record.shape for record in compiled.records if record.kind == "linear"] == [
         (str(rows), "7168", "4096"),

@@ -349,7 +349,7 @@ def test_experts_that_do_not_repay_their_quantization_are_left(size: str) -> Non
     if size == "Qwen3 30B-A3B":
         assert compiled.reasons()[0] == (
             "512 tokens for each of 128 experts are too few: quantizing takes 551 us, FP8 GEMMs save 252 us (estimated for an "
-            "NVIDIA H200); a rule that names it has it in FP8 all the same"
+            "NVIDIA H200); add a rule for this module to force FP8"
         )
 
 

@@ -227,7 +227,7 @@ class Experts(nn.Module):
 ADVICE: list[tuple[Callable[[Experts, Tensor], Tensor], str]] = [
     (lambda m, x: torch.mv(m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
     (lambda m, x: torch.addmv(m.nf[:, 0], m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
-    (lambda m, x: torch.addmv(x[0, :, 0], x[0], m.k), "its weight has 1 dimensions and its input 2; expected 2, and 1 or more"),
+    (lambda m, x: torch.addmv(x[0, :, 0], x[0], m.k), "its weight has 1 dimensions and its input 2: no product by a matrix"),
     (lambda m, x: m.nf[:, 0].addmv(m.kn.t(), x[0, 0]), "written as weight @ x, of one vector"),
 ]  # fmt: skip
 
