@@ -29,7 +29,7 @@ from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
 from te_dynamo.passes.torch_ir.match.root import also_named, also_run_at, tell_apart
-from te_dynamo.passes.torch_ir.match.where import module_path
+from te_dynamo.passes.torch_ir.match.where import SOURCE, module_path
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Matcher"]
@@ -142,11 +142,11 @@ def _drop_metadata_assertions(graph: fx.Graph) -> None:
 
 
 def _name_parameters(body: fx.GraphModule, call: fx.Node) -> None:
-    """A body's parameters know which of the model's they are, as those of the graph do: both have one name."""
+    """A body's parameters know which of the model's they are: both have one name. Not as the graph's own know it, by which a body is told."""
     known = {operand.name: operand for operand in call.all_input_nodes}
     for placeholder in body.graph.find_nodes(op="placeholder"):
         if source := getattr(known.get(placeholder.name), "_dynamo_source", None):
-            placeholder._dynamo_source = source
+            placeholder.meta[SOURCE] = source
 
 
 def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:

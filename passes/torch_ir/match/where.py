@@ -13,6 +13,7 @@ from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
 from te_dynamo.user_code import OWNERS, clean_path, has_own_path, source_line
 
 __all__ = [
+    "SOURCE",
     "linear_path",
     "module_path",
     "parameter_name",
@@ -20,6 +21,9 @@ __all__ = [
     "source_line",
     "source_name",
 ]
+
+SOURCE = "te_dynamo_source"
+"""In the meta of a body's input: Dynamo's source of the graph's input that it is."""
 
 path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dynamo_path_prefix", default=None)
 """What stands before every path of the graph being matched ("" or "layers.0."); None where that is not known."""
@@ -64,7 +68,9 @@ def parameter_name(placeholder: fx.Node | None) -> str:
 
 def source_name(placeholder: fx.Node | None) -> str:
     """A graph input as Dynamo spells it ("L['x']"), "" where it does not say."""
-    source = getattr(placeholder, "_dynamo_source", None)
+    source = getattr(placeholder, "_dynamo_source", None) or (
+        placeholder.meta.get(SOURCE) if placeholder is not None else None
+    )
     if source is None:
         return ""
     return _compat.source_name(source)

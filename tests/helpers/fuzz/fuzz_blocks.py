@@ -161,7 +161,7 @@ class Linear:
         behind = f" + {bias}" if has_bias and "{b}" not in text else ""
         given = bias if "{b}" in text else "None"
         return self._call(
-            w, x, n, k, owner(weight), row_major.format(w=weight, n=n, k=k), given,
+            w, x, n, k, path_of(weight), row_major.format(w=weight, n=n, k=k), given,
             text.format(x=x, w=weight, b=given, n=n, k=k), behind,
         ), n  # fmt: skip
 
@@ -185,9 +185,10 @@ class Linear:
         return w.assign(text + behind)
 
 
-def owner(parameter: str) -> str:
-    """The path of the module that "self.lin1.weight" is of."""
-    return parameter.removeprefix("self.").rpartition(".")[0]
+def path_of(parameter: str) -> str:
+    """What rules are asked with: the module of "self.lin1.weight", the parameter "self.w12" itself."""
+    module, _, name = parameter.removeprefix("self.").rpartition(".")
+    return module if name == "weight" else f"{module}.{name}".removeprefix(".")
 
 
 def call_module(w: Writer, name: str, x: str, n: int, k: int) -> str:
