@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from te_dynamo.accuracy.rows import PRODUCTS, TENSORS, LinearAccuracy
 from te_dynamo.accuracy.suggest import rule_for, suggested_modules
-from te_dynamo.inspect.tables import FittedTable, paragraph, text_of
+from te_dynamo.inspect.tables import FittedTable, Printed, paragraph, text_of
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Comparison", "RecipesCompared"]
@@ -17,7 +16,7 @@ __all__ = ["Comparison", "RecipesCompared"]
 Rules = Sequence[tuple[str, "Recipe | None"]]
 
 
-class Comparison:
+class Comparison(Printed):
     """What a recipe costs in accuracy. str() is a table, the worst linear first.
 
     recipe:  its name.
@@ -87,9 +86,6 @@ class Comparison:
     def __repr__(self) -> str:
         return f"<Comparison: {_headline(self.summary)}>"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
     def __str__(self) -> str:
         columns = ("module", "source", "M x N x K", *PRODUCTS, *TENSORS, "flushed", "saturated", "amax of x", "note")
         table = FittedTable(
@@ -99,7 +95,7 @@ class Comparison:
         return text_of([paragraph(_headline(self.summary)), "\nSNR in dB, the worst linear first", table, *notes])
 
 
-class RecipesCompared:
+class RecipesCompared(Printed):
     """Several recipes on one model. str() is a table with a row for each, the best first.
 
     comparisons: by the recipes' names, each a Comparison.
@@ -115,9 +111,6 @@ class RecipesCompared:
     def __repr__(self) -> str:
         best = next(iter(self.comparisons), "none")
         return f"<RecipesCompared: {', '.join(self.comparisons)}; the most accurate is {best}>"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         columns = (

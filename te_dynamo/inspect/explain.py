@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
-from te_dynamo.inspect.tables import text_of
+from te_dynamo.inspect.tables import Printed, text_of
 from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET
@@ -44,7 +43,7 @@ def gpu_name(device: str) -> str:
     return f"an NVIDIA {TARGETS[device].name}"
 
 
-class Explanation:
+class Explanation(Printed):
     """What was matched, fused, lowered and left. str(), to_html() for people, to_dict() for programs."""
 
     def __init__(
@@ -90,17 +89,21 @@ class Explanation:
         return (sum(us[0] for us in known) / 1e3, sum(us[1] for us in known) / 1e3) if known else None
 
     @property
+    def recipes(self) -> str:
+        """Those of the linears, "no recipe" without any."""
+        return ", ".join(dict.fromkeys(match.recipe for match in self.linears if match.recipe)) or "no recipe"
+
+    @property
     def headline(self) -> str:
         """One line: coverage, recipes, counts; of a run without a GPU, what one would take."""
         matched = [match for match in self.linears if match.matched]
-        recipes = ", ".join(dict.fromkeys(match.recipe for match in matched if match.recipe)) or "no recipe"
         kept = sum(weight.nbytes for weight in self.kept_weights)
         weights = f"; {kept / 2**20:.1f} MiB of quantized weights kept" if kept else ""
         unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
         uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
         here = f"on {gpu_name(self.device)}, where it was not run: " if self.device else ""
         return (
-            f"{here}coverage {_percent(self.coverage)} of linear FLOPs in {recipes}, "
+            f"{here}coverage {_percent(self.coverage)} of linear FLOPs in {self.recipes}, "
             f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
             f"{self._estimate()}{self._share_with_rows()}"
             f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{self._on_gpu()}"
@@ -175,10 +178,6 @@ class Explanation:
 
     def __repr__(self) -> str:
         return f"<Explanation: {self.headline}>"
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the headline and the tables. `to_html` writes the whole page."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return text_of(parts_of(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import io
 import re
 import shutil
@@ -14,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FittedTable", "paragraph", "text_of"]
+__all__ = ["FittedTable", "Printed", "paragraph", "text_of"]
 
 _WIDTH = 160
 """Where there is no terminal: of a file, a notebook, a test."""
@@ -58,6 +59,13 @@ class FittedTable:
         for row in rows:
             table.add_row(*(Text(row[index]) for index in shown))
         return table
+
+
+class Printed:
+    """What `print` shows of it a notebook shows too."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def paragraph(text: str, indent: int = 0) -> RenderableType:

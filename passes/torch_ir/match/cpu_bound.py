@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,12 +98,10 @@ def cpu_known(
 ) -> Iterator[None]:
     """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the graph is CPU-bound. One whose weight
     has travelled in FP8 is not: the report has a note then."""
-    reason = cpu_bound_reason(gm, options, recipe_for, example_inputs)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    travel = _travelling(placeholders, managed_by_fsdp(gm, example_inputs)) if reason else 0
-    if travel:
+    reason, travelling = _cpu_bound_reason(gm, options, recipe_for, example_inputs)
+    if travelling:
         report.notes.append(
-            f"{reason}. {travel} of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay in "
+            f"{reason}. {travelling} of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay in "
             "16 bits"
         )
     token = waiting_for_cpu.set(f"{reason}; {BY_RULE}" if reason else "")
@@ -113,34 +111,39 @@ def cpu_known(
         waiting_for_cpu.reset(token)
 
 
-def cpu_bound_reason(gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]) -> str:
-    """Why FP8 does not shorten a graph on every host, "" where it does, and where nobody knows."""
+def _cpu_bound_reason(
+    gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any]
+) -> tuple[str, int]:
+    """Why FP8 does not shorten a graph on every host, and how many weights FSDP gathers in FP8 for it; ("", 0) where it does, and where nobody
+    knows."""
     devices = (value.device for node in gm.graph.nodes if (value := tensor_of(node)) is not None)
     device = next((device for device in devices if device.type == "cuda"), None)
     if device is None:
-        return ""
+        return "", 0
     rates = rates_of(device)
     found = _time_of(gm, recipe_for, rates)
     graphs = bool(dict(options.inductor).get("triton.cudagraphs"))
     if found is None or not found.chosen or (not found.learns and graphs):
-        return ""
+        return "", 0
     placeholders = gm.graph.find_nodes(op="placeholder")
-    managed = managed_by_fsdp(gm, example_inputs) if found.learns else ()
-    found.managed, found.wire = bool(managed), _travelling(placeholders, managed)
+    managed = managed_by_fsdp(gm, example_inputs)
+    found.managed = found.learns and bool(managed)
+    found.wire = sum(isinstance(local_of(tensor_of(placeholders[i])), QuantizedTensor) for i in managed)
     found.shared = sum(found.learns and is_shared(node) and is_parameter(node) for node in placeholders)
     hosts = [HOSTS[0].times(rates.cpu)] if rates.measured else HOSTS
     gains = [found.gain(host, graphs) for host in hosts]
     if gains[0] > 1 and gains[-1] >= _WORST:
-        return ""
+        return "", 0
     also = ", gather its weights" * found.managed + ", share its DTensors" * bool(found.shared)
     plain, fp8 = (_us([found.cpu(host, in_fp8, graphs) for host in hosts]) for in_fp8 in (False, True))
     helps = "; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one" * (gains[0] > 1)
     if not found.learns or (not graphs and found.gain(hosts[-1], graphs=True) > 1):
         helps += '; mode="reduce-overhead" takes it out of the way'
-    return (
+    reason = (
         f"the graph is CPU-bound: to call the graph{also} and launch its kernels it takes {plain} us, {fp8} us with FP8, and "
         f"without it the kernels take {found.gpu:.0f} us ({rates}){helps}"
     )
+    return reason, found.wire
 
 
 def _us(of_hosts: Sequence[float]) -> str:
@@ -179,11 +182,6 @@ class _Time:
     def gain(self, host: Host, graphs: bool) -> float:
         """How many times as fast the graph is with FP8."""
         return max(self.gpu, self.cpu(host, False, graphs)) / max(self.gpu_in_fp8, self.cpu(host, True, graphs))
-
-
-def _travelling(placeholders: Sequence[fx.Node], managed: Collection[int]) -> int:
-    """How many weights FSDP gathers in FP8."""
-    return sum(isinstance(local_of(tensor_of(placeholders[i])), QuantizedTensor) for i in managed)
 
 
 def _time_of(gm: fx.GraphModule, recipe_for: RecipeFor, rates: Rates) -> _Time | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 from typing import Any
 
 from torch import fx
@@ -46,7 +47,7 @@ def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
 def linear_path(node: fx.Node, weight: Any) -> tuple[str, str]:
     """(the path of a linear, the parameter's part of it): ("blocks.0.qkv_w", "qkv_w") of a parameter that the module holds under
     a name of its own; (`module_path`, "") of `weight`, and of what several parameters make."""
-    below = list(parameters_below(weight))
+    below = list(itertools.islice(parameters_below(weight), 2))
     path = module_path(node, below[0] if below else without_casts(weight))
     name, here = parameter_name(below[0]) if len(below) == 1 else "", _module_here(node)
     own = name.rpartition(".")[2] if here is None else name.removeprefix(f"{here}." if here else "")

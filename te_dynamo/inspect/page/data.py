@@ -7,7 +7,7 @@ from typing import Any
 
 from te_dynamo.inspect.explain import Explanation, gpu_name
 from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
-from te_dynamo.inspect.page.head import head, recipes
+from te_dynamo.inspect.page.head import head
 from te_dynamo.inspect.page.modules import module_rows
 from te_dynamo.inspect.page.numerics import numerics
 
@@ -42,7 +42,7 @@ def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, st
         _card(
             "Linear FLOPs in a recipe",
             f"{facts['coverage'] * 100:.1f}%",
-            f"{taken} of {len(linears)} linears, in {recipes(explanation)}",
+            f"{taken} of {len(linears)} linears, in {explanation.recipes}",
         ),
         _card(
             "Rows",
@@ -94,12 +94,11 @@ def _time(explanation: Explanation) -> list[dict[str, str]]:
     """None of a run without a GPU: the times of another device beside what ran here would mislead."""
     if explanation.on_gpu is not None:
         return []
-    known = [row for row in explanation.linears if row.us]
     title = "Time of the linears, estimated"
-    if not known:
+    if explanation.estimated_ms is None:
         return [_card(title, "not known", "no estimate for this GPU, precision or recipe")]
-    bf16, ours = (sum(row.us[i] for row in known) / 1e3 for i in (0, 1))
-    counted = f"{len(known)} of {len(explanation.linears)} linears; norms and all else are not counted"
+    bf16, ours = explanation.estimated_ms
+    counted = f"{sum(bool(row.us) for row in explanation.linears)} of {len(explanation.linears)} linears; norms and all else are not counted"
     detail = f"{bf16:.2f} ms in the model's precision{_where(explanation)}, {bf16 / ours:.2f}x; {counted}"
     return [_card(title, f"{ours:.2f} ms", detail)]
 

@@ -10,23 +10,18 @@ from torch.utils._pytree import tree_leaves
 import te_dynamo
 from te_dynamo.inspect.explain import Explanation, gpu_name
 
-__all__ = ["head", "recipes"]
+__all__ = ["head"]
 
 
 def head(explanation: Explanation) -> dict[str, str]:
     """{"model", "recipe", "device", "date", "versions"}"""
     return {
         "model": explanation.model or "a model",
-        "recipe": recipes(explanation),
+        "recipe": explanation.recipes,
         "device": _device(explanation),
         "date": datetime.date.today().isoformat(),
         "versions": f"te_dynamo {te_dynamo.__version__}, torch {torch.__version__}",
     }
-
-
-def recipes(explanation: Explanation) -> str:
-    """The recipes of the linears, "no recipe" without any."""
-    return ", ".join(dict.fromkeys(row.recipe for row in explanation.linears if row.recipe)) or "no recipe"
 
 
 def _device(explanation: Explanation) -> str:
