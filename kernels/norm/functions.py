@@ -75,7 +75,8 @@ def normalize(
     ZERO_CENTERED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """y of x in DTYPE, rounded to it."""
+    """y of x, rounded to DTYPE."""
+    X_DTYPE: tl.constexpr = x.dtype
     x = x.to(tl.float32)
     if LAYER:
         x = x - mean
@@ -84,7 +85,7 @@ def normalize(
     if HAS_WEIGHT:
         x = x * rstd
         if CAST_BEFORE_WEIGHT:
-            x = x.to(DTYPE).to(tl.float32)
+            x = x.to(X_DTYPE).to(tl.float32)
         scale = w.to(tl.float32)
         if ZERO_CENTERED:
             scale = scale + 1.0

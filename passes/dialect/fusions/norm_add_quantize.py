@@ -8,6 +8,8 @@
 
 h is written once, for the residual stream and for backward, and not read again before the norm. te.layer_norm is fused in the same way.
 
+One operand may be narrower: under autocast a linear's bf16 is added to a residual stream in fp32.
+
 Both operands of the sum must be in memory anyway: inputs, results of te operations and of torch's own products, and tensors that somebody
 else reads too. An operand that Inductor would compute inside the addition, such as a dropout, would have to be written for this fusion.
 In backward, a norm's gradient and the residual's gradient that is added to it are aten operations: Inductor makes one kernel of them.
@@ -34,7 +36,7 @@ def fuse_norm_add_quantize(graph: Graph) -> int:
     fired = 0
     for node in calls(graph, *_FUSED):
         addition: Any = node.args[0]
-        if not (is_plain_sum(addition) and all(is_in_memory(operand) for operand in addition.args)):
+        if not (is_plain_sum(addition, promotes=True) and all(is_in_memory(operand) for operand in addition.args)):
             continue
         parameters = [arg for arg in node.args[1:] if isinstance(arg, Node)]
         if any(addition < parameter for parameter in parameters):

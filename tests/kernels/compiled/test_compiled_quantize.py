@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -39,7 +40,7 @@ CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
 BOTH = {**CAST, "ROWWISE": True, "COLUMNWISE": True}
 
 
-GATES = ("silu", "gelu")
+GATES = ("silu", "gelu", "identity")
 """The kind that is used most and the one that takes the most registers; test_compiled_gated.py compiles every kind."""
 
 
@@ -81,9 +82,10 @@ def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
         for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
             flags = {"KIND": kind, "KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
             yield gated_kernels.gated_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
-    for layer in (False, True):
+    # Under autocast fp32 is rounded to bf16, and the residual stream may read it in fp32.
+    for layer, to in itertools.product((False, True), ("fp32", "bf16") if itemsize == 4 else ("bf16",)):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
-        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": 1024}
+        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, "ROUNDED_TO": to, **partials, "PARTIALS": 1024}
         tile = quantize.cast_tile(rows, 4096, columnwise, norm_kernels.CAST_TILE)
         yield norm_kernels.norm_cast_kernel, *tiled(tile, MODULATED=False, **flags)
 
@@ -153,16 +155,20 @@ def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype
 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize(
+    "dtype, weight, to",
+    [("bf16", "bf16", "bf16"), ("bf16", "fp32", "bf16"), ("fp32", "fp32", "fp32"), ("fp32", "fp32", "bf16")],
+)
 @pytest.mark.parametrize("columns", slow_but(1, [4096, 300, 16384, 32768]))
-def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
+def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, to, layer, tmp_path):
     block, warps = norm_kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
-    flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False}
+    flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False, "ROUNDED_TO": to}
     layouts, contractions = [], []
     for fused in (False, True):
-        compiled = compile_kernel(norm_kernels.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
+        launched = {**flags, "QUANTIZE": fused, "STORES": not fused or dtype != to}
+        compiled = compile_kernel(norm_kernels.norm_rows_kernel, launched, warps, dtype, weight, y=to)
         layouts.append(reduction_layouts(compiled))
         contractions.append(compiled.asm["ptx"].count("fma.rn.f32"))
         # 16 warps have 128 registers a thread for a row of 16384 and the next one: from Triton 3.8 on a few words spill.

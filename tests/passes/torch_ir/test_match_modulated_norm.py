@@ -38,6 +38,25 @@ def in_fp32(x, scale, shift):
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype) * (scale.unsqueeze(1) + 1) + shift.unsqueeze(1)
 
 
+def wan(x, scale, shift):
+    """Of diffusers: the norm of x in fp32, times and plus fp32, one cast at the end."""
+    normed = F.layer_norm(x.float().float(), x.shape[-1:], eps=EPS).to(torch.float32)
+    return (normed * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_all_in_fp32_with_one_cast(dtype):
+    weight = WEIGHT.to(dtype)
+    compiled = Matched(lambda x, scale, shift: F.linear(wan(x, scale, shift), weight), run="te", codegen="eager")
+    x, scale, shift = torch.randn(3, 5, 32, dtype=dtype), torch.randn(3, 32), torch.randn(3, 32)
+    compiled(x, scale, shift)
+    assert f"te.layer_norm_modulate(x, unsqueeze, unsqueeze_1, {EPS}, True)" in compiled.text()
+    assert compiled.reasons("layer_norm_modulate") == [""]
+    assert ".float()" not in compiled.text() and ("type_as" not in compiled.text() or dtype == torch.float32)
+    y = torch.ops.te.layer_norm_modulate(x, scale[:, None], shift[:, None], EPS, True)[0]
+    torch.testing.assert_close(y, wan(x, scale, shift))
+
+
 @pytest.mark.parametrize(
     ("modulated", "call"),
     [
