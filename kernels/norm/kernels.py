@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.norm.functions import (
+    as_wide,
     load_affine,
     load_columns,
     no_magnitudes,
@@ -59,8 +60,8 @@ PIECE = 8192
 CAST_TILE: Tile = (128, 64, 4)
 """Tile of the cast launch: the fastest of eleven on an H100 at 8192x4096."""
 
-MODULATED_CAST_TILE: Tile = (64, 64, 4)
-"""The same where it holds weight and bias of every row beside x."""
+SMALL_CAST_TILE: Tile = (64, 64, 4)
+"""The same where it holds weight and bias of every row beside x, or y in two dtypes."""
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
@@ -69,14 +70,14 @@ MODULATED_CAST_TILE: Tile = (64, 64, 4)
 @triton.jit
 def _store_sum(x, residual, h, start, K, BLOCK: tl.constexpr):
     """Writes h[start : start + BLOCK] = x + residual, rounded to h's dtype, as far as K; returns it, zero past K."""
-    columns = start + tl.arange(0, BLOCK)
-    total = load_columns(x, start, K, BLOCK).to(tl.float32)
+    values = load_columns(x, start, K, BLOCK).to(tl.float32)
     if residual.dtype == x.dtype:
-        total += load_columns(residual, start, K, BLOCK).to(tl.float32)
-    else:  # as many values a thread as of x: the row's sum, whose order is the layout's, is that of the norm alone
-        narrower = tl.max_contiguous(residual + columns, 128 // x.dtype.element_ty.primitive_bitwidth)
-        total += tl.load(narrower, mask=columns < K, other=0.0).to(tl.float32)
+        added = load_columns(residual, start, K, BLOCK)
+    else:
+        added = tl.load(as_wide(residual, x.dtype, start, BLOCK), mask=start + tl.arange(0, BLOCK) < K, other=0.0)
+    total = values + added.to(tl.float32)
     total = total.to(h.dtype.element_ty)
+    columns = start + tl.arange(0, BLOCK)
     tl.store(h + columns, total, mask=columns < K)
     return total
 
@@ -128,6 +129,10 @@ def norm_rows_kernel(
                 for start in range(BLOCK, K, BLOCK):
                     _store_sum(x + row_start, residual + row_start, normed, start, K, BLOCK)
                 tl.debug_barrier()  # the pieces are read again, not always by the threads that wrote them
+                if (
+                    residual.dtype != x.dtype
+                ):  # held over the loop, the first one would take more registers than there are
+                    first = load_columns(normed, 0, K, BLOCK)
         else:
             normed = x + row_start
             first = load_columns(normed, 0, K, BLOCK)
@@ -156,12 +161,13 @@ def norm_rows_kernel(
                 HAS_BIAS,
                 CAST_BEFORE_WEIGHT,
                 ZERO_CENTERED,
+                values.dtype,
                 DTYPE,
             )
             if QUANTIZE:
                 bits = tl.maximum(bits, row_magnitudes(result, columns, K, LAYER))
             if STORES:
-                tl.store(y + row_start + columns, result, mask=columns < K)
+                tl.store(as_wide(y + row_start, x.dtype, start, BLOCK), result, mask=columns < K)
     if QUANTIZE:
         store_row_amax(partials, bits, PARTIALS, DTYPE)
 
@@ -232,6 +238,7 @@ def norm_cast_kernel(
             HAS_BIAS,
             CAST_BEFORE_WEIGHT,
             ZERO_CENTERED,
+            x.dtype.element_ty,
             KEPT,
         )
         if KEEP_OUTPUT:
@@ -355,7 +362,7 @@ def norm_quantize(
     rows, columns = rows_and_columns(x)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
     y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
-    default = MODULATED_CAST_TILE if norm["MODULATED"] else CAST_TILE
+    default = SMALL_CAST_TILE if norm["MODULATED"] or (keep_output and quantized_dtype is not None) else CAST_TILE
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, default)
     for number, usage in enumerate(buffers.launches(h.element_size())):
         launch(

@@ -71,6 +71,9 @@ def is_plain_sum(node: Any, promotes: bool = False) -> bool:
         return False
     total: torch.Tensor = node.meta["val"]
     operands = [arg.meta["val"] if isinstance(arg, Node) else None for arg in node.args]
+    dtypes = [value.dtype for value in operands if isinstance(value, torch.Tensor)]
+    if total.dtype not in dtypes:
+        return False
     return total.is_contiguous() and all(
         isinstance(value, torch.Tensor)
         and (value.dtype == total.dtype or (promotes and value.dtype in (torch.bfloat16, torch.float16)))

@@ -76,7 +76,7 @@ def test_nothing_spills(dtype, to, tmp_path):
         "BLOCK": block,
     }
     assert_no_spills(compile_kernel(kernels.norm_rows_kernel, flags, warps, dtype, dtype, y=to), tmp_path)
-    block_m, block_k, warps = kernels.MODULATED_CAST_TILE
+    block_m, block_k, warps = kernels.SMALL_CAST_TILE
     flags = {**norm, "KEEP_OUTPUT": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
     flags |= {"ROWWISE": True, "COLUMNWISE": True, "BLOCK_M": block_m, "BLOCK_K": block_k}
     assert_no_spills(compile_kernel(kernels.norm_cast_kernel, flags, warps, dtype, dtype), tmp_path)
