@@ -114,6 +114,7 @@ def main() -> None:
     fp8.multiprocessor_count = kernels.multiprocessor_count = lambda device: 2
     for dtype in (FP16, FP32):  # it rounds to bf16 otherwise than hardware does
         check((19, 64), FP32, dtype)
+        check((19, 64), FP16, dtype)  # with a rounding to 16 bits before the weight
         check_sum((19, 64), dtype)
         for x, alone, _, _, options in norms((19, 64), FP32):
             torch.testing.assert_close(alone(x, *options, dtype), REFERENCES[alone](x, *options, dtype))
