@@ -67,6 +67,13 @@ def peak_bytes(graphs: Sequence[Generated]) -> list[int]:
     return peaks
 
 
+def launch_bytes(graphs: Sequence[Generated]) -> int:
+    """Of the forward graph and of its backward together: the bytes of the tensors that launches read or write, each once a launch."""
+    _Launch.bytes = 0
+    peak_bytes(graphs)
+    return _Launch.bytes
+
+
 def launches_and_allocations(graphs: Sequence[Generated]) -> dict[str, int]:
     """How often a step does what the CPU pays for, by what it costs: the code is one line after the other.
 
@@ -144,8 +151,15 @@ class _Kernels:
 
 
 class _Launch:
+    bytes = 0
+    """Of the tensors that launches were given, each once a launch."""
+
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        def run(*args: Any, **kwargs: Any) -> None:
+            given = {(x.untyped_storage()._cdata, x.numel()): x.nbytes for x in args if isinstance(x, Tensor)}
+            _Launch.bytes += sum(given.values())
+
+        return run
 
 
 _STAND_INS: dict[str, Any] = {

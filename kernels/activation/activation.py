@@ -77,7 +77,9 @@ def check_kind(kind: str) -> None:
 
 
 def value_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(x) of fp32 x in plain PyTorch: of a kind in KINDS, or "sigmoid"."""
+    """f(x) of fp32 x in plain PyTorch: of a kind in KINDS, or "sigmoid" or "identity"."""
+    if kind == "identity":
+        return x
     if kind == "relu":
         return F.relu(x)
     if kind == "relu2":
@@ -93,6 +95,8 @@ def value_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def derivative_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """dy * f'(x) of fp32 dy and x in plain PyTorch, of the same kinds."""
+    if kind == "identity":
+        return dy
     if kind == "relu":
         return torch.ops.aten.threshold_backward(dy, x, 0)
     if kind == "relu2":

@@ -71,6 +71,8 @@ def activate(x, KIND: tl.constexpr):
         return larger_or_nan(x, 0.0)
     elif KIND == "relu2":
         return tl.where(x <= 0.0, 0.0, x * x)
+    elif KIND == "identity":
+        return x
     elif KIND == "sigmoid":
         return sigmoid(x)
     elif KIND == "silu":
@@ -91,6 +93,8 @@ def activate_backward(dy, x, KIND: tl.constexpr):
         return tl.where(x <= 0.0, 0.0, dy)
     elif KIND == "relu2":
         return tl.where(x <= 0.0, 0.0, mul_rn(dy, x + x))
+    elif KIND == "identity":
+        return dy
     elif KIND == "sigmoid":
         s = sigmoid(x)
         return mul_rn(dy, s * (1.0 - s))

@@ -3,7 +3,7 @@ kernels/activation/activation.py).
 
     dgate = dy * up * f'(gate)        dup = dy * f(gate)
 
-    silu  SwiGLU      gelu, gelu_tanh  GEGLU      relu  ReGLU      sigmoid  GLU      quick_gelu  QGEGLU
+    silu  SwiGLU      gelu, gelu_tanh  GEGLU      relu  ReGLU      sigmoid  GLU      quick_gelu  QGEGLU      identity  bilinear
 
 gate and up may be halves of one wider tensor: each has a row stride of its own. Backward quantizes dgate
 and dup, each with its own scale, in one pair of launches, so that dy, gate and up are read twice and not
@@ -31,6 +31,7 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, program_count
 
 __all__ = [
+    "BOUNDED_KINDS",
     "KINDS",
     "check_kind",
     "in_rows",
@@ -48,9 +49,12 @@ __all__ = [
     "gated_reference",
 ]
 
-KINDS = (*(kind for kind in activation.KINDS if kind != "relu2"), "sigmoid")
-"""What may gate: every activation, and the sigmoid, which alone is no te.activation: it is not zero at zero.
+KINDS = (*(kind for kind in activation.KINDS if kind != "relu2"), "sigmoid", "identity")
+"""What may gate: every activation, the sigmoid, which is no te.activation as it is not zero at zero, and the gate itself.
 The square of a relu may not: it grows past the bound by which kernels/gemm/specialized/gated.py finds the largest product."""
+
+BOUNDED_KINDS = KINDS[:-1]
+"""Those that keep to this bound: all but the identity, which falls past it."""
 
 FORWARD_TILE: Tile = (128, 64, 4)
 BACKWARD_TILE: Tile = (128, 64, 8)
@@ -66,10 +70,10 @@ def write_tile(rows: Size, columns: int, columnwise: bool, keep_output: bool, la
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def check_kind(kind: str) -> None:
-    """Raises ValueError for a gate that does not exist."""
-    if kind not in KINDS:
-        raise ValueError(f"gated: expected a kind of {', '.join(KINDS)}, got {kind!r}")
+def check_kind(kind: str, kinds: tuple[str, ...] = KINDS) -> None:
+    """Raises ValueError for a gate that is none of `kinds`."""
+    if kind not in kinds:
+        raise ValueError(f"gated: expected a kind of {', '.join(kinds)}, got {kind!r}")
 
 
 def gated_reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """h = x + residual, and the norm of h quantized: the residual stream's addition fused with what reads it (norms: norm.py).
 
-    h      = round(x + residual)                 in x's dtype, as an addition of its own gives it
+    h      = round(x + residual)                 in the wider of their dtypes, as an addition of its own gives it
     y      = rms_norm(h) or layer_norm(h)
     data, transpose, scale_inv = quantize(y)
 
@@ -56,16 +56,18 @@ def add_rms_norm_quantize(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[h, y?, rstd, data?, transpose?, scale_inv], equal to x + residual, then `rms_norm_quantize`.
 
-    x and residual are of one shape and dtype (bf16, fp16 or fp32), as h is.
+    x and residual are of one shape, and bf16, fp16 or fp32.
     """
     x, residual = x.contiguous(), residual.contiguous()
     norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
     quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, residual=residual)
+    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype, residual=residual)
 
 
 def add_layer_norm_quantize(
@@ -80,10 +82,12 @@ def add_layer_norm_quantize(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[h, y?, mean, rstd, data?, transpose?, scale_inv], equal to x + residual, then `layer_norm_quantize`."""
     x, residual = x.contiguous(), residual.contiguous()
     quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
     norm = norm_arguments(x, weight, bias, True)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, residual=residual)
+    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype, residual=residual)

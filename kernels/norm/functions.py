@@ -21,6 +21,16 @@ def load_columns(x, start, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def as_wide(narrow, WIDE: tl.constexpr, start, BLOCK: tl.constexpr):
+    """narrow + start + [BLOCK], which a thread has as many neighbours of as of pointers WIDE: one access of more values than one of
+    the row's would give the row's sum another layout, and so another order."""
+    pointers = narrow + (start + tl.arange(0, BLOCK))
+    if narrow.dtype.element_ty.primitive_bitwidth < WIDE.element_ty.primitive_bitwidth:
+        pointers = tl.max_contiguous(pointers, 128 // WIDE.element_ty.primitive_bitwidth)
+    return pointers
+
+
+@triton.jit
 def load_affine(weight, bias, start, K, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """(weight, bias)[start : start + BLOCK], zero past K and for what the norm has not."""
     w = load_columns(weight, start, K, BLOCK) if HAS_WEIGHT else 0.0
@@ -73,9 +83,10 @@ def normalize(
     HAS_BIAS: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    X_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """y of x in DTYPE, rounded to it."""
+    """y of x, rounded to DTYPE. X_DTYPE: x's in memory."""
     x = x.to(tl.float32)
     if LAYER:
         x = x - mean
@@ -84,7 +95,7 @@ def normalize(
     if HAS_WEIGHT:
         x = x * rstd
         if CAST_BEFORE_WEIGHT:
-            x = x.to(DTYPE).to(tl.float32)
+            x = x.to(X_DTYPE).to(tl.float32)
         scale = w.to(tl.float32)
         if ZERO_CENTERED:
             scale = scale + 1.0

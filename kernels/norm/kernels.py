@@ -3,6 +3,9 @@
     launch 1    [h = round(x + residual)]    mean, rstd of each row of x, or of h    y, or the partial amaxes of y
     launch 2    y made again from the statistics -> data, transpose, scale_inv [, y]
 
+y is rounded to a dtype that is x's or another. Under autocast x is fp32, and what the product reads is bf16: so launch 1 writes y too, as
+that has half of x's bytes, and launch 2 is that of `quantize`. Where y is read in fp32 as well, both launches are as above.
+
 The fused form reads x twice and writes no bf16. `norm_rows_kernel` is launch 1 and the unfused kernel alike, with one block shape, so
 that the statistics are the same sum in the same order; the rest is elementwise in shared device functions (functions.py). Fused therefore
 equals unfused plus `quantize`, bit for bit, and with a residual an addition before it too: memory is passed over as often as
@@ -20,6 +23,7 @@ import torch
 
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.norm.functions import (
+    as_wide,
     load_affine,
     load_columns,
     no_magnitudes,
@@ -28,7 +32,7 @@ from te_dynamo.kernels.norm.functions import (
     row_statistics,
     store_row_amax,
 )
-from te_dynamo.kernels.quantize.current import Tile, cast_tile
+from te_dynamo.kernels.quantize.current import Tile, cast_tile, quantize
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
@@ -37,6 +41,7 @@ from te_dynamo.kernels.tiles.fp8 import (
     load_scale,
     load_tile,
     program_count,
+    rounded,
     store_quantized_tile,
     store_tile,
     tile_from_the_end,
@@ -55,8 +60,8 @@ PIECE = 8192
 CAST_TILE: Tile = (128, 64, 4)
 """Tile of the cast launch: the fastest of eleven on an H100 at 8192x4096."""
 
-MODULATED_CAST_TILE: Tile = (64, 64, 4)
-"""The same where it holds weight and bias of every row beside x."""
+SMALL_CAST_TILE: Tile = (64, 64, 4)
+"""The same where it holds weight and bias of every row beside x, or y in two dtypes."""
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
@@ -64,15 +69,20 @@ MODULATED_CAST_TILE: Tile = (64, 64, 4)
 
 @triton.jit
 def _store_sum(x, residual, h, start, K, BLOCK: tl.constexpr):
-    """Writes h[start : start + BLOCK] = x + residual, rounded to x's dtype, as far as K; returns it, zero past K."""
-    total = load_columns(x, start, K, BLOCK).to(tl.float32) + load_columns(residual, start, K, BLOCK).to(tl.float32)
-    total = total.to(x.dtype.element_ty)
+    """Writes h[start : start + BLOCK] = x + residual, rounded to h's dtype, as far as K; returns it, zero past K."""
+    values = load_columns(x, start, K, BLOCK).to(tl.float32)
+    if residual.dtype == x.dtype:
+        added = load_columns(residual, start, K, BLOCK)
+    else:
+        added = tl.load(as_wide(residual, x.dtype, start, BLOCK), mask=start + tl.arange(0, BLOCK) < K, other=0.0)
+    total = values + added.to(tl.float32)
+    total = total.to(h.dtype.element_ty)
     columns = start + tl.arange(0, BLOCK)
     tl.store(h + columns, total, mask=columns < K)
     return total
 
 
-@writes("rstd", h="ADDS", y="not QUANTIZE", mean="LAYER", partials="QUANTIZE")
+@writes("rstd", h="ADDS", y="STORES", mean="LAYER", partials="QUANTIZE")
 @triton.jit
 def norm_rows_kernel(
     x,
@@ -97,13 +107,15 @@ def norm_rows_kernel(
     CAST_BEFORE_WEIGHT: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     MODULATED: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,  # "bf16", "fp16" or "fp32"; a dtype itself no graph takes
+    STORES: tl.constexpr,
     QUANTIZE: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """h where a residual is added, statistics of every num_programs-th row, then y (unfused) or the partial amax of y (QUANTIZE)."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    """h where a residual is added, statistics of every num_programs-th row, then y (STORES), the partial amax of y (QUANTIZE) or both."""
+    DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     bits = no_magnitudes(BLOCK, DTYPE)
     if ONE_BLOCK and not MODULATED:
         w, b = load_affine(weight, bias, 0, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
@@ -117,6 +129,10 @@ def norm_rows_kernel(
                 for start in range(BLOCK, K, BLOCK):
                     _store_sum(x + row_start, residual + row_start, normed, start, K, BLOCK)
                 tl.debug_barrier()  # the pieces are read again, not always by the threads that wrote them
+                if (
+                    residual.dtype != x.dtype
+                ):  # held over the loop, the first one would take more registers than there are
+                    first = load_columns(normed, 0, K, BLOCK)
         else:
             normed = x + row_start
             first = load_columns(normed, 0, K, BLOCK)
@@ -145,12 +161,13 @@ def norm_rows_kernel(
                 HAS_BIAS,
                 CAST_BEFORE_WEIGHT,
                 ZERO_CENTERED,
+                values.dtype,
                 DTYPE,
             )
             if QUANTIZE:
                 bits = tl.maximum(bits, row_magnitudes(result, columns, K, LAYER))
-            else:
-                tl.store(y + row_start + columns, result, mask=columns < K)
+            if STORES:
+                tl.store(as_wide(y + row_start, x.dtype, start, BLOCK), result, mask=columns < K)
     if QUANTIZE:
         store_row_amax(partials, bits, PARTIALS, DTYPE)
 
@@ -179,6 +196,7 @@ def norm_cast_kernel(
     CAST_BEFORE_WEIGHT: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     MODULATED: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
@@ -189,7 +207,9 @@ def norm_cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Every tile of y, made again from the rows' statistics, to every output that is asked for."""
+    """Every tile of y, made again from the rows' statistics, to every output that is asked for; y itself in the dtype of its memory."""
+    DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
+    KEPT: tl.constexpr = y.dtype.element_ty if KEEP_OUTPUT else DTYPE
     scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
@@ -219,15 +239,20 @@ def norm_cast_kernel(
             CAST_BEFORE_WEIGHT,
             ZERO_CENTERED,
             x.dtype.element_ty,
+            KEPT,
         )
         if KEEP_OUTPUT:
             store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
+        if KEPT != DTYPE:
+            result = rounded(result, DTYPE)
         if not MODULATED:  # past the last row y is the bias of all rows, but the transpose's padding is zero
             result = tl.where((rows < M)[:, None], result, 0.0)
         store_quantized_tile(result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def norm_arguments(
@@ -261,17 +286,22 @@ def launch_rows(
     *,
     residual: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
+    rounded_to: torch.dtype | None = None,
+    quantizes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes if not. h is x without a residual; a tensor
-    stands in for what is not written."""
+    """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes of y in the dtype `rounded_to` if it quantizes.
+    h is x without a residual; a tensor stands in for what is not written."""
     rows, columns = rows_and_columns(x.shape)
-    h = x if residual is None else torch.empty_like(x)
+    h = x
+    if residual is not None:
+        x, residual = (x, residual) if x.element_size() >= residual.element_size() else (residual, x)
+        h = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm["LAYER"] else x
-    block, warps = row_block(columns, x.element_size(), norm["LAYER"])
+    block, warps = row_block(columns, h.element_size(), norm["LAYER"])
     programs = row_programs(warps, x.device)
     count = triton.next_power_of_2(programs)
-    partials = torch.empty(count, dtype=torch.float32, device=x.device) if y is None else rstd
+    partials = torch.empty(count, dtype=torch.float32, device=x.device) if quantizes else rstd
     launch(
         norm_rows_kernel,
         (programs,),
@@ -287,7 +317,9 @@ def launch_rows(
         K=columns,
         EPS_NORM=eps,
         ADDS=residual is not None,
-        QUANTIZE=y is None,
+        ROUNDED_TO=_NAMES[y.dtype if y is not None else rounded_to or h.dtype],
+        STORES=y is not None,
+        QUANTIZE=quantizes,
         ONE_BLOCK=columns <= block,
         BLOCK=block,
         PARTIALS=count,
@@ -307,20 +339,32 @@ def norm_quantize(
     eps_amax: float,
     keep_output: bool,
     tile: Tile | None = None,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
     *,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[h?, y?, mean?, rstd, data?, transpose?, scale_inv]: h where a residual is given, a mean where the norm has one.
 
-    x and residual are contiguous, of one shape and dtype.
+    x and residual are contiguous, of one shape; h has the wider of their dtypes.
+    dtype: of y, by default that of what is normed. quantized_dtype: what y is rounded to before it is quantized, by default dtype.
     """
-    h, mean, rstd, partials = launch_rows(x, norm, eps, residual=residual)
+    rounded_to = quantized_dtype or dtype
+    halves = dtype in (torch.bfloat16, torch.float16) and quantized_dtype in (None, dtype)
+    wide = max(t.element_size() for t in (x, residual) if t is not None) == 4
+    narrow = torch.empty_like(x, dtype=dtype) if halves and wide else None
+    given: dict[str, Any] = {"residual": residual, "y": narrow, "rounded_to": rounded_to, "quantizes": True}
+    h, mean, rstd, partials = launch_rows(x, norm, eps, **given)
+    statistics = [mean, rstd] if norm["LAYER"] else [rstd]
+    if narrow is not None:
+        quantized = quantize(narrow, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax, partials)
+        return [*([] if residual is None else [h]), *([narrow] if keep_output else []), *statistics, *quantized]
     rows, columns = rows_and_columns(x.shape)
     buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
-    y = [torch.empty_like(x)] if keep_output else []
-    default = MODULATED_CAST_TILE if norm["MODULATED"] else CAST_TILE
+    y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
+    default = SMALL_CAST_TILE if norm["MODULATED"] or (keep_output and quantized_dtype is not None) else CAST_TILE
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, default)
-    for number, usage in enumerate(buffers.launches(x.element_size())):
+    for number, usage in enumerate(buffers.launches(h.element_size())):
         launch(
             norm_cast_kernel,
             (program_count(rows, columns, block_m, block_k, x.device),),
@@ -332,6 +376,7 @@ def norm_quantize(
             y=y[0] if y else h,
             M=rows,
             K=columns,
+            ROUNDED_TO=_NAMES[rounded_to or h.dtype],
             KEEP_OUTPUT=keep_output and number == 0,
             **buffers.pointers(unused=h),
             **buffers.constants(power_of_two, eps_amax),
@@ -341,7 +386,6 @@ def norm_quantize(
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    statistics = [mean, rstd] if norm["LAYER"] else [rstd]
     return [*([] if residual is None else [h]), *y, *statistics, *buffers.as_list()]
 
 

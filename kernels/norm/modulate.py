@@ -28,10 +28,15 @@ __all__ = [
 
 
 def layer_norm_modulate_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`layer_norm_modulate` in plain PyTorch."""
-    return layer_norm_reference(x, 1.0 + weight.to(torch.float32) if zero_centered else weight, bias, eps)
+    return layer_norm_reference(x, 1.0 + weight.to(torch.float32) if zero_centered else weight, bias, eps, dtype)
 
 
 def layer_norm_modulate_quantize_reference(
@@ -46,10 +51,14 @@ def layer_norm_modulate_quantize_reference(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`layer_norm_modulate_quantize` in plain PyTorch."""
-    y, mean, rstd = layer_norm_modulate_reference(x, weight, bias, eps, zero_centered)
-    buffers = quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
+    y, mean, rstd = layer_norm_modulate_reference(x, weight, bias, eps, zero_centered, dtype)
+    buffers = quantize_reference(
+        y.to(quantized_dtype or y.dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps_amax
+    )
     return [*([y] if keep_output else []), mean, rstd, *buffers]
 
 
@@ -57,11 +66,16 @@ def layer_norm_modulate_quantize_reference(
 
 
 def layer_norm_modulate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd): y in x's shape and dtype, the statistics fp32 [rows]. weight and bias: any float dtype, [B, 1, .., K]."""
+    """(y, mean, rstd): y in x's shape, the statistics fp32 [rows]. weight and bias: any float dtype, [B, 1, .., K]."""
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     _, mean, rstd, _ = launch_rows(x, _modulation(x, weight, bias, zero_centered), eps, y=y)
     return y, mean, rstd
 
@@ -78,12 +92,15 @@ def layer_norm_modulate_quantize(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm_modulate` then `quantize`."""
     x = x.contiguous()
     quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(x, _modulation(x, weight, bias, zero_centered), eps, *quantization, keep_output, tile)
+    norm = _modulation(x, weight, bias, zero_centered)
+    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype)
 
 
 def _modulation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, zero_centered: bool) -> dict[str, Any]:

@@ -6,6 +6,9 @@
 w is weight, or 1 + weight when `zero_centered` (Gemma); with `cast_before_weight` (Hugging Face's Llama) the
 product x * rstd is rounded to x's dtype before w. Arithmetic is fp32 with one rounding at the end; rstd and
 mean are fp32 [rows]. kernels.py has the two launches.
+
+dtype is that of y, x's own by default. quantized_dtype is what y is rounded to before it is quantized, dtype by default: under autocast
+the residual stream reads y in fp32, and the product reads it in bf16.
 """
 
 from __future__ import annotations
@@ -30,7 +33,12 @@ __all__ = [
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_before_weight: bool, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` in plain PyTorch."""
     value = x.to(torch.float32)
@@ -40,11 +48,15 @@ def rms_norm_reference(
         value = value.to(x.dtype).to(torch.float32)
     if weight is not None:
         value = value * (weight.to(torch.float32) + (1.0 if zero_centered else 0.0))
-    return value.to(x.dtype), rstd.reshape(-1)
+    return value.to(dtype or x.dtype), rstd.reshape(-1)
 
 
 def layer_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`layer_norm` in plain PyTorch."""
     value = x.to(torch.float32)
@@ -56,7 +68,7 @@ def layer_norm_reference(
         value = value * weight.to(torch.float32)
     if bias is not None:
         value = value + bias.to(torch.float32)
-    return value.to(x.dtype), mean.reshape(-1), rstd.reshape(-1)
+    return value.to(dtype or x.dtype), mean.reshape(-1), rstd.reshape(-1)
 
 
 def rms_norm_quantize_reference(
@@ -71,10 +83,14 @@ def rms_norm_quantize_reference(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`rms_norm_quantize` in plain PyTorch."""
-    y, rstd = rms_norm_reference(x, weight, eps, cast_before_weight, zero_centered)
-    buffers = quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
+    y, rstd = rms_norm_reference(x, weight, eps, cast_before_weight, zero_centered, dtype)
+    buffers = quantize_reference(
+        y.to(quantized_dtype or y.dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps_amax
+    )
     return [*([y] if keep_output else []), rstd, *buffers]
 
 
@@ -89,10 +105,14 @@ def layer_norm_quantize_reference(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`layer_norm_quantize` in plain PyTorch."""
-    y, mean, rstd = layer_norm_reference(x, weight, bias, eps)
-    buffers = quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
+    y, mean, rstd = layer_norm_reference(x, weight, bias, eps, dtype)
+    buffers = quantize_reference(
+        y.to(quantized_dtype or y.dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps_amax
+    )
     return [*([y] if keep_output else []), mean, rstd, *buffers]
 
 
@@ -100,21 +120,30 @@ def layer_norm_quantize_reference(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_before_weight: bool, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, rstd): y in x's shape and dtype, rstd fp32 [rows]. weight (any float dtype, [K]) may be None."""
+    """(y, rstd): y in x's shape, rstd fp32 [rows]. weight (any float dtype, [K]) may be None."""
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     _, _, rstd, _ = launch_rows(x, norm_arguments(x, weight, None, False, cast_before_weight, zero_centered), eps, y=y)
     return y, rstd
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd): y in x's shape and dtype, the statistics fp32 [rows]. weight and bias may be None."""
+    """(y, mean, rstd): y in x's shape, the statistics fp32 [rows]. weight and bias may be None."""
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     _, mean, rstd, _ = launch_rows(x, norm_arguments(x, weight, bias, True), eps, y=y)
     return y, mean, rstd
 
@@ -131,13 +160,15 @@ def rms_norm_quantize(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[y?, rstd, data?, transpose?, scale_inv], equal to `rms_norm` then `quantize`."""
     x = x.contiguous()
     norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
     quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile)
+    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype)
 
 
 def layer_norm_quantize(
@@ -151,9 +182,13 @@ def layer_norm_quantize(
     power_of_two: bool,
     eps_amax: float,
     keep_output: bool,
+    dtype: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
     """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm` then `quantize`."""
     x = x.contiguous()
     quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(x, norm_arguments(x, weight, bias, True), eps, *quantization, keep_output, tile)
+    return norm_quantize(
+        x, norm_arguments(x, weight, bias, True), eps, *quantization, keep_output, tile, dtype, quantized_dtype
+    )

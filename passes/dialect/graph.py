@@ -65,15 +65,18 @@ def fakes_of(node: Node) -> Iterator[None]:
         yield
 
 
-def is_plain_sum(node: Any) -> bool:
-    """x + y of two contiguous tensors of one shape and dtype, the result's."""
+def is_plain_sum(node: Any, promotes: bool = False) -> bool:
+    """x + y of two contiguous tensors of one shape and dtype, the result's. promotes: one of them may be narrower."""
     if not (isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor) or node.kwargs:
         return False
     total: torch.Tensor = node.meta["val"]
     operands = [arg.meta["val"] if isinstance(arg, Node) else None for arg in node.args]
+    dtypes = [value.dtype for value in operands if isinstance(value, torch.Tensor)]
+    if total.dtype not in dtypes:
+        return False
     return total.is_contiguous() and all(
         isinstance(value, torch.Tensor)
-        and value.dtype == total.dtype
+        and (value.dtype == total.dtype or (promotes and value.dtype in (torch.bfloat16, torch.float16)))
         and value.dim() == total.dim()
         and statically_known_true(sym_eq(tuple(value.shape), tuple(total.shape)))
         and value.is_contiguous()

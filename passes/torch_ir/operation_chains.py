@@ -224,6 +224,8 @@ def _norm(node: fx.Node) -> Link | None:
     eps, *flags = norm.options
     if not isinstance(eps, (int, float)) or why_no_te_norm(norm):
         return None
+    if tensor_of(norm.last).dtype != tensor_of(norm.x).dtype:  # autocast's; the operations keep the dtype
+        return None
     features = int(tensor_of(norm.weights[0]).shape[0])  # type: ignore[union-attr]
     op: BasicOperation
     if norm.kind == "layer_norm":

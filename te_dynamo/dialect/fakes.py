@@ -28,9 +28,9 @@ def plain(shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor) -> torch.
     return of_proto(TensorProto(shape, dtype, device=x.device))
 
 
-def like(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of x's shape, dtype and device."""
-    return plain(tuple(x.shape), x.dtype, x)
+def like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A contiguous tensor of x's shape, device and, by default, dtype."""
+    return plain(tuple(x.shape), dtype or x.dtype, x)
 
 
 def row_statistic(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """`te.gated(gate, up, kind) = f(gate) * up`, its gradients, and each of them with a quantized result.
 
-The kinds of f are those of `te.activation`, and "sigmoid".
+The kinds of f are those of `te.activation`, "sigmoid" and, of a bilinear unit, "identity".
 """
 
 from typing import Any, Optional
@@ -12,11 +12,12 @@ from te_dynamo.dialect.fakes import like, plain, quantized, quantized_stack
 from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.activation import gated as kernels
 from te_dynamo.kernels.activation import gated_halves
-from te_dynamo.kernels.activation.gated import KINDS
+from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, KINDS
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
+    "BOUNDED_KINDS",
     "KINDS",
     "gated",
     "gated_backward",
@@ -50,7 +51,7 @@ def _gated_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     backward=_gated_backward,
 )
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(gate) * up, equal shapes and dtypes. kind: "gelu" (erf), "gelu_tanh", "quick_gelu", "silu", "relu" or "sigmoid"."""
+    """f(gate) * up, equal shapes and dtypes. kind: "gelu" (erf), "gelu_tanh", "quick_gelu", "silu", "relu", "sigmoid" or "identity"."""
     return like(gate)
 
 

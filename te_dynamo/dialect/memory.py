@@ -21,7 +21,8 @@ _aten = torch.ops.aten
 RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 """The operations that give a tensor another shape over the same data in the same order."""
 
-_COPIES = {_aten.clone.default, _aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+CASTS = {_aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_COPIES = {_aten.clone.default, *CASTS}
 """Copies that Inductor fuses with what reads or writes them, so that there may be none."""
 
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}

@@ -26,7 +26,7 @@ def _sum_of_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, _, _, ctx.zero_centered = inputs
+    x, weight, _, _, ctx.zero_centered, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -60,7 +60,7 @@ def rms_norm_gradients(
 
 def _rms_norm_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
     x, weight, rstd = ctx.saved_tensors
-    return *rms_norm_gradients(dy, x, weight, rstd, ctx.zero_centered, ctx.needs_input_grad[:2]), None, None, None
+    return *rms_norm_gradients(dy, x, weight, rstd, ctx.zero_centered, ctx.needs_input_grad[:2]), None, None, None, None
 
 
 @te_op(
@@ -70,18 +70,23 @@ def _rms_norm_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
     backward=_rms_norm_backward,
 )
 def rms_norm(
-    x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, cast_before_weight: bool, zero_centered: bool
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    dtype: Optional[torch.dtype] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, rstd): y = x * rsqrt(mean(x^2) + eps) * w; w = weight, or 1 + weight when zero_centered.
 
     cast_before_weight: round to x's dtype before the product with the weight, as Hugging Face's Llama does.
-    rstd: fp32 (rows,).
+    rstd: fp32 (rows,). dtype: of y, x's by default.
     """
-    return like(x), row_statistic(x)
+    return like(x, dtype), row_statistic(x)
 
 
 def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, _ = inputs
+    x, weight, bias, *_ = inputs
     _, mean, rstd = output
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, mean, rstd)
@@ -117,7 +122,7 @@ def layer_norm_gradients(
 
 def _layer_norm_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    return *layer_norm_gradients(dy, x, weight, mean, rstd, ctx.bias_dtype, ctx.needs_input_grad[:3]), None
+    return *layer_norm_gradients(dy, x, weight, mean, rstd, ctx.bias_dtype, ctx.needs_input_grad[:3]), None, None
 
 
 @te_op(
@@ -127,10 +132,14 @@ def _layer_norm_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]
     backward=_layer_norm_backward,
 )
 def layer_norm(
-    x: torch.Tensor, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    eps: float,
+    dtype: Optional[torch.dtype] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd): y = (x - mean) * rsqrt(var + eps) * weight + bias; mean and rstd fp32 (rows,)."""
-    return like(x), row_statistic(x), row_statistic(x)
+    """(y, mean, rstd): y = (x - mean) * rsqrt(var + eps) * weight + bias; mean and rstd fp32 (rows,). dtype: of y, x's by default."""
+    return like(x, dtype), row_statistic(x), row_statistic(x)
 
 
 @te_op(
@@ -145,9 +154,11 @@ def rms_norm_quantize(
     zero_centered: bool,
     quantizer: Quantizer,
     keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
 ) -> list[torch.Tensor]:
-    """[y if keep_output, rstd, *buffers]: (y, rstd) = te.rms_norm(...), buffers = te.quantize(y)."""
-    return ([like(x)] if keep_output else []) + [row_statistic(x)] + quantized(x, quantizer)
+    """[y if keep_output, rstd, *buffers]: (y, rstd) = te.rms_norm(..., dtype), buffers = te.quantize(y.to(quantized_dtype))."""
+    return ([like(x, dtype)] if keep_output else []) + [row_statistic(x)] + quantized(x, quantizer)
 
 
 @te_op(
@@ -161,6 +172,8 @@ def layer_norm_quantize(
     eps: float,
     quantizer: Quantizer,
     keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
 ) -> list[torch.Tensor]:
-    """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm(...), buffers = te.quantize(y)."""
-    return ([like(x)] if keep_output else []) + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)
+    """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm(..., dtype), buffers = te.quantize(y.to(quantized_dtype))."""
+    return ([like(x, dtype)] if keep_output else []) + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)

@@ -27,9 +27,12 @@ def add_rms_norm_quantize(
     zero_centered: bool,
     quantizer: Quantizer,
     keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
 ) -> list[torch.Tensor]:
-    """[h, *te.rms_norm_quantize(h, ...)]: h = x + residual, two tensors of one shape and dtype, rounded to that dtype."""
-    results = [like(x)] + ([like(x)] if keep_output else [])
+    """[h, *te.rms_norm_quantize(h, ...)]: h = x + residual, two tensors of one shape, in the wider of their dtypes."""
+    h = like(x, torch.promote_types(x.dtype, residual.dtype))
+    results = [h] + ([like(h, dtype)] if keep_output else [])
     return results + [row_statistic(x)] + quantized(x, quantizer)
 
 
@@ -45,7 +48,10 @@ def add_layer_norm_quantize(
     eps: float,
     quantizer: Quantizer,
     keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
 ) -> list[torch.Tensor]:
-    """[h, *te.layer_norm_quantize(h, ...)]: h = x + residual, two tensors of one shape and dtype, rounded to that dtype."""
-    results = [like(x)] + ([like(x)] if keep_output else [])
+    """[h, *te.layer_norm_quantize(h, ...)]: h = x + residual, two tensors of one shape, in the wider of their dtypes."""
+    h = like(x, torch.promote_types(x.dtype, residual.dtype))
+    results = [h] + ([like(h, dtype)] if keep_output else [])
     return results + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)

@@ -3,7 +3,7 @@
 Backward is written in aten operations, as that of the other norms (norm.py).
 """
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -18,7 +18,7 @@ __all__ = ["layer_norm_modulate", "layer_norm_modulate_quantize"]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, _, ctx.zero_centered = inputs
+    x, weight, bias, _, ctx.zero_centered, _ = inputs
     _, mean, rstd = output
     ctx.bias_dtype = bias.dtype
     ctx.save_for_backward(x, weight, mean, rstd)
@@ -39,7 +39,7 @@ def _backward(ctx: Any, dy: torch.Tensor, *statistics: Any) -> tuple[Any, ...]:
         dweight = (dy32 * xhat).sum(inner, keepdim=True).to(weight.dtype)
     if needs[2]:
         dbias = dy32.sum(inner, keepdim=True).to(ctx.bias_dtype)
-    return dx, dweight, dbias, None, None
+    return dx, dweight, dbias, None, None, None
 
 
 @te_op(
@@ -49,13 +49,19 @@ def _backward(ctx: Any, dy: torch.Tensor, *statistics: Any) -> tuple[Any, ...]:
     backward=_backward,
 )
 def layer_norm_modulate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    zero_centered: bool,
+    dtype: Optional[torch.dtype] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd): y = (x - mean) * rsqrt(var + eps) * w + bias; mean and rstd fp32 (rows,).
 
     x: [B, .., K], of three dimensions or more. weight, bias: [B, 1, .., K]. w = weight, or 1 + weight when zero_centered.
+    dtype: of y, x's by default.
     """
-    return like(x), row_statistic(x), row_statistic(x)
+    return like(x, dtype), row_statistic(x), row_statistic(x)
 
 
 @te_op(
@@ -70,6 +76,8 @@ def layer_norm_modulate_quantize(
     zero_centered: bool,
     quantizer: Quantizer,
     keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
 ) -> list[torch.Tensor]:
-    """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm_modulate(...), buffers = te.quantize(y)."""
-    return ([like(x)] if keep_output else []) + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)
+    """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm_modulate(..., dtype), buffers = te.quantize(y.to(quantized_dtype))."""
+    return ([like(x, dtype)] if keep_output else []) + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)

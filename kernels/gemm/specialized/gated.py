@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.activation.activation import activate
-from te_dynamo.kernels.activation.gated import check_kind, gated_partial_amaxes, gated_reference
+from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, check_kind, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.decode import launch_gated_decode
 from te_dynamo.kernels.gemm.specialized.current import accumulate, scale_and_shift
@@ -96,7 +96,7 @@ def gemm_gated_reference(
 
 def _checked_width(b: torch.Tensor, gate: int, kind: str) -> int:
     """The rows of half of b; ValueError for a b, a gate or a kind that is not meant."""
-    check_kind(kind)
+    check_kind(kind, BOUNDED_KINDS)
     if gate not in (0, 1):
         raise ValueError(f"te gemm_gated: gate must be the gate's half of b, 0 or 1, got {gate}")
     if b.shape[0] % 2:

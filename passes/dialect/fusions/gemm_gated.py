@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.gated import gated_quantize
+from te_dynamo.dialect.gated import BOUNDED_KINDS, gated_quantize
 from te_dynamo.dialect.gemm import gemm_gated
 from te_dynamo.dialect.memory import before_reshapes
 from te_dynamo.dialect.stacked import gemm_stacked
@@ -33,7 +33,7 @@ def fuse_gemm_gated(graph: Graph) -> int:
     """te.gemm_stacked of gate and up + te.gated_quantize -> te.gemm_gated + te.gated_quantize with its amax."""
     fired = 0
     for node in calls(graph, gated_quantize):
-        if len(node.args) > 5:
+        if len(node.args) > 5 or node.args[2] not in BOUNDED_KINDS:
             continue
         gate, up = (_half(value) for value in node.args[:2])
         if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:

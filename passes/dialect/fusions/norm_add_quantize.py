@@ -8,6 +8,9 @@
 
 h is written once, for the residual stream and for backward, and not read again before the norm. te.layer_norm is fused in the same way.
 
+One operand may be narrower: under autocast a linear's bf16 is added to a residual stream in fp32. The sum of two in fp32 is not fused
+where its norm is rounded to 16 bits: the kernel has no registers for that.
+
 Both operands of the sum must be in memory anyway: inputs, results of te operations and of torch's own products, and tensors that somebody
 else reads too. An operand that Inductor would compute inside the addition, such as a dropout, would have to be written for this fusion.
 In backward, a norm's gradient and the residual's gradient that is added to it are aten operations: Inductor makes one kernel of them.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.memory import is_in_memory
@@ -34,7 +38,9 @@ def fuse_norm_add_quantize(graph: Graph) -> int:
     fired = 0
     for node in calls(graph, *_FUSED):
         addition: Any = node.args[0]
-        if not (is_plain_sum(addition) and all(is_in_memory(operand) for operand in addition.args)):
+        if not (is_plain_sum(addition, promotes=True) and all(is_in_memory(operand) for operand in addition.args)):
+            continue
+        if is_plain_sum(addition) and any(isinstance(arg, torch.dtype) for arg in node.args):
             continue
         parameters = [arg for arg in node.args[1:] if isinstance(arg, Node)]
         if any(addition < parameter for parameter in parameters):

@@ -98,7 +98,7 @@ _REPLACED: dict[Any, Callable[..., Iterator[Call]]] = {
     grouped_linear: _of_grouped_linear,
     grouped_linear_with_workspace: _of_grouped_linear,
     rms_norm: lambda x, weight, eps, *_: iter([(_aten._fused_rms_norm.default, (x, [x.shape[-1]], weight, eps))]),
-    layer_norm: lambda x, weight, bias, eps: iter(
+    layer_norm: lambda x, weight, bias, eps, *_: iter(
         [(_aten.native_layer_norm.default, (x, [x.shape[-1]], weight, bias, eps))]
     ),
     layer_norm_modulate: lambda x, *_: iter([(_aten.add.Tensor, (x, x))]),

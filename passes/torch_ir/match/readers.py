@@ -15,22 +15,32 @@ from te_dynamo.passes.torch_ir.match.autocast import is_body
 from te_dynamo.passes.torch_ir.match.patterns.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
-__all__ = ["comes_from_linear", "linear_behind", "why_its_strides_stay", "why_not_read_by_linear"]
+__all__ = [
+    "comes_from_linear",
+    "linear_behind",
+    "rounds_to_16_bits",
+    "why_its_strides_stay",
+    "why_not_read_by_linear",
+]
 
 _VIEWS = {torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten}
 _VIEW_METHODS = {
     "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
     "to", "type_as", "float", "half", "bfloat16",
 }  # fmt: skip
+_HALVES = (torch.bfloat16, torch.float16)
 _MOVES = {torch.permute, torch.transpose, torch.swapaxes, torch.roll, F.pad, torch._C._nn.pad}
 _MOVE_METHODS = {"permute", "transpose", "swapaxes", "roll"}
 _PARTS = {torch.chunk, torch.split, torch.tensor_split}
 _PART_METHODS = {"chunk", "split", "tensor_split"}
 
 
-def why_not_read_by_linear(node: fx.Node) -> str:
+def why_not_read_by_linear(node: fx.Node, rounds: bool = False) -> str:
     """ "" when a matched linear reads `node`, itself or through views that keep all its elements in order, and a fused
-    kernel could write what it reads."""
+    kernel could write what it reads.
+
+    rounds: that kernel may round `node` to 16 bits before it quantizes it, as a cast before the linear does.
+    """
     seen, queue, cast, other, apart = {node}, [node], "", "", ""
     while queue:
         current = queue.pop()
@@ -46,11 +56,12 @@ def why_not_read_by_linear(node: fx.Node) -> str:
                 )
             if user not in seen and _keeps_elements(user, current):
                 seen.add(user)
-                if _same_dtype(user, current):
+                same = _same_dtype(user, current)
+                if same or (rounds and rounds_to_16_bits(user)):
                     queue.append(user)
                 elif any(_is_te_linear(reader) and reader.args[0] is user for reader in user.users):
                     cast = f"it is {_dtype(node)}, the FP8 linear reading it {_dtype(user)}; left to Inductor"
-                else:
+                if not same:
                     apart = f"it is {_dtype(node)} and goes on as {_dtype(user)}, and is not what an FP8 linear reads; left to Inductor"
     return other or cast or apart or _why_not_read_in_order(node)
 
@@ -132,6 +143,12 @@ def _keeps_elements(user: fx.Node, node: fx.Node) -> bool:
 def _whole(index: object) -> bool:
     items = index if isinstance(index, tuple) else (index,)
     return all(i is Ellipsis or (isinstance(i, slice) and i.start in (0, None) and i.step in (1, None)) for i in items)
+
+
+def rounds_to_16_bits(node: fx.Node) -> bool:
+    """Whether a view that keeps all elements casts fp32 to bf16 or fp16."""
+    before, after = tensor_of(node.args[0]), tensor_of(node)
+    return before is not None and after is not None and before.dtype == torch.float32 and after.dtype in _HALVES
 
 
 def _same_dtype(a: fx.Node, b: fx.Node) -> bool:

@@ -154,6 +154,11 @@ CASES: dict[str, Case] = {
         lambda: (bf16(19, 64), bf16(64), None, 1e-5, BOTH, False),
         "norm_rows_kernel -> mean, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
     ),
+    "layer_norm_quantize of fp32 that reads in both": (
+        te.layer_norm_quantize,
+        lambda: (f32(19, 64), f32(64), None, 1e-5, ROWS, True, None, torch.bfloat16),
+        "norm_rows_kernel -> mean, rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+    ),
     "layer_norm_modulate": (
         te.layer_norm_modulate,
         lambda: (bf16(2, 19, 64), bf16(2, 1, 64), bf16(2, 1, 64), 1e-5, True),
@@ -179,6 +184,11 @@ CASES: dict[str, Case] = {
         te.add_rms_norm_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(64), 1e-5, False, False, BOTH, False),
         "norm_rows_kernel -> h, rstd, partials\nnorm_cast_kernel -> data, transpose, scale_inv",
+    ),
+    "add_rms_norm_quantize of fp32 and bf16": (
+        te.add_rms_norm_quantize,
+        lambda: (f32(19, 64), bf16(19, 64), f32(64), 1e-5, False, False, ROWS, True, torch.bfloat16),
+        "norm_rows_kernel -> h, y, rstd, partials\nquantize_cast_kernel -> data, scale_inv",
     ),
     "add_layer_norm_quantize keeping y": (
         te.add_layer_norm_quantize,

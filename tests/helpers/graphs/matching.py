@@ -30,25 +30,28 @@ def _grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, config: GroupedLine
     return [F.grouped_mm(x, weight if config.weight_transposed else weight.transpose(1, 2), offs=offs)]
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, before: bool, centered: bool, dtype: Any = None
+) -> tuple[Tensor, Tensor]:
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     y = x.float() * rstd
     if before:
         y = y.to(x.dtype).float()
     if weight is not None:
         y = y * (weight.float() + float(centered))
-    return y.to(x.dtype), rstd.flatten()
+    return y.to(dtype or x.dtype), rstd.flatten()
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor]:
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any = None) -> tuple[Tensor]:
     weight, bias = (None if t is None else t.float() for t in (weight, bias))
-    return (F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype),)
+    return (F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(dtype or x.dtype),)
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "identity": lambda x: x,
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
     "silu": F.silu,

@@ -23,8 +23,10 @@ SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_st
 SIZES |= {f"SIZE_{i}" for i in range(MOST_TENSORS)}
 
 
-def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16"):
-    """The kernel for sm_90, pointers and sizes multiples of 16; constants are its compile-time arguments."""
+def compile_kernel(
+    kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16", **others: str
+):
+    """The kernel for sm_90, pointers and sizes multiples of 16; constants are its compile-time arguments, `others` dtypes by name."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -34,7 +36,7 @@ def compile_kernel(kernel, constants: dict[str, Any], warps: int, dtype: str = "
             "i32" if name in SIZES
             else "*fp32" if name in POINTERS
             else "*fp8e4nv" if name in FP8
-            else f"*{weight if name in ('weight', 'bias') else dtype}"
+            else f"*{others.get(name, weight if name in ('weight', 'bias') else dtype)}"
         )  # fmt: skip
         attributes[(index,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -39,7 +40,7 @@ CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
 BOTH = {**CAST, "ROWWISE": True, "COLUMNWISE": True}
 
 
-GATES = ("silu", "gelu")
+GATES = ("silu", "gelu", "identity")
 """The kind that is used most and the one that takes the most registers; test_compiled_gated.py compiles every kind."""
 
 
@@ -62,11 +63,11 @@ def amax_cases():
             yield gated_kernels.gated_backward_amax_kernel, *tiled(quantize.amax_tile(4096), KIND=kind, ONE_AMAX=one)
 
 
-def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
+def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
     partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
     one = quantize.cast_tile(rows, 4096, columnwise)
     of_activation = [
-        quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, itemsize))
+        quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, 4 if dtype == "fp32" else 2))
         for backward in (False, True)
     ]
     forward = quantize.cast_tile(rows, 4096, columnwise, gated.FORWARD_TILE)
@@ -81,10 +82,12 @@ def cast_cases(rows: int, columnwise: bool = True, itemsize: int = 2):
         for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
             flags = {"KIND": kind, "KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
             yield gated_kernels.gated_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
-    for layer in (False, True):
+    # Under autocast fp32 is rounded to bf16, and the residual stream may read it in fp32.
+    for layer, to in itertools.product((False, True), ("fp32", "bf16") if dtype == "fp32" else (dtype,)):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
-        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, **partials, "PARTIALS": 1024}
-        tile = quantize.cast_tile(rows, 4096, columnwise, norm_kernels.CAST_TILE)
+        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, "ROUNDED_TO": to, **partials, "PARTIALS": 1024}
+        default = norm_kernels.CAST_TILE if to == dtype else norm_kernels.SMALL_CAST_TILE
+        tile = quantize.cast_tile(rows, 4096, columnwise, default)
         yield norm_kernels.norm_cast_kernel, *tiled(tile, MODULATED=False, **flags)
 
 
@@ -145,7 +148,7 @@ CASTS = (8192, True, "fp32"), (64, False, "fp16")
 )
 def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype, tmp_path):
     itemsize = 4 if dtype == "fp32" else 2
-    cases = list(cast_cases(rows, columnwise, itemsize))
+    cases = list(cast_cases(rows, columnwise, dtype))
     for kernel, constants, warps in cases[:: 3 if dtype == "fp16" else 1]:  # fp16 is as wide as bf16, above
         for by_rows, by_columns in fp8.cast_launches(True, columnwise, itemsize):
             launched = {**constants, "ROWWISE": by_rows, "COLUMNWISE": by_columns}
@@ -155,22 +158,32 @@ def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype
 
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize("dtype, weight", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize(
+    "dtype, weight, to",
+    [("bf16", "bf16", "bf16"), ("bf16", "fp32", "bf16"), ("fp32", "fp32", "fp32"), ("fp32", "fp32", "bf16")],
+)
 @pytest.mark.parametrize("columns", slow_but(1, [4096, 300, 16384, 32768]))
-def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, layer, tmp_path):
+def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight, to, layer, tmp_path):
     block, warps = norm_kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
     flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False}
+    forms = [
+        (to, True, False),
+        (to, dtype != to, True),
+    ]  # the result's dtype, whether it is stored, whether it is quantized
+    if dtype != to:  # what reads the norm in its own dtype too has the statistics of the norm that gives nothing else
+        forms += [(dtype, True, False), (to, False, True)]
     layouts, contractions = [], []
-    for fused in (False, True):
-        compiled = compile_kernel(norm_kernels.norm_rows_kernel, {**flags, "QUANTIZE": fused}, warps, dtype, weight)
+    for rounded_to, stores, quantizes in forms:
+        launched = {**flags, "ROUNDED_TO": rounded_to, "STORES": stores, "QUANTIZE": quantizes}
+        compiled = compile_kernel(norm_kernels.norm_rows_kernel, launched, warps, dtype, weight, y=rounded_to)
         layouts.append(reduction_layouts(compiled))
         contractions.append(compiled.asm["ptx"].count("fma.rn.f32"))
         # 16 warps have 128 registers a thread for a row of 16384 and the next one: from Triton 3.8 on a few words spill.
         assert_no_spills(compiled, tmp_path, allowed=0 if columns <= 8192 else 64)
-    assert layouts[0] == layouts[1] and len(layouts[0]) == 1 + layer
-    assert contractions[0] == contractions[1]  # those that the source asks for
+    assert all(layout == layouts[0] for layout in layouts) and len(layouts[0]) == 1 + layer
+    assert len(set(contractions)) == 1  # those that the source asks for
 
 
 # --- tracing ------------------------------------------------------------------------------------------------

@@ -44,21 +44,31 @@ def test_reference_is_an_addition_then_the_norm(dtype, keep_output):
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize(
-    "columns, dtype",
+    "columns, dtype, residual, to",
     [
-        (4096, "bf16"),
-        pytest.param(32768, "bf16", marks=pytest.mark.slow),
-        pytest.param(4096, "fp32", marks=pytest.mark.slow),
+        (4096, "bf16", "bf16", "bf16"),
+        (4096, "fp32", "bf16", "bf16"),  # autocast's: a product in bf16, added to a residual stream in fp32
+        pytest.param(20000, "fp32", "bf16", "bf16", marks=pytest.mark.slow),
+        pytest.param(32768, "bf16", "bf16", "bf16", marks=pytest.mark.slow),
+        pytest.param(4096, "fp32", "fp32", "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_statistics_add_up_as_those_of_the_norm_alone(columns, dtype, layer, tmp_path):
+def test_statistics_add_up_as_those_of_the_norm_alone(columns, dtype, residual, to, layer, tmp_path):
     """Bit-equality needs one shape and one layout of the reductions; nothing spills, and memory is read 16 bytes at a time."""
     block, warps = kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
-    flags |= {"PARTIALS": 1024, "MODULATED": False}
+    flags |= {"PARTIALS": 1024, "MODULATED": False, "ROUNDED_TO": to}
     alone, fused = (
-        compile_kernel(kernels.norm_rows_kernel, {**flags, "ADDS": adds, "QUANTIZE": adds}, warps, dtype, dtype)
+        compile_kernel(
+            kernels.norm_rows_kernel,
+            {**flags, "ADDS": adds, "QUANTIZE": adds, "STORES": dtype != to or not adds},
+            warps,
+            dtype,
+            dtype,
+            residual=residual,
+            y=to,
+        )
         for adds in (False, True)
     )
     assert reduction_layouts(fused) == reduction_layouts(alone) and len(reduction_layouts(fused)) == 1 + layer

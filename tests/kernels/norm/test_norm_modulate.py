@@ -59,14 +59,25 @@ def test_reference(dtype, zero_centered):
 
 
 @pytest.mark.one_fast_case
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=SPILLS_UNDER_TRITON_3_9)])
-def test_nothing_spills(dtype, tmp_path):
+@pytest.mark.parametrize(
+    "dtype, to",
+    [("bf16", "bf16"), *(pytest.param("fp32", to, marks=SPILLS_UNDER_TRITON_3_9) for to in ("fp32", "bf16"))],
+)
+def test_nothing_spills(dtype, to, tmp_path):
     norm = {"LAYER": True, "HAS_WEIGHT": True, "HAS_BIAS": True, "CAST_BEFORE_WEIGHT": False, "MODULATED": True}
-    norm |= {"ZERO_CENTERED": True, "PARTIALS": 1024}
+    norm |= {"ZERO_CENTERED": True, "PARTIALS": 1024, "ROUNDED_TO": to}
     block, warps = kernels.row_block(4096, 4 if dtype == "fp32" else 2, True)
-    flags = {**norm, "EPS_NORM": 1e-5, "ADDS": False, "QUANTIZE": True, "ONE_BLOCK": True, "BLOCK": block}
-    assert_no_spills(compile_kernel(kernels.norm_rows_kernel, flags, warps, dtype, dtype), tmp_path)
-    block_m, block_k, warps = kernels.MODULATED_CAST_TILE
+    flags = {
+        **norm,
+        "EPS_NORM": 1e-5,
+        "ADDS": False,
+        "QUANTIZE": True,
+        "STORES": dtype != to,
+        "ONE_BLOCK": True,
+        "BLOCK": block,
+    }
+    assert_no_spills(compile_kernel(kernels.norm_rows_kernel, flags, warps, dtype, dtype, y=to), tmp_path)
+    block_m, block_k, warps = kernels.SMALL_CAST_TILE
     flags = {**norm, "KEEP_OUTPUT": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
     flags |= {"ROWWISE": True, "COLUMNWISE": True, "BLOCK_M": block_m, "BLOCK_K": block_k}
     assert_no_spills(compile_kernel(kernels.norm_cast_kernel, flags, warps, dtype, dtype), tmp_path)

@@ -50,6 +50,9 @@ ROOT = math.sqrt(2 / math.pi)
         (lambda x: torch.pow(F.relu(x), 2), "te.relu2(x)"),
         (lambda x: F.relu(x + x.cos()) ** 2, "te.relu2(add)"),
         (lambda x: (h := torch.relu(x)) * h, "te.relu2(x)"),
+        (lambda x: x.clamp(min=0).square(), "te.relu2(x)"),
+        (lambda x: torch.clamp(x, 0) ** 2, "te.relu2(x)"),
+        (lambda x: torch.square(x.clamp_min(0.0)), "te.relu2(x)"),
         (lambda x: F.silu(x) * x.cos(), "te.gated(x, cos, 'silu')"),
         (lambda x: F.gelu(x) * x.cos(), "te.gated(x, cos, 'gelu')"),
         (lambda x: x.cos() * F.gelu(x, approximate="tanh"), "te.gated(x, cos, 'gelu_tanh')"),
@@ -70,6 +73,12 @@ def test_spellings(activation, call):
     assert call in compiled.text()
     assert [record.matched for record in compiled.records] == [True, True]
     assert not any(function in compiled.text() for function in ("sigmoid", "tanh(", "erf(", "= relu(", "= silu("))
+
+
+def gpt_oss(h):
+    """Its experts' gate."""
+    gate, up = h[..., ::2].clamp(min=None, max=7.0), h[..., 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
 def quick_gelu(x):
@@ -104,6 +113,9 @@ def test_what_is_no_quick_gelu(formula):
         lambda x: torch.relu(x) ** 2.5,
         lambda x: torch.relu(x) * x.cos(),
         lambda x: x.clone().relu_().square(),
+        lambda x: x.clamp(min=0, max=1).square(),
+        lambda x: x.clamp(min=0.1).square(),
+        lambda x: x.clamp(max=0).square(),
     ],
 )
 def test_what_is_no_formula(formula):
@@ -204,6 +216,13 @@ def test_reads_a_linear_is_enough():
         (lambda x: F.linear(x.clone().relu_(), WEIGHT), "relu", "its relu_ works in place"),
         (lambda x: F.linear((s := F.silu(x)) * x.cos() + s, WEIGHT), "gated silu", "its intermediate value"),
         (lambda x: quick_gelu(x), "quick_gelu", "no FP8 linear reads its output; left to Inductor"),
+        (lambda x: F.linear(F.mish(x), WEIGHT), "mish", "te_dynamo has no kernel of mish; left to Inductor"),
+        (lambda x: nn.Hardswish()(F.linear(x, WEIGHT)), "hardswish", "te_dynamo has no kernel of hardswish; left to"),
+        (
+            lambda x: F.linear(gpt_oss(F.linear(x, WEIGHT)), WEIGHT[:, :16]),
+            "gated quick_gelu",
+            "it clamps its gate first",
+        ),
         (lambda x: F.linear(quick_gelu(x.double()), WEIGHT.double()), "quick_gelu", "its input is fp64"),
         (lambda x: F.linear(F.relu(x.double()), WEIGHT.double()), "relu", "its input is fp64"),
     ],
@@ -231,6 +250,41 @@ def linear_then(gate) -> Matched:
 def test_a_sigmoid_gates_where_a_linear_makes_what_it_reads(gate):
     compiled = linear_then(gate)
     assert compiled.reasons("gated sigmoid") == [""] and ", cos, 'sigmoid')" in compiled.text()
+
+
+def bilinear(h):
+    return h.chunk(2, -1)[0] * h.chunk(2, -1)[1]
+
+
+def test_the_product_of_two_linears_is_a_gated_identity():
+    both = torch.cat((WEIGHT, WEIGHT.cos()))
+    for read in (True, False):
+        forward = lambda x, read=read: (  # noqa: E731
+            F.linear(bilinear(F.linear(x, both)), WEIGHT) if read else bilinear(F.linear(x, both))
+        )
+        compiled, x = Matched(forward, run="aot"), torch.randn(4, 32, requires_grad=True)
+        y = compiled(x)
+        torch.testing.assert_close(y, forward(x))
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(forward(x).sum(), x))
+        assert compiled.reasons("gated identity") == ([""] if read else []) and ("te.gated(" in compiled.text()) == read
+
+
+def test_a_bilinear_unit_writes_fp8():
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = (nn.Linear(256, 256, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            return self.down(self.gate(x) * self.up(x))
+
+    graphs = capture_on_fake_cuda(
+        lambda: Unit().bfloat16(),
+        lambda device: (torch.empty(8192, 256, dtype=torch.bfloat16, device=device, requires_grad=True),),
+        options={"codegen": "eager"},
+    )
+    assert "te.gated_quantize(" in graphs["forward"] and "te.gemm_gated(" not in graphs["forward"]
+    assert "te.gated_backward_quantize(" in graphs["backward"]
 
 
 def test_glu_is_a_gated_sigmoid():

@@ -38,6 +38,29 @@ def in_fp32(x, scale, shift):
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype) * (scale.unsqueeze(1) + 1) + shift.unsqueeze(1)
 
 
+def wan(x, scale, shift):
+    """Of diffusers: the norm of x in fp32, times and plus fp32, one cast at the end."""
+    normed = F.layer_norm(x.float().float(), x.shape[-1:], eps=EPS).to(torch.float32)
+    return (normed * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)).type_as(x)
+
+
+def test_all_in_fp32_with_one_cast():
+    compiled = Matched(
+        lambda x, scale, shift: F.linear(wan(x, scale, shift), WEIGHT.float()), run="te", codegen="eager"
+    )
+    x, scale, shift = torch.randn(3, 5, 32), torch.randn(3, 32), torch.randn(3, 32)
+    compiled(x, scale, shift)
+    assert f"te.layer_norm_modulate(x, unsqueeze, unsqueeze_1, {EPS}, True)" in compiled.text()
+    assert compiled.reasons("layer_norm_modulate") == [""]
+
+
+def test_of_16_bits_all_in_fp32_is_left():
+    compiled = Matched(lambda x, scale, shift: F.linear(wan(x, scale, shift), WEIGHT.bfloat16()))
+    compiled(torch.randn(3, 5, 32, dtype=torch.bfloat16), torch.randn(3, 32), torch.randn(3, 32))
+    reason = "it is fp32 of a bf16 input, of which backward would save a copy; left to Inductor"
+    assert compiled.reasons("layer_norm_modulate") == [reason] and "te.layer_norm" not in compiled.text()
+
+
 @pytest.mark.parametrize(
     ("modulated", "call"),
     [

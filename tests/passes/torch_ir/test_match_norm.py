@@ -3,6 +3,8 @@ left."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,21 @@ def no_weight(x, w):
     return (f * (f * f).mean(-1, keepdim=True).add(EPS).rsqrt()).to(x.dtype)
 
 
+def divided(x, w):
+    f = x.float()
+    return (f / torch.sqrt(f.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
+
+
+def weight_first(x, w):
+    f = x.float()
+    return (w * f / ((f * f).mean(-1, keepdim=True) + EPS) ** 0.5).to(x.dtype)
+
+
+def reciprocal(x, w):
+    f = x.float()
+    return (f * (1 / (f.square().mean(-1, keepdim=True) + EPS).sqrt())).to(x.dtype) * w
+
+
 def cohere(x, w):
     f = x.to(torch.float32)
     mean = f.mean(-1, keepdim=True)
@@ -71,6 +88,19 @@ def one_difference(x, w):
     f = x.float()
     f = f - torch.mean(f, -1, keepdim=True)
     return (f * ((f * f).mean(-1, keepdim=True) + EPS).rsqrt() * w + w).type_as(x)
+
+
+def by_hand(x, w):
+    f = x.float()
+    mean, variance = f.mean(-1, keepdim=True), f.var(-1, unbiased=False, keepdim=True)
+    return (w * (f - mean) / torch.sqrt(variance + EPS) + w).to(x.dtype)
+
+
+def by_hand_twice(x, w):
+    f = x.float()
+    variance = torch.var(f, dim=-1, keepdim=True, correction=0)
+    f = (f - f.mean(dim=-1, keepdim=True)) * torch.rsqrt(variance + EPS)
+    return (f * w + w).to(x.dtype)
 
 
 def layer_norm_in_fp32(x, w):
@@ -97,6 +127,9 @@ def compile_before_linear(norm, dtype=torch.bfloat16, **kwargs):
         (gemma, False, True, True),
         (gemma_power, False, True, True),
         (no_weight, False, False, False),
+        (divided, False, False, True),
+        (weight_first, False, False, True),
+        (reciprocal, True, False, True),
     ],
 )
 def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dtype):
@@ -115,7 +148,14 @@ def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("norm", "parameters"),
-    [(cohere, "w, None"), (one_difference, "w, w"), (layer_norm_in_fp32, "w, w"), (olmo, "None, None")],
+    [
+        (cohere, "w, None"),
+        (one_difference, "w, w"),
+        (by_hand, "w, w"),
+        (by_hand_twice, "w, w"),
+        (layer_norm_in_fp32, "w, w"),
+        (olmo, "None, None"),
+    ],
 )
 def test_written_layer_norms(norm, parameters, dtype):
     x = torch.randn(2, 4, 32, dtype=dtype, requires_grad=True)
@@ -196,6 +236,26 @@ def test_all_fp32_after_the_cast_takes_the_cast_tensor():
     assert f"te.rms_norm(f, w, {EPS}, False, False)" in compiled.text()
 
 
+def on_the_sphere(x, w):
+    return (F.normalize(x.float(), dim=-1) * 32**0.5 * w).type_as(x)
+
+
+def on_the_sphere_plus_one(x, w):
+    return (math.sqrt(32) * F.normalize(x.float(), p=2, dim=2, eps=1e-12) * (1 + w.float())).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("norm", [on_the_sphere, on_the_sphere_plus_one])
+def test_a_row_of_length_one_times_the_root_of_its_length_is_an_rms_norm(norm, dtype):
+    """x-transformers'. A row of zeros stays one."""
+    x, w = torch.randn(2, 4, 32, dtype=dtype), torch.randn(32, dtype=dtype)
+    x[0, 0] = 0
+    compiled = compile_before_linear(norm, dtype)
+    torch.testing.assert_close(compiled(x, w), F.linear(norm(x, w), WEIGHT.to(dtype)))
+    assert f"te.rms_norm(x, w, {1e-12**2 / 32}, False, {norm is on_the_sphere_plus_one})" in compiled.text()
+    assert compiled.reasons("rms_norm") == [""] and "normalize" not in compiled.text()
+
+
 def test_torch_norms():
     def forward(x, w, b):
         h = F.linear(F.layer_norm(x, (32,), w, b), weight)
@@ -247,12 +307,111 @@ def test_a_norm_whose_rows_are_moved_is_left_with_that_reason(move):
     assert compiled.reasons("layer_norm")[0].startswith("the FP8 linear reads it permuted or padded, and fused kernels")
 
 
-def test_autocast_norm_is_left_with_the_dtypes():
-    linear, norm = nn.Linear(32, 16), nn.LayerNorm(32)
-    compiled = Matched(lambda x: linear(norm(x)))
+def reads_in_bf16(norm, linear):
+    return lambda x: linear(norm(x))
+
+
+def reads_twice(norm, linear):
+    return lambda x: linear(y := norm(x)) + linear(y)
+
+
+def reads_in_fp32_too(norm, linear):
+    return lambda x: (linear(y := norm(x)), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32)], ids=["layer", "rms"])
+@pytest.mark.parametrize("reads", [reads_in_bf16, reads_twice, reads_in_fp32_too])
+def test_autocasts_norm_gives_what_the_linear_reads(reads, norm, dtype):
+    forward = reads(norm, nn.Linear(32, 16))
+    compiled = Matched(forward, run="aot")
+    x = torch.randn(4, 32, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        compiled(torch.randn(4, 32))
-    assert compiled.reasons("layer_norm") == ["it is fp32, the FP8 linear reading it bf16; left to Inductor"]
+        actual, expected = compiled(x), forward(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+    fp32_elsewhere = reads is reads_in_fp32_too
+    for y in (actual, expected):
+        first = y[0] if fp32_elsewhere else y
+        y = torch.autograd.grad(first.float().sum(), x)[0]
+    (record,) = (record for record in compiled.records if record.kind != "linear")
+    assert record.matched and record.dtype == ("fp32" if fp32_elsewhere and dtype == torch.float32 else "bf16")
+    gives_another = ", torch.bfloat16)" in next(line for line in compiled.text().splitlines() if "te." in line)
+    assert gives_another == (dtype == torch.float32 and not fp32_elsewhere)
+
+
+class Autocast(nn.Module):
+    """Two sublayers under autocast, each with its norm before it or behind its sum."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.norms = nn.ModuleList([nn.LayerNorm(256), nn.RMSNorm(256)])
+        self.linears = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            for norm, up, down in zip(self.norms, self.linears[::2], self.linears[1::2], strict=True):
+                h = down(F.gelu(up(norm(x) if self.norm_first else x)))
+                x = x + h if self.norm_first else norm(x + h)
+            return self.linears[0](x)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_autocasts_norms_write_fp8(norm_first):
+    graphs = capture_on_fake_cuda(
+        lambda: Autocast(norm_first),
+        lambda device: (torch.empty(8192, 256, device=device, requires_grad=True),),
+        options={"codegen": "eager"},
+    )
+    lines = [
+        line.partition(" = ")[2]
+        for line in graphs["forward"].splitlines()
+        if "norm_quantize(" in line or "norm(" in line
+    ]
+    if norm_first:
+        assert_expected_inline(
+            "\n".join(lines),
+            """\
+te.layer_norm_quantize(x, norms.0.weight, norms.0.bias, 1e-05, e4m3[row+column], keep_output=False, dtype=bf16)
+te.add_rms_norm_quantize(x, gemm_1, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""",
+        )
+    else:
+        assert_expected_inline(
+            "\n".join(lines),
+            """\
+te.add_layer_norm_quantize(x, gemm_1, norms.0.weight, norms.0.bias, 1e-05, e4m3[row+column], keep_output=True, quantized_dtype=bf16)
+te.add_rms_norm_quantize(add_layer_norm_quantize[1], gemm_3, norms.1.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False, dtype=bf16)""",
+        )
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_autocasts_fused_norms_have_the_bits_of_unfused(norm_first):
+    model, x = Autocast(norm_first), torch.randn(64, 256)
+
+    def run(fusions: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model.zero_grad()
+        torch.compile(model, backend="te", options={"codegen": "eager", "fusions": fusions})(
+            x
+        ).float().square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for fused, unfused in zip(run(True), run(False), strict=True):
+        assert torch.equal(fused, unfused)
+
+
+def test_autocasts_norm_is_left_where_a_write_or_a_mode_lies_before_its_cast():
+    linear, norm = nn.Linear(32, 16), nn.LayerNorm(32)
+
+    def forward(x):
+        y = norm(x)
+        with torch.no_grad():
+            return linear(y)
+
+    compiled = Matched(forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(torch.randn(4, 32, requires_grad=True))
+    assert compiled.reasons("layer_norm") == ["_set_grad_enabled changes the mode inside the pattern"]
 
 
 def keeps_variance(x, w):
@@ -263,6 +422,22 @@ def keeps_variance(x, w):
 
 def computes_in_bf16(x, w):
     return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def by_deviation(x, w):
+    f = x.float()
+    return (w * (f - f.mean(-1, keepdim=True)) / (f.std(-1, keepdim=True) + EPS) + w).to(x.dtype)
+
+
+def keeps_mean(x, w):
+    f = x.float()
+    mean = f.mean(-1, keepdim=True)
+    f = (f - mean) / torch.sqrt(f.var(-1, unbiased=False, keepdim=True) + EPS)
+    return (f + mean).to(x.dtype)
+
+
+def on_the_sphere_in_bf16(x, w):
+    return F.normalize(x, dim=-1) * 32**0.5 * w
 
 
 def tensor_eps(x, w):
@@ -285,6 +460,9 @@ def layer_norm_rounded_before_its_weight(x, w):
     ("norm", "reason"),
     [
         (layer_norm_rounded_before_its_weight, "it rounds to bf16 before its weight or bias too"),
+        (by_deviation, "it divides by the standard deviation plus eps, te.layer_norm by the root of"),
+        (keeps_mean, "its mean or what it subtracts it from is read elsewhere too"),
+        (on_the_sphere_in_bf16, "it computes in bf16, te.rms_norm in fp32"),
         (keeps_variance, "its intermediate value variance is used elsewhere too"),
         (computes_in_bf16, "it computes in bf16, te.rms_norm in fp32"),
         (tensor_eps, "its eps is not a Python number"),

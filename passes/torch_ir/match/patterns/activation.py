@@ -14,7 +14,12 @@ from torch import fx
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.formulas import MUL, RELU, written_formula
-from te_dynamo.passes.torch_ir.match.readers import comes_from_linear, why_its_strides_stay, why_not_read_by_linear
+from te_dynamo.passes.torch_ir.match.readers import (
+    comes_from_linear,
+    linear_behind,
+    why_its_strides_stay,
+    why_not_read_by_linear,
+)
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
@@ -54,8 +59,18 @@ _OPERATIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 """Kind -> (what records call it, the operation, its arguments behind x)."""
 
 
+_WITHOUT_KERNEL = {
+    "mish": {F.mish, torch._C._nn.mish},
+    "hardswish": {F.hardswish, torch._C._nn.hardswish},
+}
+
+
 def match_activation(node: fx.Node) -> MatchRecord | None:
-    """Replaces a call of gelu, silu or relu where that pays; None when `node` is none."""
+    """Replaces a call of gelu, silu or relu where that pays, and has a record of those beside a linear that no kernel computes; None
+    when `node` is none."""
+    for kind, spellings in _WITHOUT_KERNEL.items():
+        if calls(node, spellings) and (linear_behind(node.args[0]) or not why_not_read_by_linear(node)):
+            return record(kind, node, f"te_dynamo has no kernel of {kind}; left to Inductor")
     found = _called(node)
     return None if found is None else _match(node, *found)
 

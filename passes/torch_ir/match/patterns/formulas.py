@@ -4,7 +4,7 @@
     quick_gelu   x * sigmoid(1.702 x)
     gelu         0.5 x (1 + erf(x / sqrt(2)))
     gelu_tanh    0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
-    relu2        relu(x)^2
+    relu2        relu(x)^2, where clamp(x, 0) is as good a relu
 
 Each is a polynomial in x and t, where t is one function of a polynomial in x. The walk goes from the formula's last node upwards,
 through sums, products, powers and quotients that nothing else reads. The tensor that it ends at is x. Two formulas are the same
@@ -22,18 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.values import calls, tensor_of
+from te_dynamo.passes.torch_ir.match.values import arguments, calls, tensor_of
 
-__all__ = ["ADD", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
+__all__ = ["ADD", "CLAMP", "DIV", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
 
 ADD = ({operator.add, torch.add}, {"add", "__add__", "__radd__"})
 MUL = ({operator.mul, torch.mul, torch.multiply}, {"mul", "__mul__", "__rmul__", "multiply"})
 POW = ({operator.pow, torch.pow}, {"pow", "__pow__"})
 SQUARE = ({torch.square}, {"square"})
 RELU = ({F.relu, torch.relu, F.relu_, torch.relu_}, {"relu", "relu_"})
-_DIV = ({operator.truediv, torch.div, torch.divide, torch.true_divide}, {"div", "__truediv__", "divide", "true_divide"})
+DIV = ({operator.truediv, torch.div, torch.divide, torch.true_divide}, {"div", "__truediv__", "divide", "true_divide"})
 
 SIGMOID = ({torch.sigmoid, F.sigmoid, torch.special.expit}, {"sigmoid"})
+
+CLAMP = ({torch.clamp, torch.clip, torch.clamp_min}, {"clamp", "clip", "clamp_min"})
 
 _FUNCTIONS = {
     "sigmoid": SIGMOID,
@@ -74,7 +76,7 @@ class Formula:
 
 def written_formula(node: Any) -> Formula | None:
     """The activation whose last operation `node` is; None where it is none."""
-    if not any(calls(node, *operation) for operation in (MUL, POW, SQUARE, _DIV)):
+    if not any(calls(node, *operation) for operation in (MUL, POW, SQUARE, DIV)):
         return None
     reading = _Reading(node)
     try:
@@ -111,12 +113,14 @@ class _Reading:
         if operand is self.t:
             return _T
         if len(operand.users) == 1 and operand is not self.x:
-            if any(calls(operand, *operation) for operation in (ADD, MUL, POW, SQUARE, _DIV)):
+            if any(calls(operand, *operation) for operation in (ADD, MUL, POW, SQUARE, DIV)):
                 self.nodes.add(operand)
                 return self.operation(operand)
             for function, spellings in _FUNCTIONS.items():
                 if calls(operand, *spellings):
                     return self._function(operand, function)
+            if (clamped := _clamped_at_zero(operand)) is not None:
+                return self._function(operand, "relu", clamped)
         return self._leaf(operand)
 
     def operation(self, node: fx.Node) -> _Polynomial:
@@ -133,19 +137,20 @@ class _Reading:
         if set(rest[0]) != {(0, 0)}:
             raise _NoFormulaError
         number = rest[0][0, 0]
-        if calls(node, *_DIV) and number:
+        if calls(node, *DIV) and number:
             return _product(a, {(0, 0): 1 / number})
         if calls(node, *POW) and number in (2, 3):
             return _product(a, a) if number == 2 else _product(a, _product(a, a))
         raise _NoFormulaError
 
-    def _function(self, node: fx.Node, function: str) -> _Polynomial:
-        if self.t is not None or len(node.args) != 1 or node.kwargs:
+    def _function(self, node: fx.Node, function: str, x: Any = None) -> _Polynomial:
+        if self.t is not None or (x is None and (len(node.args) != 1 or node.kwargs)):
             raise _NoFormulaError
+        x = node.args[0] if x is None else x
         self.t, self.function = node, function
         self.nodes.add(node)
         # Of relu's formula x is read once, so nothing but its place tells it.
-        self.argument = self._leaf(node.args[0]) if function == "relu" else self.value(node.args[0])
+        self.argument = self._leaf(x) if function == "relu" else self.value(x)
         return _T
 
     def _leaf(self, node: Any) -> _Polynomial:
@@ -153,6 +158,15 @@ class _Reading:
             raise _NoFormulaError
         self.x = node
         return _X
+
+
+def _clamped_at_zero(node: fx.Node) -> Any:
+    """x of clamp(x, min=0); None of any other node. Squared it is relu's square, whose gradient at 0 is 0 too."""
+    if not calls(node, *CLAMP):
+        return None
+    given = arguments(node, "input", "min", "max") or {}
+    least = given.get("min")
+    return given.get("input") if isinstance(least, (int, float)) and least == 0 and given.get("max") is None else None
 
 
 def _sum(a: _Polynomial, b: _Polynomial) -> _Polynomial:

@@ -4,7 +4,7 @@
     y = s * up                                    ->    y = te.gated(gate, up, 'silu')
 
 f is spelled in any way that activation.py knows. A sigmoid gates where a linear makes what it reads; elsewhere
-(`x * sigmoid(1.7 * x)`) it is Inductor's. F.glu(x) gates the first half of x with the sigmoid of the second.
+(`x * sigmoid(1.7 * x)`) it is Inductor's. A product of two linears that a third reads is a gate without an activation. F.glu(x) gates the first half of x with the sigmoid of the second.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import fx
 from te_dynamo.dialect.gated import KINDS
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, record, replace_activation
-from te_dynamo.passes.torch_ir.match.patterns.formulas import SIGMOID
-from te_dynamo.passes.torch_ir.match.readers import linear_behind
+from te_dynamo.passes.torch_ir.match.patterns.formulas import CLAMP, SIGMOID
+from te_dynamo.passes.torch_ir.match.readers import linear_behind, why_not_read_by_linear
 from te_dynamo.passes.torch_ir.match.values import (
     arguments,
     calls,
@@ -49,7 +49,14 @@ def match_gated(node: fx.Node) -> MatchRecord | None:
         kind, gate, nodes = found
         if len(function.users) != 1:
             return record(f"gated {kind}", node, f"its intermediate value {function} is used elsewhere too")
+        if calls(gate, *CLAMP):
+            return record(
+                f"gated {kind}", node, "it clamps its gate first, which no kernel of a gate does; left to Inductor"
+            )
         return _replace(kind, gate, up, (*nodes, node))
+    for gate, up in factors(node)[:1]:
+        if gate is not up and _same_tensor_kind(gate, up, node) and linear_behind(gate) and linear_behind(up):
+            return None if why_not_read_by_linear(node) else _replace("identity", gate, up, (node,))
     return None
 
 

@@ -13,8 +13,8 @@ from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL
-from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, replace_norm
-from te_dynamo.passes.torch_ir.match.values import calls, sole_user, tensor_of
+from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, called_norm, left_norm, replace_norm
+from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, sole_user, tensor_of
 
 __all__ = ["match_modulated_norm"]
 
@@ -26,6 +26,12 @@ def match_modulated_norm(node: fx.Node) -> MatchRecord | None:
             norm = _layer_norm(normed)
             if norm is not None and sole_user(normed) is product and sole_user(product) is node:
                 modulated = _modulated(norm, product, weight, bias, node)
+                if (
+                    modulated is not None
+                    and (dtype := tensor_of(before_casts(norm.x)[0]).dtype) != tensor_of(node).dtype
+                ):
+                    reason = f"it is {dtype_name(tensor_of(node).dtype)} of a {dtype_name(dtype)} input, of which backward would save a copy"
+                    return left_norm("layer_norm_modulate", node, f"{reason}; left to Inductor")
                 return None if modulated is None else replace_norm(modulated)
     return None
 

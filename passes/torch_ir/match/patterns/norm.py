@@ -3,7 +3,9 @@
     y = layer_norm(x, (N,), weight, bias, eps)    ->    y = te.layer_norm(x, weight, bias, eps)[0]
     y = rms_norm(x, (N,), weight, eps)            ->    y = te.rms_norm(x, weight, eps, False, False)[0]
 
-A norm of x.float(), cast back to x's dtype, is the norm of x: both compute in fp32 and round once.
+A norm of x.float(), cast back to x's dtype, is the norm of x: both compute in fp32 and round once. Of another dtype than x is the norm
+that autocast computes in fp32, and that a linear reads in bf16: te.layer_norm(x, weight, bias, eps, bf16). Where somebody reads its
+fp32 too, the casts stay (passes/dialect/fusions/norm_quantize.py).
 
 Norms written out in a model: written_norm.py.
 """
@@ -19,7 +21,7 @@ from torch import fx
 
 from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
-from te_dynamo.passes.torch_ir.match.readers import why_its_strides_stay, why_not_read_by_linear
+from te_dynamo.passes.torch_ir.match.readers import rounds_to_16_bits, why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
@@ -113,33 +115,50 @@ def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
 
 
 def _of_what_was_cast(norm: Norm) -> Norm:
-    """The norm from x to the cast back to its dtype, where `norm` is of x.float() and read by that cast alone; else `norm`."""
+    """The norm of x, where `norm` is of x.float() and nobody else reads that, or its sole reader casts back to x's dtype; with the
+    casts behind it that change nothing, and of weights before their casts."""
+    while is_cast(same := sole_user(norm.last)) and tensor_of(same).dtype == tensor_of(norm.last).dtype:
+        norm = dataclasses.replace(norm, nodes=(*norm.nodes, same))
+    weights = [before_casts(weight) for weight in norm.weights]
+    nodes = {*norm.nodes, *(cast for _, its_casts in weights for cast in its_casts)}
     x, casts = before_casts(norm.x)
     back = sole_user(norm.last)
-    if not casts or not is_cast(back) or back.args[0] is not norm.last or tensor_of(back).dtype != tensor_of(x).dtype:
-        return norm
-    if tensor_of(norm.last).dtype != torch.float32:
-        return norm
-    weights = [before_casts(weight) for weight in norm.weights]
-    casts += [cast for _, its_casts in weights for cast in its_casts]
-    nodes = tuple(sorted({*casts, norm.last, back}))
-    return dataclasses.replace(norm, x=x, weights=tuple(weight for weight, _ in weights), nodes=nodes)
+    if casts and is_cast(back) and tensor_of(back).dtype == tensor_of(x).dtype:
+        nodes |= {*casts, back}
+    elif all(set(cast.users) <= {*casts, *norm.nodes} for cast in casts):
+        nodes |= {*casts}
+    else:
+        x = norm.x
+    return dataclasses.replace(norm, x=x, weights=tuple(weight for weight, _ in weights), nodes=tuple(sorted(nodes)))
 
 
 def replace_norm(norm: Norm) -> MatchRecord:
     """Puts the te operation in the norm's place, or leaves it; either way its record."""
     last = norm.last
-    reason = why_no_te_norm(norm) or why_not_read_by_linear(last) or why_its_strides_stay(last) or refuses(norm.nodes)
+    casts = _roundings(last)
+    results = casts or [last]
+    reason = why_no_te_norm(norm) or why_not_read_by_linear(last, rounds=True)
+    reason = reason or next(filter(None, map(why_its_strides_stay, results)), "") or refuses((*norm.nodes, *casts))
     if reason:
         return left_norm(norm.kind, last, reason)
     graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
-    eps, *flags = norm.options
+    eps, *options = norm.options
+    if (dtype := tensor_of(results[0]).dtype) != tensor_of(norm.x).dtype:
+        options.append(dtype)
     with graph.inserting_before(last):
-        new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *flags), last), 0)
-    record = _record(norm.kind, last)
-    replace(last, new)
-    erase_unused(graph, norm.nodes)
+        new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *options), last), 0)
+    record = _record(norm.kind, results[0])
+    for result in results:
+        replace(result, new)
+    erase_unused(graph, (*norm.nodes, *casts))
     return record
+
+
+def _roundings(last: fx.Node) -> list[fx.Node]:
+    """The casts to one 16-bit dtype that alone read a norm's fp32 result; [] where there are others."""
+    casts = [user for user in last.users if is_cast(user) and rounds_to_16_bits(user)]
+    alike = len({tensor_of(cast).dtype for cast in casts}) == 1
+    return casts if alike and len(casts) == len(last.users) else []
 
 
 def why_no_te_norm(norm: Norm) -> str:
@@ -151,9 +170,8 @@ def _reason(norm: Norm) -> str:
     x, out = tensor_of(norm.x), tensor_of(norm.last)
     if x.dtype not in FLOATS:
         return f"its input is {dtype_name(x.dtype)}; te.{norm.kind} takes bf16, fp16 and fp32"
-    if out.dtype != x.dtype:
-        dtypes = f"its output is {dtype_name(out.dtype)}, its input {dtype_name(x.dtype)}"
-        return f"{dtypes}; te.{norm.kind} keeps the dtype"
+    if out.dtype not in FLOATS:
+        return f"its output is {dtype_name(out.dtype)}; te.{norm.kind} gives bf16, fp16 and fp32"
     columns = fixed(x.shape[-1])
     if columns is None:
         return f"its last dimension is dynamic ({x.shape[-1]})"
