@@ -364,7 +364,8 @@ def norm_quantize(
     y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
     default = SMALL_CAST_TILE if norm["MODULATED"] or (keep_output and quantized_dtype is not None) else CAST_TILE
     block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, default)
-    for number, usage in enumerate(buffers.launches(h.element_size())):
+    widest = max(each.itemsize for each in (h.dtype, dtype, rounded_to) if each is not None)
+    for number, usage in enumerate(buffers.launches(widest)):
         launch(
             norm_cast_kernel,
             (program_count(rows, columns, block_m, block_k, x.device),),

@@ -272,10 +272,10 @@ def program_count(rows: Size, columns: Size, block_m: int, block_k: int, device:
 
 
 def cast_launches(rowwise: bool, columnwise: bool, itemsize: int) -> list[tuple[bool, bool]]:
-    """(rowwise, columnwise) of the launches that fill both buffers: one, or two where x has 4-byte elements.
+    """(rowwise, columnwise) of the launches that fill both buffers: one, or two where what is loaded or cast has 4-byte elements.
 
-    Triton 3.6 stores a wrong transpose of an fp32 tile that is also stored by rows (seen on an H200; 16-bit tiles and
-    a transpose by itself are right).
+    Triton 3.6 stores a wrong transpose of an fp32 tile that is also stored by rows (seen on an H200, also of a tile that was loaded in 16
+    bits and not rounded to them; 16-bit tiles and a transpose by itself are right).
     """
     if rowwise and columnwise and itemsize == 4:
         return [(True, False), (False, True)]
