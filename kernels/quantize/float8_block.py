@@ -25,7 +25,7 @@ import torch
 from te_dynamo.kernels.layouts import block
 from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.kernels.layouts.sizes import allocate, blocks_of, rows_and_columns, transposed
-from te_dynamo.kernels.quantize.current import scale_reference
+from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
@@ -92,12 +92,11 @@ def _rowwise_reference(
     tiles = zero_padded(x, tiles_m * tile_rows, tiles_k * BLOCK).view(tiles_m, tile_rows, tiles_k, BLOCK)
     amax = tiles.abs().amax(dim=(1, 3)).to(torch.float32)
     scale = scale_reference(amax, fp8_dtype, power_of_two, eps, torch.finfo(x.dtype).max)
-    fmax = torch.finfo(fp8_dtype).max
-    value = (tiles.to(torch.float32) * scale[:, None, :, None]).clamp_(-fmax, fmax)
-    value = value.view(tiles_m * tile_rows, tiles_k * BLOCK)[:rows, :columns]
-    value = value.masked_fill(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
+    value = (tiles.to(torch.float32) * scale[:, None, :, None]).view(tiles_m * tile_rows, tiles_k * BLOCK)
     grid = 1.0 / scale if two_d else (1.0 / scale).t()
-    return value.to(fp8_dtype), zero_padded(grid, *block.scale_shape(rows, columns, two_d))
+    return cast_reference(value[:rows, :columns], fp8_dtype), zero_padded(
+        grid, *block.scale_shape(rows, columns, two_d)
+    )
 
 
 # --- kernel -------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from te_dynamo.kernels.layouts import mxfp8
 from te_dynamo.kernels.layouts.mxfp8 import BLOCK
 from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
+from te_dynamo.kernels.quantize.current import cast_reference
 from te_dynamo.kernels.quantize.mxfp8_kernels import (
     dequantize_mxfp8_kernel,
     quantize_mxfp8_128_kernel,
@@ -99,12 +100,9 @@ def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) ->
     bits = torch.where(codes == 254, 0x00400000, (254 - codes) << 23)  # 2^(127 - code); 2^-127 is a denormal
     bits = torch.where(codes == 255, 0x7FC00000, bits)
     value = (blocks * bits.view(torch.float32).unsqueeze(-1)).flatten(1)[:, :columns]
-    fmax = torch.finfo(fp8_dtype).max
-    value = value.clamp(-fmax, fmax)
-    value = value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     codes = codes.repeat_interleave(scale_block // BLOCK, dim=1)[:, : blocks_of(columns, BLOCK)]
     scale_inv = zero_padded(codes.to(torch.uint8), *mxfp8.scale_shape(rows, columns))
-    return value.to(fp8_dtype), scale_inv
+    return cast_reference(value, fp8_dtype), scale_inv
 
 
 def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:

@@ -154,13 +154,13 @@ def test_launches(lowered: Captured) -> None:
         """\
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
-grouped_amax_kernel -> partials
-grouped_cast_kernel -> data, transpose, scale_inv
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
 gated_amax_kernel -> partials
 gated_write_kernel -> data, transpose, scale_inv
-grouped_amax_kernel -> partials
-grouped_cast_kernel -> data, transpose, scale_inv
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c""",
     )
     assert_expected_inline(

@@ -267,7 +267,7 @@ CASES: dict[str, Case] = {
         te.grouped_linear,
         lambda: (bf16(19, 64), bf16(3, 32, 64), offsets(), GROUPED_LINEAR),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
-        "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\n"
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
         "gemm_grouped_kernel -> c",
     ),
     "grouped_linear_with_workspace": (
@@ -278,7 +278,7 @@ CASES: dict[str, Case] = {
     "quantize_bias_grad": (
         te.quantize_bias_grad,
         lambda: (bf16(19, 64), BOTH),
-        "amax_column_sums_kernel -> partials, sums\nquantize_cast_kernel -> data, transpose, scale_inv",
+        "quantize_amax_kernel -> partials, sums\nquantize_cast_kernel -> data, transpose, scale_inv",
     ),
     "activation_backward_quantize": (
         te.activation_backward_quantize,
