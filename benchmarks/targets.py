@@ -48,7 +48,7 @@ from te_dynamo.kernels.gemm.tiles import (
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import current as quantize
-from te_dynamo.kernels.quantize import float8_block, group_columns, mxfp8, nvfp4, several, transpose
+from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
@@ -304,9 +304,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, torch.float32):
         tokens, offs = torch.empty(M, K, dtype=dtype, device="cuda"), i32(GROUPS)
         name = f"columns of groups, {str(dtype).removeprefix('torch.')}"
-        yield f"{name}, 1x128", functools.partial(group_columns.quantize_block_columns, tokens, offs, E4M3, True, 0.0)
+        yield f"{name}, 1x128", functools.partial(float8_block.quantize_block_columns, tokens, offs, E4M3, True, 0.0)
         for size in (32, 128):
-            call = functools.partial(group_columns.quantize_mxfp8_columns, tokens, offs, E4M3, size)
+            call = functools.partial(mxfp8.quantize_mxfp8_columns, tokens, offs, E4M3, size)
             yield f"{name}, MXFP8 {size}", call
     table = torch.empty(5, 2, dtype=torch.int64, device="cuda")
     for dtype in (BF16, torch.float32):

@@ -52,11 +52,13 @@ def quantize_amax_kernel(
             bits = tl.maximum(bits, abs_bits(value))
             total += value
     else:
-        tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-        first, step = tl.program_id(0), tl.num_programs(0)
         if GROUP > 0:
-            x += (first // GROUP).to(tl.int64) * M * K
-            first, step = first % GROUP, GROUP
+            x += (tl.program_id(0) // GROUP).to(tl.int64) * M * K
+        tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+        if GROUP > 0:
+            first, step = tl.program_id(0) % GROUP, GROUP
+        else:
+            first, step = tl.program_id(0), tl.num_programs(0)
         for tile in range(first, tiles, step):
             row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
             bits = tl.maximum(bits, abs_bits(load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)))

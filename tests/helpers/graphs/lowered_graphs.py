@@ -251,17 +251,17 @@ CASES: dict[str, Case] = {
     "quantize_group_columns 1x128": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), Float8BlockQuantizer(rowwise=False)),
-        "quantize_block_columns_kernel -> transpose, columnwise_scale_inv",
+        "quantize_block_kernel -> transpose, columnwise_scale_inv",
     ),
     "quantize_group_columns mxfp8": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False)),
-        "quantize_mxfp8_columns_kernel -> columnwise_data, columnwise_scale_inv",
+        "quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv",
     ),
     "quantize_group_columns mxfp8 128": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False, scale_block=128)),
-        "quantize_mxfp8_128_columns_kernel -> columnwise_data, columnwise_scale_inv",
+        "quantize_mxfp8_128_kernel -> columnwise_data, columnwise_scale_inv",
     ),
     "grouped_linear": (
         te.grouped_linear,
