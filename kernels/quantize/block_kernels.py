@@ -158,27 +158,6 @@ def stored_pair(words, SCALING: tl.constexpr):
 
 
 @triton.jit
-def store_scales(scale_inv, stored, i, k, LINES, SIZE, SCALING: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """stored [COUNT] of the blocks from element k on of COUNT lines, from line i on, of LINES lines of SIZE elements."""
-    if SCALING == "1x128":
-        store_scales_1d(scale_inv, stored, k, i, LINES, COUNT, WHOLE)
-    else:
-        store_repeated_codes(scale_inv, stored, i, k // 32, tl.cdiv(SIZE, 32), SCALING == "e8m0 swizzled")
-
-
-@triton.jit
-def store_scales_1d(scale_inv, inverse, k, m, SIZE, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """inverse [COUNT] to scale_inv[k / 128, m : m + COUNT], rows of SIZE rounded up to 4, zeros past SIZE."""
-    stride = (SIZE + 3) // 4 * 4
-    index = m + tl.arange(0, COUNT)
-    places = (scale_inv + tl.cast(k // 128, tl.int64) * stride) + index
-    if WHOLE:
-        tl.store(places, inverse)
-    else:
-        tl.store(places, tl.where(index < SIZE, inverse, 0.0), mask=index < stride)
-
-
-@triton.jit
 def store_scale_2d(scale_inv, inverse, m, k, SIZE):
     """inverse to scale_inv[m / 128, k / 128], rows of ceil(SIZE / 128) rounded up to 4; the last block adds the zeros."""
     stride = (SIZE + 511) // 512 * 4
@@ -197,14 +176,26 @@ def four_times(code, first, BLOCKS):
 
 
 @triton.jit
-def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
-    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32.
+def store_scales(scale_inv, stored, i, k, LINES, SIZE, SCALING: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """stored [COUNT] of the blocks from element k on of COUNT lines, from line i on, of LINES lines of SIZE elements.
 
-    Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
-    leaves alone costs the memory a whole sector, read and written."""
-    places = scale_offsets(first_i + tl.arange(0, 128), first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
-    words = four_times(code, first_j, BLOCKS)
-    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
+    1x128: scale_inv[k / 128, i : i + COUNT], rows of LINES rounded up to 4, zeros past LINES. Codes: COUNT is 128, each four times as
+    a word, zero past the last block of 32. Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it
+    have written the rest: a part that leaves alone costs the memory a whole sector, read and written.
+    """
+    if SCALING == "1x128":
+        stride = (LINES + 3) // 4 * 4
+        index = i + tl.arange(0, COUNT)
+        places = (scale_inv + tl.cast(k // 128, tl.int64) * stride) + index
+        if WHOLE:
+            tl.store(places, stored)
+        else:
+            tl.store(places, tl.where(index < LINES, stored, 0.0), mask=index < stride)
+    else:
+        first, blocks = k // 32, tl.cdiv(SIZE, 32)
+        places = scale_offsets(i + tl.arange(0, 128), first, tl.cdiv(blocks, 4) * 4, SCALING == "e8m0 swizzled") // 4
+        words = four_times(stored, first, blocks)
+        tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
 
 
 # --- a tile -------------------------------------------------------------------------------------------------

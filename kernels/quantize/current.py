@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from te_dynamo.kernels.layouts import tensor
 from te_dynamo.kernels.layouts.sizes import Size, allocate, round_up, rows_and_columns, transposed
@@ -40,6 +41,8 @@ GROUP_PARTIALS = 64
 Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
 
+Form = tuple[torch.dtype, bool, bool, bool, float]
+"""(fp8_dtype, rowwise, columnwise, power_of_two, eps)"""
 
 FEW_VALUES = 16384
 """At most so many are quantized in one launch: a program reads them in less time than a launch takes (twice as many it does not)."""
@@ -105,12 +108,12 @@ def partial_amaxes_of_reference(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(amaxes).reshape(-1, 1).repeat(1, PARTIALS)
 
 
-def quantize_bias_grad_reference(dy: torch.Tensor, *form: Any) -> list[torch.Tensor]:
+def quantize_bias_grad_reference(dy: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
     """`quantize_bias_grad` in plain PyTorch."""
     return [dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32), *quantize_reference(dy, *form)]
 
 
-def quantize_grouped_reference(x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
+def quantize_grouped_reference(x: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
     """`quantize_grouped` in plain PyTorch, on any device."""
     _check_groups(x)
     *buffers, scale_inv = zip(*(quantize_reference(group, *form) for group in x), strict=True)
@@ -145,7 +148,7 @@ def stack_buffers(
 def concatenated(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """float8 travels as integers: torch concatenates none on every device."""
     if parts[0].element_size() > 1:
-        return torch.cat(parts, dim)
+        return torch.cat(list(parts), dim)
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
 
@@ -192,15 +195,7 @@ def quantize(
     return _cast(x, partial_amaxes(x) if amax is None else amax, rows_and_columns(x.shape), form, tile)
 
 
-def quantize_bias_grad(
-    dy: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    tile: Tile | None = None,
-) -> list[torch.Tensor]:
+def quantize_bias_grad(dy: torch.Tensor, *form: Unpack[Form], tile: Tile | None = None) -> list[torch.Tensor]:
     """[dbias, data?, transpose?, scale_inv] of dy, of any rank >= 1, read as [M, K]: dbias[k] = sum over m of dy[m, k], fp32.
 
     Each program of the amax walks down a stripe of columns with one sum a thread and element in registers, and reduces them once,
@@ -211,12 +206,10 @@ def quantize_bias_grad(
     block_m, block_k, parts = stripes(columns)
     sums = torch.empty((parts, columns), dtype=torch.float32, device=dy.device)
     partials = _amaxes(dy, (rows, columns), (block_m, block_k, 8), sums)
-    return [sums.sum(0), *quantize(dy, fp8_dtype, rowwise, columnwise, power_of_two, eps, partials, tile)]
+    return [sums.sum(0), *quantize(dy, *form, partials, tile)]
 
 
-def quantize_grouped(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> list[torch.Tensor]:
+def quantize_grouped(x: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of x [G, N, K], bf16, fp16 or fp32, of fixed shape, on a CUDA device.
 
     data [G, N, K] and transpose [G, K, N rounded up to 16] (zero past N) are `fp8_dtype`, scale_inv is fp32 [G].
@@ -225,7 +218,7 @@ def quantize_grouped(
     _check_groups(x)
     x = x.contiguous()
     partials = _amaxes(x, x.shape, amax_tile(x.shape[-1]))
-    return _cast(x, partials, x.shape, (fp8_dtype, rowwise, columnwise, power_of_two, eps))
+    return _cast(x, partials, x.shape, form)
 
 
 def quantize_stacked(
@@ -319,10 +312,6 @@ def _amaxes(x: torch.Tensor, shape: Sequence[Size], tile: Tile, sums: torch.Tens
         num_warps=warps,
     )
     return partials
-
-
-Form = tuple[torch.dtype, bool, bool, bool, float]
-"""(fp8_dtype, rowwise, columnwise, power_of_two, eps)"""
 
 
 def _cast(

@@ -94,19 +94,10 @@ def load_half(x, row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def store_half(
-    data,
-    words,
-    multipliers,
-    row,
-    column,
-    M,
-    K,
-    J: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
+    data, words, multipliers, place, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Writes the codes of these words times multipliers (bf16, of the same shape) to data [M, K]."""
+    row, column, _, M, K = place
     corner, offsets, mask = half_words(row, column, M, K, J, BLOCK_M, BLOCK_K)
     places = (data.to(tl.pointer_type(tl.int16)) + corner) + offsets
     codes = cast_rows(words, multipliers, data.dtype.element_ty)
@@ -167,9 +158,9 @@ def quantize_words(
         store_row_blocks(scale_inv, codes & 0xFF, row + half_rows(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
         store_row_blocks(scale_inv, codes >> 16, row + half_rows(1, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
         multiplier = along_rows(low_halves(multipliers, multipliers), R, B, W // B)
-        store_half(data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(data, upper, multiplier, place, 0, BLOCK_M, BLOCK_K, WHOLE)
         multiplier = along_rows(high_halves(multipliers, multipliers), R, B, W // B)
-        store_half(data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(data, lower, multiplier, place, 1, BLOCK_M, BLOCK_K, WHOLE)
     if COLUMNWISE:
         most = tl.reshape(larger_halves(magnitudes(upper), magnitudes(lower)), (BLOCK_M // 32, 16, W))
         codes, multipliers = word_codes(tl.reduce(most, 1, larger_halves), FMAX)
@@ -184,8 +175,8 @@ def quantize_words(
             pairs = (codes | (codes >> 8)).to(tl.uint16)
             tl.store(columnwise_scale_inv.to(tl.pointer_type(tl.uint16)) + left // 2, pairs)
         multiplier = tl.reshape(tl.broadcast_to(multipliers[:, None, :], (BLOCK_M // 32, 16, W)), (R, W))
-        store_half(columnwise_data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
-        store_half(columnwise_data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(columnwise_data, upper, multiplier, place, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(columnwise_data, lower, multiplier, place, 1, BLOCK_M, BLOCK_K, WHOLE)
 
 
 @triton.jit
