@@ -28,8 +28,7 @@ from te_dynamo.kernels.activation.gated_halves import gated_backward_quantize_ha
 from te_dynamo.kernels.activation.gated_in_place import gated_backward_quantize_in_place
 from te_dynamo.kernels.norm.add import add_rms_norm_quantize
 from te_dynamo.kernels.norm.norm import rms_norm_quantize
-from te_dynamo.kernels.quantize.bias_grad import quantize_bias_grad
-from te_dynamo.kernels.quantize.current import Tile, quantize
+from te_dynamo.kernels.quantize.current import Tile, quantize, quantize_bias_grad
 from te_dynamo.kernels.quantize.float8_block import BlockTile, quantize_block
 from te_dynamo.kernels.quantize.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4

@@ -47,10 +47,8 @@ from te_dynamo.kernels.gemm.tiles import (
 )
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.norm import add, modulate, norm
-from te_dynamo.kernels.quantize import bias_grad, float8_block, group_columns, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.quantize import current as quantize
-from te_dynamo.kernels.quantize import grouped as quantize_grouped
-from te_dynamo.kernels.quantize import stacked as quantize_stacked
+from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
@@ -268,7 +266,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
         cast = (E4M3, *usage, *tail)
         yield f"current, {name}", functools.partial(quantize.quantize, x, *cast)
         yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), *cast)
-        yield f"stacked, {name}", functools.partial(quantize_stacked.quantize_stacked, [x, up], *cast, True)
+        yield f"stacked, {name}", functools.partial(quantize.quantize_stacked, [x, up], *cast, True)
         yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, E4M3, *usage, False, True, 0.0)
         yield (
             f"blocks 128x128, {name}",
@@ -302,20 +300,20 @@ def _others() -> Iterator[tuple[str, Launch]]:
                 f"gated {kind} backward, {name}",
                 functools.partial(gated.gated_backward_quantize, x, x, up, kind, *norms),
             )
-        yield f"bias gradient, {name}", functools.partial(bias_grad.quantize_bias_grad, x, *cast)
+        yield f"bias gradient, {name}", functools.partial(quantize.quantize_bias_grad, x, *cast)
     for dtype in (BF16, torch.float32):
         tokens, offs = torch.empty(M, K, dtype=dtype, device="cuda"), i32(GROUPS)
         name = f"columns of groups, {str(dtype).removeprefix('torch.')}"
-        yield f"{name}, 1x128", functools.partial(group_columns.quantize_block_columns, tokens, offs, E4M3, True, 0.0)
+        yield f"{name}, 1x128", functools.partial(float8_block.quantize_block_columns, tokens, offs, E4M3, True, 0.0)
         for size in (32, 128):
-            call = functools.partial(group_columns.quantize_mxfp8_columns, tokens, offs, E4M3, size)
+            call = functools.partial(mxfp8.quantize_mxfp8_columns, tokens, offs, E4M3, size)
             yield f"{name}, MXFP8 {size}", call
     table = torch.empty(5, 2, dtype=torch.int64, device="cuda")
     for dtype in (BF16, torch.float32):
         values = torch.empty(M, K, dtype=dtype, device="cuda")
         call = functools.partial(several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, *tail, True)
         yield f"several, {str(dtype).removeprefix('torch.')}", call
-    yield "grouped", functools.partial(quantize_grouped.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
+    yield "grouped", functools.partial(quantize.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
     yield "transpose", functools.partial(transpose.transpose, f8(M, K))
     yield (
         "MXFP8 to bf16",

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 from te_dynamo.kernels.activation.functions import activate, activate_backward
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.quantize.bias_grad import stripe, stripes
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference, stripes
+from te_dynamo.kernels.quantize.current_kernels import stripe
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
@@ -224,7 +224,7 @@ def activation_backward_sums_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """partials[program] = amax of dx over its tiles, sums [PARTS, K] = sums of the rounded dx: of every PARTS-th tile down a
-    stripe of columns (`quantize_bias_grad.stripe`), with the sums in registers."""
+    stripe of columns (`current_kernels.stripe`), with the sums in registers."""
     part, column = stripe(K, BLOCK_K)
     amaxes = tl.zeros((BLOCK_M, BLOCK_K // 4), tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)

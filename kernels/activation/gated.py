@@ -24,8 +24,7 @@ from te_dynamo.kernels.activation.gated_kernels import (
     gated_write_kernel,
 )
 from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference
-from te_dynamo.kernels.quantize.stacked import stack_buffers
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference, stack_buffers
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, program_count

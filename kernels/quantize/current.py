@@ -1,48 +1,56 @@
-"""x -> float8 with one scale a tensor, rowwise, transposed or both (equations and buffers: kernels/tiles/fp8.py).
+"""x -> float8 with one scale a tensor, rowwise, transposed or both (equations: kernels/tiles/fp8.py, buffers: kernels/layouts/tensor.py).
 
-`quantize` makes two launches, or one of few values: there each program reads all of them for the amax. `quantize_reference` is
-the same function in plain PyTorch, equal bit for bit.
+    quantize              a tensor [M, K], in two launches, or in one of few values, where each program reads all of them for the amax
+    quantize_bias_grad    the same, and the sums of its columns, which the launch of the amax adds up
+    quantize_grouped      each group of [G, M, K], in its own scale
+    quantize_stacked      two or three tensors in the buffers of one, each in its own scale: by rows [M_i, K] as [sum of M_i, K],
+                          by columns [M, K_i] as [M, sum of K_i]. The GEMMs of kernels/gemm/stacked.py read this
+
+Each has its function in plain PyTorch, equal bit for bit (sums aside): that of a tensor, and it for every group and every part of a stack.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns, transposed
-from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
-from te_dynamo.kernels.runtime.launch import launch, size_hint
-from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.fp8 import (
-    FLOAT32_MAX,
-    Fp8Buffers,
-    abs_bits,
-    load_scale,
-    load_tile,
-    program_count,
-    saturating_cast,
-    scale_from_amax,
-    store_partial_amax,
-    store_quantized_tile,
-    tile_from_the_end,
-    tile_origin,
-    tile_total,
-    zero_padded,
+from te_dynamo.kernels.layouts import tensor
+from te_dynamo.kernels.layouts.sizes import Size, allocate, round_up, rows_and_columns, transposed
+from te_dynamo.kernels.quantize.current_kernels import (
+    quantize_amax_kernel,
+    quantize_amaxes_kernel,
+    quantize_cast_kernel,
+    quantize_few_kernel,
+    quantize_stacked_kernel,
 )
+from te_dynamo.kernels.runtime._triton import triton
+from te_dynamo.kernels.runtime.dependent_launch import starts_early
+from te_dynamo.kernels.runtime.launch import launch, size_hint
+from te_dynamo.kernels.tiles.fp8 import cast_launches, program_count, zero_padded
+from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
 
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""
 
+GROUP_PARTIALS = 64
+"""Those of each group: a power of two."""
+
 Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
 
+Form = tuple[torch.dtype, bool, bool, bool, float]
+"""(fp8_dtype, rowwise, columnwise, power_of_two, eps)"""
 
 FEW_VALUES = 16384
 """At most so many are quantized in one launch: a program reads them in less time than a launch takes (twice as many it does not)."""
 
 _FEW_BLOCK = 8192
+
+MOST_TENSORS = 8
+"""Of one launch of amaxes: each is an argument of the kernel, because a graph cannot know addresses."""
 
 CAST_TILE: Tile = (128, 128, 8)
 """Tile of `quantize`'s cast launch: the fastest of nine on an H200 at 14336x4096 (benchmarks/quantize.py --sweep)."""
@@ -66,6 +74,12 @@ def scale_reference(
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale
 
 
+def cast_reference(value: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
+    """fp32 values in float8: saturating, and one NaN, as the hardware casts them. (A CPU would keep a NaN's sign.)"""
+    fmax = torch.finfo(fp8_dtype).max
+    return value.clamp(-fmax, fmax).masked_fill(value.isnan(), torch.nan).to(fp8_dtype)
+
+
 def quantize_reference(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,
@@ -81,90 +95,81 @@ def quantize_reference(
         low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
         amax = torch.maximum(high, -low)
     scale = scale_reference(amax.max().abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
-    fmax = torch.finfo(fp8_dtype).max
-    value = (x.reshape(rows, columns).to(torch.float32) * scale).clamp_(-fmax, fmax)
-    value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
-    data = value.to(fp8_dtype)
+    data = cast_reference(x.reshape(rows, columns).to(torch.float32) * scale, fp8_dtype)
     buffers = [data] if rowwise else []
     if columnwise:
         buffers.append(zero_padded(data.t(), *transposed(rows, columns)))
     return [*buffers, 1.0 / scale]
 
 
-# --- kernels ------------------------------------------------------------------------------------------------
+def partial_amaxes_of_reference(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`partial_amaxes_of` in plain PyTorch, on any device: each row is full of its tensor's amax."""
+    amaxes = [x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in xs]
+    return torch.stack(amaxes).reshape(-1, 1).repeat(1, PARTIALS)
 
 
-@writes("partials")
-@triton.jit
-def quantize_amax_kernel(x, partials, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """partials[p] = amax of every PARTIALS-th tile of x, from tile p on."""
-    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, column = tile_origin(tile, K, BLOCK_M, BLOCK_K)
-        bits = tl.maximum(bits, abs_bits(load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)))
-    store_partial_amax(partials, bits)
+def quantize_bias_grad_reference(dy: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
+    """`quantize_bias_grad` in plain PyTorch."""
+    return [dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32), *quantize_reference(dy, *form)]
 
 
-@writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
-@triton.jit
-def quantize_cast_kernel(
-    x,
-    partials,
-    data,
-    transpose,
-    scale_inv,
-    M,
-    K,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Every tile of x: scale, cast, store."""
-    wait_for_predecessor(EARLY)
-    scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
-        store_quantized_tile(value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+def quantize_grouped_reference(x: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
+    """`quantize_grouped` in plain PyTorch, on any device."""
+    _check_groups(x)
+    *buffers, scale_inv = zip(*(quantize_reference(group, *form) for group in x), strict=True)
+    return [*(concatenated(buffer, 0).unflatten(0, (len(x), -1)) for buffer in buffers), torch.cat(scale_inv)]
 
 
-@writes("data", "scale_inv")
-@triton.jit
-def quantize_few_kernel(
-    x,
-    data,
-    scale_inv,
-    SIZE,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """data = x in one scale, both of SIZE values: every program finds the amax of all and casts its BLOCK."""
-    wait_for_predecessor(EARLY)
-    bits = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, SIZE, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        bits = tl.maximum(bits, abs_bits(tl.load(x + offsets, mask=offsets < SIZE, other=0.0)))
-    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    scale = scale_from_amax(amax, FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
-    if tl.program_id(0) == 0:
-        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + offsets, mask=offsets < SIZE, other=0.0)
-    tl.store(data + offsets, saturating_cast(value, scale, data.dtype.element_ty), mask=offsets < SIZE)
+def quantize_stacked_reference(
+    xs: Sequence[torch.Tensor],
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    by_columns: bool,
+    amaxes: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """`quantize_stacked` in plain PyTorch, on any device."""
+    stacked_size(xs, by_columns)
+    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
+    each = [quantize_reference(x, *form, amax) for x, amax in zip(xs, amaxes or [None] * len(xs), strict=True)]
+    return stack_buffers(each, rowwise, columnwise, by_columns)
 
 
-# --- launcher -----------------------------------------------------------------------------------------------
+def stack_buffers(
+    each: Sequence[Sequence[torch.Tensor]], rowwise: bool, columnwise: bool, by_columns: bool
+) -> list[torch.Tensor]:
+    """The buffers of the stack from the buffers of each tensor, in plain PyTorch."""
+    dims = ([int(by_columns)] if rowwise else []) + ([int(not by_columns)] if columnwise else []) + [0]
+    return [concatenated(parts, dim) for dim, parts in zip(dims, zip(*each, strict=True), strict=True)]
+
+
+def concatenated(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """float8 travels as integers: torch concatenates none on every device."""
+    if parts[0].element_size() > 1:
+        return torch.cat(list(parts), dim)
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+
+
+def _check_groups(x: torch.Tensor) -> None:
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"te quantize by groups: expected x [G, N, K], none of them 0, got {tuple(x.shape)}")
+
+
+def stacked_size(xs: Sequence[torch.Tensor], by_columns: bool) -> tuple[Size, Size]:
+    """(M, K) of the stack. Raises ValueError unless the tensors fit and their stacked sides are what kernels take."""
+    sizes = [rows_and_columns(x.shape) for x in xs]
+    check_segments(tuple(size[by_columns] for size in sizes))
+    if any(size[not by_columns] != sizes[0][not by_columns] for size in sizes) or len({x.dtype for x in xs}) > 1:
+        what = "rows" if by_columns else "columns"
+        found = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in xs)
+        raise ValueError(f"te quantize_stacked: expected tensors of one dtype with equally many {what}, got {found}")
+    total = sum(size[by_columns] for size in sizes)
+    return (sizes[0][0], total) if by_columns else (total, sizes[0][1])
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def quantize(
@@ -184,31 +189,185 @@ def quantize(
     overrides the cast's.
     """
     x = x.contiguous()
-    rows, columns = rows_and_columns(x.shape)
-    buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
     if amax is None and in_one_launch(x, columnwise):
-        _quantize_few(x, buffers, buffers.constants(power_of_two, eps))
-        return buffers.as_list()
-    partials = partial_amaxes(x) if amax is None else amax
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise)
-    for usage in buffers.launches(x.element_size()):
+        return _quantize_few(x, fp8_dtype, power_of_two, eps)
+    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
+    return _cast(x, partial_amaxes(x) if amax is None else amax, rows_and_columns(x.shape), form, tile)
+
+
+def quantize_bias_grad(dy: torch.Tensor, *form: Unpack[Form], tile: Tile | None = None) -> list[torch.Tensor]:
+    """[dbias, data?, transpose?, scale_inv] of dy, of any rank >= 1, read as [M, K]: dbias[k] = sum over m of dy[m, k], fp32.
+
+    Each program of the amax walks down a stripe of columns with one sum a thread and element in registers, and reduces them once,
+    at its end.
+    """
+    dy = dy.contiguous()
+    rows, columns = rows_and_columns(dy.shape)
+    block_m, block_k, parts = stripes(columns)
+    sums = torch.empty((parts, columns), dtype=torch.float32, device=dy.device)
+    partials = _amaxes(dy, (rows, columns), (block_m, block_k, 8), sums)
+    return [sums.sum(0), *quantize(dy, *form, partials, tile)]
+
+
+def quantize_grouped(x: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
+    """[data?, transpose?, scale_inv] of x [G, N, K], bf16, fp16 or fp32, of fixed shape, on a CUDA device.
+
+    data [G, N, K] and transpose [G, K, N rounded up to 16] (zero past N) are `fp8_dtype`, scale_inv is fp32 [G].
+    Raises ValueError for a tensor that is not three-dimensional or is empty.
+    """
+    _check_groups(x)
+    x = x.contiguous()
+    partials = _amaxes(x, x.shape, amax_tile(x.shape[-1]))
+    return _cast(x, partials, x.shape, form)
+
+
+def quantize_stacked(
+    xs: Sequence[torch.Tensor],
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
+    by_columns: bool,
+    amaxes: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """[data?, transpose?, scale_inv] of the stack of xs, each of any rank >= 1 and read as a matrix.
+
+    data [M, K] and transpose [K, M rounded up to 16] of the stack's M and K are `fp8_dtype`, scale_inv is fp32 [len(xs)].
+    The stacked sides are two or three multiples of 128. amaxes: of each x whose amax is known already, fp32 [1] or PARTIALS partial ones.
+    Raises ValueError for tensors that do not stack.
+    """
+    shape = stacked_size(xs, by_columns)
+    xs = [x.contiguous() for x in xs]
+    sizes = [rows_and_columns(x.shape) for x in xs]
+    partials = _with_all_amaxes(xs, amaxes or [None] * len(xs))
+    tile = cast_tile(*shape, columnwise)
+    arguments = {
+        **_numbered("x", xs, xs[0]),
+        **_numbered("partials", partials, partials[0]),
+        **_numbered("COUNT_", [p.shape[0] for p in partials], 1),
+        **_numbered("SIDE_", [size[by_columns] for size in sizes], 0),
+        "other": sizes[0][not by_columns],
+        "BY_COLUMNS": by_columns,
+        "PARTIALS": PARTIALS,
+    }
+    grid = (max(program_count(*size, *tile[:2], xs[0].device) for size in sizes), len(xs))
+    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
+    return _launch_cast(quantize_stacked_kernel, grid, xs[0], shape, len(xs), form, tile, arguments)
+
+
+def _with_all_amaxes(xs: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The amaxes, those that are not known found in one launch."""
+    unknown = [x for x, amax in zip(xs, amaxes, strict=True) if amax is None]
+    found = iter(partial_amaxes_of(unknown) if unknown else ())
+    return [next(found) if amax is None else amax for amax in amaxes]
+
+
+def _numbered(name: str, values: Sequence[Any], unused: Any, most: int = MOST_SEGMENTS) -> dict[str, Any]:
+    """The kernel's arguments of that name, one for each tensor that there may be."""
+    return {f"{name}{i}": values[i] if i < len(values) else unused for i in range(most)}
+
+
+def partial_amaxes_of(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """fp32 [len(xs), PARTIALS] in one launch: a row's maximum is the amax of its tensor, the bits of `partial_amaxes`.
+
+    Contiguous tensors of one dtype, MOST_TENSORS or fewer. A launch takes the CPU longer than one of few bytes takes the GPU.
+    """
+    assert 0 < len(xs) <= MOST_TENSORS
+    partials = torch.empty(len(xs), PARTIALS, dtype=torch.float32, device=xs[0].device)
+    launch(
+        quantize_amaxes_kernel,
+        (PARTIALS, len(xs)),
+        **_numbered("x", xs, xs[0], MOST_TENSORS),
+        partials=partials,
+        **_numbered("SIZE_", [x.numel() for x in xs], xs[0].numel(), MOST_TENSORS),
+        BLOCK=4096,
+        num_warps=8,
+    )
+    return partials
+
+
+def partial_amaxes(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [PARTIALS], whose maximum is the amax of a contiguous x."""
+    return _amaxes(x, rows_and_columns(x.shape), amax_tile(x.shape[-1]))
+
+
+def _amaxes(x: torch.Tensor, shape: Sequence[Size], tile: Tile, sums: torch.Tensor | None = None) -> torch.Tensor:
+    """Partial amaxes of x of the shape [M, K], all of its programs', or [G, M, K], [G, GROUP_PARTIALS]; sums: as the kernel's."""
+    *groups, rows, columns = shape
+    partials = torch.empty([*groups, GROUP_PARTIALS if groups else PARTIALS], dtype=torch.float32, device=x.device)
+    block_m, block_k, warps = tile
+    launch(
+        quantize_amax_kernel,
+        (partials.numel(),),
+        x=x,
+        partials=partials,
+        sums=x if sums is None else sums,
+        M=rows,
+        K=columns,
+        GROUP=GROUP_PARTIALS if groups else 0,
+        PARTS=0 if sums is None else sums.shape[0],
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return partials
+
+
+def _cast(
+    x: torch.Tensor, partials: torch.Tensor, shape: Sequence[Size], form: Form, tile: Tile | None = None
+) -> list[torch.Tensor]:
+    """The buffers of x of the shape [M, K] or [G, M, K], whose partial amaxes are known."""
+    *groups, rows, columns = shape
+    count = groups[0] if groups else 1
+    block_m, block_k, warps = tile or cast_tile(count * rows, columns, form[2])
+    programs = program_count(count * round_up(rows, block_m) if groups else rows, columns, block_m, block_k, x.device)
+    arguments = {
+        "x": x,
+        "partials": partials,
+        "G": count,
+        "M": rows,
+        "K": columns,
+        "GROUPED": bool(groups),
+        "PARTIALS": partials.shape[-1],
+        "EARLY": not groups and starts_early(rows, x.device),
+    }
+    return _launch_cast(
+        quantize_cast_kernel, (programs,), x, tuple(shape), count, form, (block_m, block_k, warps), arguments
+    )
+
+
+def _launch_cast(
+    kernel: Any,
+    grid: tuple[int, ...],
+    x: torch.Tensor,
+    shape: tuple[Size, ...],
+    scales: int,
+    form: Form,
+    tile: Tile,
+    arguments: dict[str, Any],
+) -> list[torch.Tensor]:
+    """The buffers of that shape and number of scales that a cast kernel fills from x, or from what is like x."""
+    fp8_dtype, rowwise, columnwise, power_of_two, eps = form
+    buffers = allocate(tensor.buffers(shape, fp8_dtype, rowwise, columnwise, scales), x.device)
+    for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
         launch(
-            quantize_cast_kernel,
-            (program_count(rows, columns, block_m, block_k, x.device),),
-            x=x,
-            partials=partials,
-            M=rows,
-            K=columns,
-            **buffers.pointers(unused=x),
-            **buffers.constants(power_of_two, eps),
-            **usage,
-            PARTIALS=partials.shape[0],
-            EARLY=starts_early(rows, x.device),
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
+            kernel,
+            grid,
+            **arguments,
+            **dict.fromkeys(tensor.BUFFERS, x) | buffers,
+            **_rule(fp8_dtype, power_of_two, eps),
+            ROWWISE=by_rows,
+            COLUMNWISE=by_columns,
+            BLOCK_M=tile[0],
+            BLOCK_K=tile[1],
+            num_warps=tile[2],
         )
-    return buffers.as_list()
+    return list(buffers.values())
+
+
+def _rule(fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> dict[str, Any]:
+    return {"FMAX": torch.finfo(fp8_dtype).max, "EPS": float(eps), "POWER_OF_TWO": power_of_two}
 
 
 def in_one_launch(x: torch.Tensor, columnwise: bool) -> bool:
@@ -216,38 +375,22 @@ def in_one_launch(x: torch.Tensor, columnwise: bool) -> bool:
     return not columnwise and isinstance(x.numel(), int) and x.numel() <= FEW_VALUES
 
 
-def _quantize_few(x: torch.Tensor, buffers: Fp8Buffers, constants: dict[str, Any]) -> None:
+def _quantize_few(x: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> list[torch.Tensor]:
+    shape = rows_and_columns(x.shape)
+    buffers = allocate(tensor.buffers(shape, fp8_dtype, True, False), x.device)
     block = min(_FEW_BLOCK, max(triton.next_power_of_2(x.numel()), 32))
     launch(
         quantize_few_kernel,
         (max(triton.cdiv(x.numel(), block), 1),),
         x=x,
-        **buffers.held,
+        **buffers,
         SIZE=x.numel(),
-        **constants,
-        EARLY=starts_early(rows_and_columns(x.shape)[0], x.device),
+        **_rule(fp8_dtype, power_of_two, eps),
+        EARLY=starts_early(shape[0], x.device),
         BLOCK=block,
         num_warps=max(block // 1024, 1),
     )
-
-
-def partial_amaxes(x: torch.Tensor) -> torch.Tensor:
-    """fp32 [PARTIALS], whose maximum is the amax of a contiguous x."""
-    rows, columns = rows_and_columns(x.shape)
-    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
-    block_m, block_k, warps = amax_tile(columns)
-    launch(
-        quantize_amax_kernel,
-        (PARTIALS,),
-        x=x,
-        partials=partials,
-        M=rows,
-        K=columns,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
-    return partials
+    return list(buffers.values())
 
 
 # --- tile choice --------------------------------------------------------------------------------------------
@@ -257,6 +400,14 @@ def amax_tile(columns: int) -> Tile:
     """Tile of an amax launch, whose rows are long: two 16-byte loads a thread and tensor, the fastest on an H200."""
     block_k = min(max(triton.next_power_of_2(columns), 16), 1024)
     return 4096 // block_k, block_k, 8
+
+
+def stripes(columns: int) -> tuple[int, int, int]:
+    """(rows and columns of a tile, programs a stripe of columns): half a kilobyte a row of bf16, wider for more than 131072."""
+    block_k = min(max(triton.next_power_of_2(columns), 16), 256)
+    while triton.cdiv(columns, block_k) > PARTIALS:
+        block_k *= 2
+    return max(4096 // block_k, 1), block_k, PARTIALS // triton.cdiv(columns, block_k)
 
 
 def cast_tile(rows: Size, columns: int, columnwise: bool, large: Tile = CAST_TILE) -> Tile:

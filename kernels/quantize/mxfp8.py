@@ -29,6 +29,7 @@ from te_dynamo.kernels.layouts import mxfp8
 from te_dynamo.kernels.layouts.mxfp8 import BLOCK
 from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
+from te_dynamo.kernels.quantize.current import cast_reference
 from te_dynamo.kernels.quantize.mxfp8_kernels import (
     dequantize_mxfp8_kernel,
     quantize_mxfp8_128_kernel,
@@ -39,6 +40,7 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
 from te_dynamo.kernels.tiles.fp8 import cast_launches, zero_padded
+from te_dynamo.kernels.tiles.groups import padded_order, padded_reference
 
 SCALE_BLOCKS = (BLOCK, 128)
 
@@ -63,6 +65,13 @@ def quantize_mxfp8_reference(
     if swizzled:
         buffers[1::2] = map(swizzle_scales, buffers[1::2])
     return buffers
+
+
+def quantize_mxfp8_columns_reference(
+    x: torch.Tensor, offs: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int
+) -> list[torch.Tensor]:
+    """`quantize_mxfp8_columns` in plain PyTorch, on any device."""
+    return quantize_mxfp8_reference(padded_reference(x, offs), fp8_dtype, False, True, scale_block)
 
 
 def dequantize_mxfp8_reference(
@@ -99,12 +108,9 @@ def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) ->
     bits = torch.where(codes == 254, 0x00400000, (254 - codes) << 23)  # 2^(127 - code); 2^-127 is a denormal
     bits = torch.where(codes == 255, 0x7FC00000, bits)
     value = (blocks * bits.view(torch.float32).unsqueeze(-1)).flatten(1)[:, :columns]
-    fmax = torch.finfo(fp8_dtype).max
-    value = value.clamp(-fmax, fmax)
-    value = value.masked_fill_(value.isnan(), torch.nan)  # one NaN, as the hardware casts it: a CPU would keep its sign
     codes = codes.repeat_interleave(scale_block // BLOCK, dim=1)[:, : blocks_of(columns, BLOCK)]
     scale_inv = zero_padded(codes.to(torch.uint8), *mxfp8.scale_shape(rows, columns))
-    return value.to(fp8_dtype), scale_inv
+    return cast_reference(value, fp8_dtype), scale_inv
 
 
 def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
@@ -126,16 +132,18 @@ def quantize_mxfp8(
     scale_block: int,
     swizzled: bool = False,
     tile: Tile | None = None,
+    offs: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
     One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or `tile_128`.
-    Raises ValueError for another scale_block.
+    offs: of x in its padded order. Raises ValueError for another scale_block.
     """
     check_scale_block(scale_block)
     x = x.contiguous()
     rows, columns = rows_and_columns(x.shape)
+    order, rows = padded_order(x, rows, offs)
     described = mxfp8.buffers(rows, columns, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
     buffers = allocate(described, x.device)
     if isinstance(rows, int) and rows * columns == 0:
@@ -145,31 +153,35 @@ def quantize_mxfp8(
         **buffers,
         "M": rows,
         "K": columns,
+        **order,
         "FMAX": torch.finfo(fp8_dtype).max,
         "SWIZZLED": swizzled,
+        "PACKED": packs(x),
+        "WHOLE": offs is None and whole_tiles(rows, columns, 128),
     }
-    arguments |= {"PACKED": packs(x), "WHOLE": whole_tiles(rows, columns, 128)}
     launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
     for by_rows, by_columns in launches:
-        usage = {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
+        arguments |= {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
         if scale_block == 128 and by_columns:
-            _, group, warps = tile or tile_128(arguments["PACKED"])
-            launch(
-                quantize_mxfp8_128_kernel,
-                grouped_grid(rows, columns, 128, group),
-                **arguments,
-                **usage,
-                GROUP_M=group,
-                num_warps=warps,
-            )
+            _, group, warps = tile or tile_128(packs(x))
+            grid = grouped_grid(rows, columns, 128, group)
+            launch(quantize_mxfp8_128_kernel, grid, **arguments, GROUP_M=group, num_warps=warps)
         else:
             block_m, block_k, warps = tile or (
                 tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
             )
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
-            launch(quantize_mxfp8_kernel, grid, **arguments, **usage, **blocks, num_warps=warps)
+            launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, num_warps=warps)
     return list(buffers.values())
+
+
+def quantize_mxfp8_columns(
+    x: torch.Tensor, offs: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int
+) -> list[torch.Tensor]:
+    """[columnwise_data, columnwise_scale_inv], in the layouts of this module for [P, K], of x [M, K] on a CUDA device. The rest is
+    `quantize_block_columns`'s. Raises ValueError for another scale_block."""
+    return quantize_mxfp8(x, fp8_dtype, False, True, scale_block, offs=offs)
 
 
 def dequantize_mxfp8(

@@ -3,62 +3,15 @@
 from __future__ import annotations
 
 from te_dynamo.kernels.layouts.tiled_scales import scale_offsets
+from te_dynamo.kernels.quantize.block_kernels import code_and_multiplier, four_times, quantize_tile, word_codes
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.block_words import (
-    all_bits,
-    cast_rows,
-    column_pair_amax,
-    exponents,
-    high_halves,
-    larger_halves,
-    load_words,
-    low_halves,
-    magnitudes,
-    row_pair_amax,
-    store_column_codes,
-    store_row_codes,
-)
-from te_dynamo.kernels.tiles.blocks import (
-    column_amax,
-    decode_e8m0,
-    grouped_tile,
-    interleave,
-    load_quarters,
-    row_amax,
-    store_columns,
-    store_quarter,
-    widened_again,
-)
+from te_dynamo.kernels.tiles.block_words import cast_rows, high_halves, larger_halves, low_halves, magnitudes
+from te_dynamo.kernels.tiles.blocks import decode_e8m0, grouped_tile, widened_again
 from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask, tile_offsets, tile_origin
+from te_dynamo.kernels.tiles.groups import in_padded_order
 
 # --- scales -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def code_and_multiplier(amax_bits, FMAX: tl.constexpr):
-    """The code (int32) of blocks whose amaxes have these bit patterns, and 2^(127 - code), as in the reference."""
-    INVERSE: tl.constexpr = 1.0 / FMAX
-    bits = (amax_bits.to(tl.float32, bitcast=True) * INVERSE).to(tl.int32, bitcast=True)
-    # As unsigned, 255 comes from infinity and 256 from NaN: one more than the codes.
-    code = ((bits.to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23).to(tl.int32)
-    beyond = code > 254
-    code = tl.where(bits <= 0x00400000, 0, tl.where(beyond, code - 1, code))
-    # The bit makes 2^-127 of the zero that code 254 gives, and NaN of the infinity that code 255 gives.
-    multiplier = ((254 - code) << 23) | tl.where(beyond, 0x00400000, 0)
-    return code, multiplier.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def word_codes(amaxes, FMAX: tl.constexpr):
-    """(codes, multipliers in bf16) of `code_and_multiplier`, two in a word as their amaxes are."""
-    above = exponents(amaxes, FMAX)
-    special = all_bits(amaxes + 0x00800080)  # infinities and NaN
-    nan = all_bits(amaxes + 0x007F007F)
-    codes = ((above >> 7) & ~special) | ((0x00FE00FE | (nan & 0x00010001)) & special)
-    # 2^-127 for the infinite: subnormal.
-    multipliers = ((0x7F007F00 - above) & ~special) | ((0x00400040 | (nan & 0x7F807F80)) & special)
-    return codes, multipliers
 
 
 @triton.jit
@@ -73,12 +26,16 @@ def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
 @triton.jit
 def quantize_mxfp8_kernel(
     x,
+    offs,
     data,
     scale_inv,
     columnwise_data,
     columnwise_scale_inv,
+    x_rows,
     M,
     K,
+    G,
+    GROUPS: tl.constexpr,
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -93,51 +50,19 @@ def quantize_mxfp8_kernel(
 
     Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
     conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 rows,
-    128 rows each): no program divides for its tile.
+    128 rows each): no program divides for its tile. offs, x_rows, G, GROUPS: as `quantize_block_kernel`'s.
     """
     row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
     column = tl.program_id(0) * BLOCK_K
+    last = M
+    if GROUPS > 0:
+        x, last = in_padded_order(x, tl.program_id(2) * 128, offs, x_rows, K, G, GROUPS)
+    buffers = data, scale_inv, columnwise_data, columnwise_scale_inv
+    place = row, column, last, M, K
     if PACKED:
-        quantize_words(
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            row,
-            column,
-            M,
-            M,
-            K,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            SWIZZLED,
-            SCALE_BLOCK,
-            BLOCK_M,
-            BLOCK_K,
-            WHOLE,
-        )
+        quantize_words(x, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, WHOLE)
     else:
-        quantize_elements(
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            row,
-            column,
-            M,
-            M,
-            K,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            SWIZZLED,
-            SCALE_BLOCK,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        quantize_elements(x, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -169,19 +94,10 @@ def load_half(x, row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def store_half(
-    data,
-    words,
-    multipliers,
-    row,
-    column,
-    M,
-    K,
-    J: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
+    data, words, multipliers, place, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Writes the codes of these words times multipliers (bf16, of the same shape) to data [M, K]."""
+    row, column, _, M, K = place
     corner, offsets, mask = half_words(row, column, M, K, J, BLOCK_M, BLOCK_K)
     places = (data.to(tl.pointer_type(tl.int16)) + corner) + offsets
     codes = cast_rows(words, multipliers, data.dtype.element_ty)
@@ -195,13 +111,6 @@ def store_half(
 def along_rows(words, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
     """words [R, B] repeated N times each: [R, N B]."""
     return tl.reshape(tl.broadcast_to(words[:, :, None], (R, B, N)), (R, B * N))
-
-
-@triton.jit
-def four_times(code, first, BLOCKS):
-    """Words of each code four times, of the blocks of 32 from `first` on: zero past the last of BLOCKS."""
-    missing = tl.maximum(first + 4 - BLOCKS, 0)
-    return code * (0x01010101 >> (missing * 8))
 
 
 @triton.jit
@@ -220,15 +129,8 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
 @triton.jit
 def quantize_words(
     x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    row,
-    column,
-    last,
-    M,
-    K,
+    buffers,
+    place,
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -240,6 +142,8 @@ def quantize_words(
 ):
     """The tile at (row, column) in two halves, so that rows that lie 16 apart share words of amaxes and of codes. x ends
     before row `last`."""
+    data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
+    row, column, last, M, K = place
     R: tl.constexpr = BLOCK_M // 2
     W: tl.constexpr = BLOCK_K // 2
     B: tl.constexpr = BLOCK_K // SCALE_BLOCK
@@ -254,9 +158,9 @@ def quantize_words(
         store_row_blocks(scale_inv, codes & 0xFF, row + half_rows(0, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
         store_row_blocks(scale_inv, codes >> 16, row + half_rows(1, BLOCK_M), column, K, SWIZZLED, SCALE_BLOCK)
         multiplier = along_rows(low_halves(multipliers, multipliers), R, B, W // B)
-        store_half(data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(data, upper, multiplier, place, 0, BLOCK_M, BLOCK_K, WHOLE)
         multiplier = along_rows(high_halves(multipliers, multipliers), R, B, W // B)
-        store_half(data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(data, lower, multiplier, place, 1, BLOCK_M, BLOCK_K, WHOLE)
     if COLUMNWISE:
         most = tl.reshape(larger_halves(magnitudes(upper), magnitudes(lower)), (BLOCK_M // 32, 16, W))
         codes, multipliers = word_codes(tl.reduce(most, 1, larger_halves), FMAX)
@@ -271,22 +175,15 @@ def quantize_words(
             pairs = (codes | (codes >> 8)).to(tl.uint16)
             tl.store(columnwise_scale_inv.to(tl.pointer_type(tl.uint16)) + left // 2, pairs)
         multiplier = tl.reshape(tl.broadcast_to(multipliers[:, None, :], (BLOCK_M // 32, 16, W)), (R, W))
-        store_half(columnwise_data, upper, multiplier, row, column, M, K, 0, BLOCK_M, BLOCK_K, WHOLE)
-        store_half(columnwise_data, lower, multiplier, row, column, M, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(columnwise_data, upper, multiplier, place, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(columnwise_data, lower, multiplier, place, 1, BLOCK_M, BLOCK_K, WHOLE)
 
 
 @triton.jit
 def quantize_elements(
     x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    row,
-    column,
-    last,
-    M,
-    K,
+    buffers,
+    place,
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -296,6 +193,8 @@ def quantize_elements(
     BLOCK_K: tl.constexpr,
 ):
     """The tile at (row, column) of x of any dtype. x ends before row `last`."""
+    data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
+    row, column, last, M, K = place
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
     BLOCKS_K: tl.constexpr = BLOCK_K // SCALE_BLOCK
     offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
@@ -321,27 +220,20 @@ def quantize_elements(
         tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
 
 
-@triton.jit
-def store_repeated_codes(scale_inv, code, first_i, first_j, BLOCKS, SWIZZLED: tl.constexpr):
-    """Writes the codes [128] of blocks of 128 four times each, as words: zero past the last of BLOCKS blocks of 32.
-
-    Plain, each word is an eighth of a sector. Those stay in the cache until the tiles beside it have written the rest: a part that
-    leaves alone costs the memory a whole sector, read and written."""
-    places = scale_offsets(first_i + tl.arange(0, 128), first_j, tl.cdiv(BLOCKS, 4) * 4, SWIZZLED) // 4
-    words = four_times(code, first_j, BLOCKS)
-    tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
-
-
 @writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
 @triton.jit
 def quantize_mxfp8_128_kernel(
     x,
+    offs,
     data,
     scale_inv,
     columnwise_data,
     columnwise_scale_inv,
+    x_rows,
     M,
     K,
+    G,
+    GROUPS: tl.constexpr,
     FMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -350,123 +242,21 @@ def quantize_mxfp8_128_kernel(
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 128: the same for a tile of 128 x 128, with columnwise data transposed."""
+    """Blocks of 128, with columnwise data transposed: `quantize_block_kernel` with these scales."""
     row, column = grouped_tile(128, GROUP_M)
     if row >= M:
         return
-    if PACKED:
-        quantize_words_128(
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            row,
-            column,
-            M,
-            M,
-            K,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            SWIZZLED,
-            WHOLE,
-        )
-    else:
-        quantize_elements_128(
-            x,
-            data,
-            scale_inv,
-            columnwise_data,
-            columnwise_scale_inv,
-            row,
-            column,
-            M,
-            M,
-            K,
-            FMAX,
-            ROWWISE,
-            COLUMNWISE,
-            SWIZZLED,
-        )
-
-
-@triton.jit
-def quantize_words_128(
-    x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    row,
-    column,
-    last,
-    M,
-    K,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """The tile at (row, column) of bf16 x: kernels/tiles/block_words.py. x ends before row `last`."""
-    x0 = load_words(x, row, column, last, K, 0, 128, WHOLE)
-    x1 = load_words(x, row, column, last, K, 1, 128, WHOLE)
-    x2 = load_words(x, row, column, last, K, 2, 128, WHOLE)
-    x3 = load_words(x, row, column, last, K, 3, 128, WHOLE)
-    # Every scale before the first cast: fewer registers than in any other order.
-    if ROWWISE:
-        upper_codes, upper = word_codes(row_pair_amax(x0, x1, 128), FMAX)
-        lower_codes, lower = word_codes(row_pair_amax(x2, x3, 128), FMAX)
-        codes = interleave(upper_codes & 0xFF, upper_codes >> 16, lower_codes & 0xFF, lower_codes >> 16, 128)
-        store_repeated_codes(scale_inv, codes, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
-    if COLUMNWISE:
-        codes, columns = word_codes(column_pair_amax(x0, x1, x2, x3), FMAX)
-        codes = tl.reshape(tl.join(codes & 0xFF, codes >> 16), (128,))
-        store_repeated_codes(columnwise_scale_inv, codes, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
-    if ROWWISE:
-        store_row_codes(data, x0, x1, x2, x3, upper, lower, row, column, M, K, 128, WHOLE)
-    if COLUMNWISE:
-        store_column_codes(columnwise_data, x0, x1, x2, x3, columns, row, column, M, K, 128, WHOLE)
-
-
-@triton.jit
-def quantize_elements_128(
-    x,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    row,
-    column,
-    last,
-    M,
-    K,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-):
-    """The tile at (row, column) of x of any dtype: kernels/tiles/blocks.py. x ends before row `last`."""
-    x0, x1, x2, x3 = load_quarters(x, row, column, last, K, 128)
-    # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
-    if ROWWISE:
-        code_0, multiplier_0 = code_and_multiplier(row_amax(x0), FMAX)
-        code_1, multiplier_1 = code_and_multiplier(row_amax(x1), FMAX)
-        code_2, multiplier_2 = code_and_multiplier(row_amax(x2), FMAX)
-        code_3, multiplier_3 = code_and_multiplier(row_amax(x3), FMAX)
-    if COLUMNWISE:
-        column_code, multiplier = code_and_multiplier(column_amax(x0, x1, x2, x3), FMAX)
-        store_repeated_codes(columnwise_scale_inv, column_code, column, row // 32, tl.cdiv(M, 32), SWIZZLED)
-    if ROWWISE:
-        store_quarter(data, x0, multiplier_0[:, None], row, column, M, K, 0, 128)
-        store_quarter(data, x1, multiplier_1[:, None], row, column, M, K, 1, 128)
-        store_quarter(data, x2, multiplier_2[:, None], row, column, M, K, 2, 128)
-        store_quarter(data, x3, multiplier_3[:, None], row, column, M, K, 3, 128)
-        row_code = interleave(code_0, code_1, code_2, code_3, 128)
-        store_repeated_codes(scale_inv, row_code, row, column // 32, tl.cdiv(K, 32), SWIZZLED)
-    if COLUMNWISE:
-        store_columns(columnwise_data, x0, x1, x2, x3, multiplier[None, :], row, column, M, K, 128)
+    last = M
+    if GROUPS > 0:
+        x, last = in_padded_order(x, row, offs, x_rows, K, G, GROUPS)
+    quantize_tile(
+        x,
+        (data, scale_inv, columnwise_data, columnwise_scale_inv),
+        (row, column, last, M, K),
+        "e8m0 swizzled" if SWIZZLED else "e8m0",
+        *(FMAX, 0.0, True, 0.0),
+        *(ROWWISE, COLUMNWISE, 128, PACKED, WHOLE),
+    )
 
 
 @writes("values")

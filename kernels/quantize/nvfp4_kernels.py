@@ -159,22 +159,20 @@ def quantize_rows(
     value,
     tensor,
     key,
-    row,
-    column,
-    R,
-    C,
-    data,
-    scale_inv,
+    place,
+    buffers,
     TWO_D: tl.constexpr,
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SWIZZLED: tl.constexpr,
     CASTS: tl.constexpr,
 ):
-    """Codes and scales of the tile `value` at (row, column) of a [R, C] tensor, zero outside, in blocks along its rows.
+    """Codes and scales of the tile `value`, zero outside of its tensor, in blocks along its rows, to buffers: (data, scale_inv).
 
-    tensor: `load_scale`; key: the two words of `random`.
+    tensor: `load_scale`; key: the two words of `random`; place: (row, column) of the tile in [R, C].
     """
+    row, column, R, C = place
+    data, scale_inv = buffers
     BLOCK_R: tl.constexpr = value.shape[0]
     BLOCK_C: tl.constexpr = value.shape[1]
     B: tl.constexpr = BLOCK_C // 16
@@ -264,37 +262,13 @@ def quantize_nvfp4_kernel(
         value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
         if ROWWISE:
             quantize_rows(
-                value,
-                by_rows,
-                (first, second),
-                row,
-                column,
-                M,
-                K,
-                data,
-                scale_inv,
-                TWO_D,
-                False,
-                STOCHASTIC,
-                SWIZZLED,
-                CASTS,
+                *(value, by_rows, (first, second), (row, column, M, K), (data, scale_inv)),
+                *(TWO_D, False, STOCHASTIC, SWIZZLED, CASTS),
             )
         if COLUMNWISE:
             quantize_rows(
-                tl.trans(value),
-                by_columns,
-                (second, first),
-                column,
-                row,
-                K,
-                M,
-                columnwise_data,
-                columnwise_scale_inv,
-                TWO_D,
-                HADAMARD,
-                STOCHASTIC,
-                SWIZZLED,
-                CASTS,
+                *(tl.trans(value), by_columns, (second, first), (column, row, K, M)),
+                *((columnwise_data, columnwise_scale_inv), TWO_D, HADAMARD, STOCHASTIC, SWIZZLED, CASTS),
             )
 
 

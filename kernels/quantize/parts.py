@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from te_dynamo.kernels.layouts.sizes import Size
-from te_dynamo.kernels.quantize.current import scale_reference
+from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 
 
 def amax_bits_of_parts(x: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
@@ -39,10 +39,8 @@ def quantize_parts(
 ) -> list[torch.Tensor]:
     """[codes of x [M, ...], scale_inv [1] by own_amax]; amaxes fp32 [P]: of all that each receiver gets, own_amax [1]: of the caller."""
     assert rowwise and not columnwise
-    fmax = torch.finfo(fp8_dtype).max
     scale = scale_reference(amaxes, fp8_dtype, power_of_two, eps)[_part_of_rows(x, sizes)]
-    value = (x.to(torch.float32) * scale.view(-1, *[1] * (x.dim() - 1))).clamp(-fmax, fmax)
-    codes = value.masked_fill(value.isnan(), torch.nan).to(fp8_dtype)
+    codes = cast_reference(x.to(torch.float32) * scale.view(-1, *[1] * (x.dim() - 1)), fp8_dtype)
     return [codes, 1.0 / scale_reference(own_amax, fp8_dtype, power_of_two, eps)]
 
 

@@ -7,6 +7,8 @@ any groups of M rows can reach: `padded_rows`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from te_dynamo.kernels.layouts.sizes import Size
@@ -48,6 +50,15 @@ def padded_rows(rows: Size, groups: int) -> Size:
     return (rows + (PADDED - 1) * groups) // PADDED * PADDED
 
 
+def padded_order(x: torch.Tensor, rows: Size, offs: torch.Tensor | None) -> tuple[dict[str, Any], Size]:
+    """(a kernel's arguments for `in_padded_order` of x with so many rows, the rows of that order); without offs x is read as it is."""
+    if offs is None:
+        return {"offs": x, "x_rows": 1, "G": 1, "GROUPS": 0}, rows
+    groups = offs.shape[0]
+    order = {"offs": offs, "x_rows": rows, "G": groups, "GROUPS": triton.next_power_of_2(groups)}
+    return order, padded_rows(rows, groups)
+
+
 # --- device functions ---------------------------------------------------------------------------------------
 
 
@@ -78,10 +89,12 @@ def rows_of_tile(tile, starts, ends, tiles, after, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def source_of_padded(row, offs, M, G, GROUPS: tl.constexpr):
-    """(first row of x, end of its group) of the 128 rows from `row` on in x's padded order; behind the last group the end is 0."""
+def in_padded_order(x, row, offs, M, K, G, GROUPS: tl.constexpr):
+    """(where x [M, K] would begin if its padded order's 128 rows from `row` on were the rows there, the row before which their group
+    ends): behind the last group that is 0 or less."""
     groups = tl.arange(0, GROUPS)
     before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
     starts, ends, tiles = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), M, 128)
     _, source, end = rows_of_tile(row // 128, starts, ends, tiles, tl.cumsum(tiles, axis=0), 128)
-    return source, end
+    ahead = source - row
+    return x + ahead.to(tl.int64) * K, end - ahead

@@ -49,6 +49,6 @@ def quantized(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
 
 
 def quantized_stack(x: torch.Tensor, shape: tuple[int, int], scales: int, quantizer: Quantizer) -> list[torch.Tensor]:
-    """The buffers of a stack of that shape, of tensors like x, with that many scales (kernels/quantize/stacked.py)."""
+    """The buffers of a stack of that shape, of tensors like x, with that many scales (kernels/quantize/current.py)."""
     *data, _ = TensorProto(shape, x.dtype, quantizer, device=x.device).create_buffers()
     return [*data, plain((scales,), torch.float32, x)]

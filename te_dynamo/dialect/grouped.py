@@ -18,7 +18,7 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.gemm import grouped as kernels
 from te_dynamo.kernels.gemm import grouped_block as block_kernels
 from te_dynamo.kernels.gemm import grouped_mxfp8 as mxfp8_kernels
-from te_dynamo.kernels.quantize import group_columns
+from te_dynamo.kernels.quantize import float8_block, mxfp8
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
@@ -81,13 +81,13 @@ def multiply_group_columns(
 
 _COLUMNS: dict[type[Quantizer], Format] = {
     Float8BlockQuantizer: Format(
-        group_columns.quantize_block_columns,
-        group_columns.quantize_block_columns_reference,
+        float8_block.quantize_block_columns,
+        float8_block.quantize_block_columns_reference,
         lambda q, _: (q.dtype, q.power_of_two_scale, q.amax_epsilon),
     ),
     MXFP8Quantizer: Format(
-        group_columns.quantize_mxfp8_columns,
-        group_columns.quantize_mxfp8_columns_reference,
+        mxfp8.quantize_mxfp8_columns,
+        mxfp8.quantize_mxfp8_columns_reference,
         lambda q, _: (q.dtype, q.scale_block),
     ),
 }

@@ -15,11 +15,8 @@ from te_dynamo.dialect.define import kernel_or_reference, te_op
 from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
-from te_dynamo.kernels.quantize import amaxes as amaxes_kernels
-from te_dynamo.kernels.quantize import bias_grad as bias_grad_kernels
 from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, parts, several
-from te_dynamo.kernels.quantize import grouped as grouped
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
 from te_dynamo.kernels.runtime import availability
@@ -32,7 +29,7 @@ from te_dynamo.quantized.quantizers import (
     Quantizer,
 )
 
-MOST_AMAXES = amaxes_kernels.MOST_TENSORS
+MOST_AMAXES = kernels.MOST_TENSORS
 """Tensors of one te.amaxes."""
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,8 +59,8 @@ FORMATS: dict[type[Quantizer], Format] = {
         lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.block_dims == 2, q.power_of_two_scale, q.amax_epsilon),
     ),
     Float8GroupedQuantizer: Format(
-        grouped.quantize_grouped,
-        grouped.quantize_grouped_reference,
+        kernels.quantize_grouped,
+        kernels.quantize_grouped_reference,
         lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
     ),
     MXFP8Quantizer: Format(
@@ -162,7 +159,7 @@ def finds_amax(x: torch.Tensor, quantizer: Quantizer) -> bool:
     return one_scale and availability.kernels_available(x.device).ok
 
 
-@te_op(reference=amaxes_kernels.partial_amaxes_of_reference, kernel=amaxes_kernels.partial_amaxes_of)
+@te_op(reference=kernels.partial_amaxes_of_reference, kernel=kernels.partial_amaxes_of)
 def amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
     """fp32 [len(xs), PARTIALS]: a row has partial amaxes of its tensor, as te.quantize_with_amax takes them. Contiguous, of one dtype."""
     return plain((len(xs), kernels.PARTIALS), torch.float32, xs[0])
@@ -183,8 +180,8 @@ def quantize_parts(
 
 
 @te_op(
-    reference=takes_quantizer(bias_grad_kernels.quantize_bias_grad_reference),
-    kernel=takes_quantizer(bias_grad_kernels.quantize_bias_grad),
+    reference=takes_quantizer(kernels.quantize_bias_grad_reference),
+    kernel=takes_quantizer(kernels.quantize_bias_grad),
 )
 def quantize_bias_grad(dy: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
     """[te.bias_grad(dy), *te.quantize(dy)]: the sums in another order than te.bias_grad's, the buffers the same bits."""

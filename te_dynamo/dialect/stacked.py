@@ -11,7 +11,7 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.gemm import stacked as gemm_kernels
 from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
-from te_dynamo.kernels.quantize import stacked as kernels
+from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking

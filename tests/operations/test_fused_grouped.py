@@ -196,7 +196,7 @@ def test_it_is_lowered_to_kernels() -> None:
         lower(graph)
         text = graph_text(graph)
     weight = (
-        "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\ngemm_grouped_kernel -> c"
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\ngemm_grouped_kernel -> c"
     )
     assert launches(text) == (
         f"quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n{weight}\n"

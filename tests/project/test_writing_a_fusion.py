@@ -88,7 +88,7 @@ gemm_kernel -> c""",
     assert_expected_inline(
         launches(graphs["lower.backward"]),
         """\
-amax_column_sums_kernel -> partials, sums
+quantize_amax_kernel -> partials, sums
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 bias_squared_relu_backward_kernel -> dz

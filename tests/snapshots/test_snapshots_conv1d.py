@@ -175,7 +175,7 @@ gemm_kernel -> c""",
     assert_expected_inline(
         launches(lowered["lower.backward"]),
         """\
-amax_column_sums_kernel -> partials, sums
+quantize_amax_kernel -> partials, sums
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 activation_backward_sums_kernel -> partials, sums

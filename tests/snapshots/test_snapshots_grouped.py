@@ -154,13 +154,13 @@ def test_launches(lowered: Captured) -> None:
         """\
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
-grouped_amax_kernel -> partials
-grouped_cast_kernel -> data, transpose, scale_inv
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
 gated_amax_kernel -> partials
 gated_write_kernel -> data, transpose, scale_inv
-grouped_amax_kernel -> partials
-grouped_cast_kernel -> data, transpose, scale_inv
+quantize_amax_kernel -> partials
+quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c""",
     )
     assert_expected_inline(
@@ -213,14 +213,14 @@ return gemm_grouped_block_1, x, ends, quantize_1[2], quantize_1[3], gemm_grouped
     assert_expected_inline(
         launches(captured["lower.backward"]),
         """\
-quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+quantize_block_kernel -> transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv
 gemm_grouped_block_kernel -> c
-quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+quantize_block_kernel -> transpose, columnwise_scale_inv
 gemm_grouped_block_columns_kernel -> c
 quantize_block_kernel -> data, scale_inv
-quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+quantize_block_kernel -> transpose, columnwise_scale_inv
 gemm_grouped_block_kernel -> c
-quantize_block_columns_kernel -> transpose, columnwise_scale_inv
+quantize_block_kernel -> transpose, columnwise_scale_inv
 gemm_grouped_block_columns_kernel -> c""",
     )

@@ -251,23 +251,23 @@ CASES: dict[str, Case] = {
     "quantize_group_columns 1x128": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), Float8BlockQuantizer(rowwise=False)),
-        "quantize_block_columns_kernel -> transpose, columnwise_scale_inv",
+        "quantize_block_kernel -> transpose, columnwise_scale_inv",
     ),
     "quantize_group_columns mxfp8": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False)),
-        "quantize_mxfp8_columns_kernel -> columnwise_data, columnwise_scale_inv",
+        "quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv",
     ),
     "quantize_group_columns mxfp8 128": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False, scale_block=128)),
-        "quantize_mxfp8_128_columns_kernel -> columnwise_data, columnwise_scale_inv",
+        "quantize_mxfp8_128_kernel -> columnwise_data, columnwise_scale_inv",
     ),
     "grouped_linear": (
         te.grouped_linear,
         lambda: (bf16(19, 64), bf16(3, 32, 64), offsets(), GROUPED_LINEAR),
         "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
-        "grouped_amax_kernel -> partials\ngrouped_cast_kernel -> data, transpose, scale_inv\n"
+        "quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n"
         "gemm_grouped_kernel -> c",
     ),
     "grouped_linear_with_workspace": (
@@ -278,7 +278,7 @@ CASES: dict[str, Case] = {
     "quantize_bias_grad": (
         te.quantize_bias_grad,
         lambda: (bf16(19, 64), BOTH),
-        "amax_column_sums_kernel -> partials, sums\nquantize_cast_kernel -> data, transpose, scale_inv",
+        "quantize_amax_kernel -> partials, sums\nquantize_cast_kernel -> data, transpose, scale_inv",
     ),
     "activation_backward_quantize": (
         te.activation_backward_quantize,

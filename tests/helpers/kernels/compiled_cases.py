@@ -52,6 +52,13 @@ class Case:
     programs_per_sm: int = 1
 
 
+def padded_order_arguments(groups: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """(types, constants) of a quantizing kernel's arguments for x as it is, or in the padded order of so many groups."""
+    if groups:
+        return {"offs": "*i32", "x_rows": "i32", "G": "i32"}, {"GROUPS": groups}
+    return {}, {"offs": None, "x_rows": 1, "G": 1, "GROUPS": 0}
+
+
 MIXES = {
     "e4m3.e4m3": ("*fp8e4nv", "*fp8e4nv"),
     "e5m2.e4m3": ("*fp8e5", "*fp8e4nv"),

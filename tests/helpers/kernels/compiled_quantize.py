@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from te_dynamo.kernels.quantize.amaxes import MOST_TENSORS
+from te_dynamo.kernels.quantize.current import MOST_TENSORS
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -19,7 +19,7 @@ POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "dbia
 
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
 
-SIZES = {"M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_stride", "rows_of_sample"}
+SIZES = {"G", "M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_stride", "rows_of_sample"}
 SIZES |= {f"SIZE_{i}" for i in range(MOST_TENSORS)}
 
 

@@ -13,14 +13,16 @@ from torch.testing import assert_close
 
 from te_dynamo.kernels.gemm import grouped_block, grouped_mxfp8
 from te_dynamo.kernels.gemm.tiles import Tile
-from te_dynamo.kernels.quantize.float8_block import quantize_block_reference
-from te_dynamo.kernels.quantize.group_columns import (
+from te_dynamo.kernels.quantize.float8_block import (
     quantize_block_columns,
     quantize_block_columns_reference,
+    quantize_block_reference,
+)
+from te_dynamo.kernels.quantize.mxfp8 import (
     quantize_mxfp8_columns,
     quantize_mxfp8_columns_reference,
+    quantize_mxfp8_reference,
 )
-from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8_reference
 
 E4M3 = torch.float8_e4m3fn
 SIZES = [[5, 0, 130, 61], [0, 0, 1], [128, 256, 0], [127, 2, 129, 0]]

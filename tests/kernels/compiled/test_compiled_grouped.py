@@ -18,7 +18,6 @@ from helpers.kernels.compiled_cases import (
 
 from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_kernel, gemm_grouped_kernel, grouped_options
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile
-from te_dynamo.kernels.quantize.grouped import PARTIALS, grouped_amax_kernel, grouped_cast_kernel
 
 MIXES = {
     "e4m3.e4m3": ("*fp8e4nv", "*fp8e4nv"),
@@ -58,34 +57,6 @@ def gemm_case(
     )
 
 
-def quantize_cases() -> Iterator[Case]:
-    sizes = {"N": "i32", "K": "i32"}
-    yield Case(
-        name="grouped_amax",
-        kernel=grouped_amax_kernel,
-        args={"x": "*bf16", "partials": "*fp32", **sizes},
-        constants={"PARTIALS": PARTIALS, "BLOCK_N": 4, "BLOCK_K": 1024, "num_warps": 8},
-        aligned=("x", "partials", "N", "K"),
-        has=("ld.global.v4.b32",),
-        writes=("partials",),
-    )
-    yield Case(
-        name="grouped_cast",
-        kernel=grouped_cast_kernel,
-        args={
-            **{"x": "*bf16", "partials": "*fp32", "data": "*fp8e4nv", "transpose": "*fp8e4nv", "scale_inv": "*fp32"},
-            **{"G": "i32", **sizes},
-        },
-        constants={
-            **{"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False, "ROWWISE": True, "COLUMNWISE": True},
-            **{"PARTIALS": PARTIALS, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8},
-        },
-        aligned=("x", "partials", "data", "transpose", "scale_inv", "N", "K"),
-        has=("st.global.v4.b32",),
-        writes=("data", "transpose", "scale_inv"),
-    )
-
-
 def cases() -> Iterator[Case]:
     for tile in GROUPED_TILES:
         for columns in (False, True):
@@ -96,12 +67,11 @@ def cases() -> Iterator[Case]:
     for tile in (GROUPED_TILES[0], small):
         for columns in (False, True):
             yield gemm_case(tile, columns, "e4m3.e4m3", torch.bfloat16, capability=100)
-    yield from quantize_cases()
 
 
 CASES = list(cases())
-FAST = (f"columns {GROUPED_TILES[0].name}", f"rows {GROUPED_TILES[2].name}", "grouped_cast", "grouped_amax")
-"""What is compiled in every run: one tile of each product, and the quantization."""
+FAST = (f"columns {GROUPED_TILES[0].name}", f"rows {GROUPED_TILES[2].name}")
+"""What is compiled in every run: one tile of each product."""
 
 SPILLS = f"gemm_grouped columns {GROUPED_TILES[0].name} e4m3.e4m3 torch.bfloat16 4096 sm_90"
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import triton
-from helpers.kernels.compiled_cases import SHARED_BYTES, Case, HopperDriver, compile_case, written
+from helpers.kernels.compiled_cases import (
+    SHARED_BYTES,
+    Case,
+    HopperDriver,
+    compile_case,
+    padded_order_arguments,
+    written,
+)
 from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -42,13 +49,15 @@ def quantize_case(
     aligned_k: bool = True,
     whole: bool = True,
     swizzled: bool = False,
+    groups: int = 0,
 ) -> Case:
     packed = x == "*bf16" and aligned_k
     turned = scale_block == 128 and usage[1]
+    order, constant_order = padded_order_arguments(groups)
     pointers = {"x": x, "data": fp8, "scale_inv": "*u8", "columnwise_data": fp8, "columnwise_scale_inv": "*u8"}
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
-    constants["SWIZZLED"] = swizzled
+    constants |= {"SWIZZLED": swizzled, **constant_order}
     if turned:
         _, group, warps = mxfp8.tile_128(packed)
         constants |= {"GROUP_M": group, "num_warps": warps}
@@ -60,9 +69,9 @@ def quantize_case(
     rowwise = ("data", "scale_inv") if usage[0] else ()
     columnwise = ("columnwise_data", "columnwise_scale_inv") if usage[1] else ()
     return Case(
-        name=f"quantize {scale_block} {usage} {x} {fp8} {aligned_k=} {whole=} {swizzled=} sm_{capability}",
+        name=f"quantize {scale_block} {usage} {x} {fp8} {aligned_k=} {whole=} {swizzled=} {groups=} sm_{capability}",
         kernel=mxfp8.quantize_mxfp8_128_kernel if turned else mxfp8.quantize_mxfp8_kernel,
-        args={**pointers, "M": "i32", "K": "i32"},
+        args={**pointers, "M": "i32", "K": "i32", **order},
         constants=constants,
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
         has=(
@@ -89,6 +98,7 @@ def cases() -> Iterator[Case]:
         yield quantize_case(scale_block, (True, True), fp8="*fp8e5")
         yield quantize_case(scale_block, (True, True), whole=False)
         yield quantize_case(scale_block, (True, True), aligned_k=False)
+        yield quantize_case(scale_block, (False, True), whole=False, groups=8)
         for usage in ((True, True), (True, False)):
             yield quantize_case(scale_block, usage, capability=100, swizzled=True)
     for columnwise in (False, True):

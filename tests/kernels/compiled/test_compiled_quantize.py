@@ -21,9 +21,8 @@ from triton.backends.compiler import GPUTarget
 from te_dynamo.kernels.activation import activation, gated, gated_halves, gated_kernels
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
-from te_dynamo.kernels.quantize import amaxes
 from te_dynamo.kernels.quantize import current as quantize
-from te_dynamo.kernels.quantize.bias_grad import stripes
+from te_dynamo.kernels.quantize import current_kernels
 from te_dynamo.kernels.tiles import fp8
 from te_dynamo.lowering.inductor.install import install
 from te_dynamo.lowering.inductor.private import compiling_ours
@@ -49,13 +48,14 @@ def tiled(tile: quantize.Tile, **constants: Any) -> tuple[dict[str, Any], int]:
 
 
 def amax_cases():
-    yield quantize.quantize_amax_kernel, *tiled(quantize.amax_tile(4096))
-    yield amaxes.quantize_amaxes_kernel, {"BLOCK": 4096}, 8
+    for group in (0, quantize.GROUP_PARTIALS):
+        yield current_kernels.quantize_amax_kernel, *tiled(quantize.amax_tile(4096), GROUP=group, PARTS=0)
+    yield current_kernels.quantize_amaxes_kernel, {"BLOCK": 4096}, 8
     for kind in activation.KINDS:
         for backward in (False, True):
             tile = quantize.amax_tile(4096)
             yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
-        *tile, parts = stripes(4096)
+        *tile, parts = quantize.stripes(4096)
         yield activation.activation_backward_sums_kernel, *tiled((*tile, 8), KIND=kind, PARTS=parts)
     for kind in GATES:
         yield gated_kernels.gated_amax_kernel, *tiled(quantize.amax_tile(4096), KIND=kind)
@@ -72,7 +72,8 @@ def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
     ]
     forward = quantize.cast_tile(rows, 4096, columnwise, gated.FORWARD_TILE)
     backward_tile = quantize.cast_tile(rows, 4096, columnwise, gated.BACKWARD_TILE)
-    yield quantize.quantize_cast_kernel, *tiled(one, **partials)
+    for groups in ({"GROUPED": False, "G": 1}, {"GROUPED": True, "PARTIALS": quantize.GROUP_PARTIALS}):
+        yield current_kernels.quantize_cast_kernel, *tiled(one, EARLY=False, **partials | groups)
     for kind in activation.KINDS:
         for backward in (False, True):
             flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "PARTS": 32 if backward else 0}
@@ -99,6 +100,7 @@ def name_of(value: Any) -> str | None:
             value.get("KIND", ""),
             "backward" if value.get("BACKWARD") else "",
             "layer" if value.get("LAYER") else "",
+            "groups" if value.get("GROUP") or value.get("GROUPED") else "",
         ]
         return "-".join(filter(None, flags))
     return None
@@ -129,7 +131,7 @@ def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
     for size in ({}, {"SIZE": 1}):  # Triton makes a constant of an integer argument that is 1
         constants = {**CAST, "BLOCK": block, **size}
         assert_no_spills(
-            compile_kernel(quantize.quantize_few_kernel, constants, max(block // 1024, 1), dtype), tmp_path
+            compile_kernel(current_kernels.quantize_few_kernel, constants, max(block // 1024, 1), dtype), tmp_path
         )
 
 

@@ -24,8 +24,7 @@ from te_dynamo.kernels.gemm.grouped import (
     gemm_grouped_with_tile,
 )
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
-from te_dynamo.kernels.quantize.current import quantize_reference
-from te_dynamo.kernels.quantize.grouped import quantize_grouped, quantize_grouped_reference
+from te_dynamo.kernels.quantize.current import quantize_grouped, quantize_grouped_reference, quantize_reference
 
 OUT = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -31,11 +31,8 @@ from te_dynamo.kernels.gemm.tiles import (
     choose_tile,
 )
 from te_dynamo.kernels.quantize import current as plain
-from te_dynamo.kernels.quantize.stacked import (
-    quantize_stacked,
-    quantize_stacked_kernel,
-    quantize_stacked_reference,
-)
+from te_dynamo.kernels.quantize.current import quantize_stacked, quantize_stacked_reference
+from te_dynamo.kernels.quantize.current_kernels import quantize_stacked_kernel
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.stacking import Stacking

@@ -13,9 +13,15 @@ import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import INPUT_KINDS, assert_same_bits, make_input, needs_cuda, run_poisoned
 
-from te_dynamo.kernels.quantize.amaxes import MOST_TENSORS, partial_amaxes_of, partial_amaxes_of_reference
-from te_dynamo.kernels.quantize.current import quantize, quantize_reference
-from te_dynamo.kernels.quantize.stacked import quantize_stacked, quantize_stacked_reference
+from te_dynamo.kernels.quantize.current import (
+    MOST_TENSORS,
+    partial_amaxes_of,
+    partial_amaxes_of_reference,
+    quantize,
+    quantize_reference,
+    quantize_stacked,
+    quantize_stacked_reference,
+)
 
 SHAPES = ((128, 48), (0, 48), (1, 1), (3, 4099), (16, 256), (5, 7, 33), (1, 4096), (2, 4097))
 KINDS = (*INPUT_KINDS, "normal")

@@ -16,8 +16,9 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels.quantize import bias_grad as kernels
+from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize.current import PARTIALS, quantize, quantize_reference
+from te_dynamo.kernels.quantize.current_kernels import quantize_amax_kernel
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = (E5M2, True, True, False, 0.0)
@@ -44,8 +45,8 @@ def test_stripes_cover_all_columns_with_the_programs_there_are(columns):
 @pytest.mark.parametrize("columns", [64, 4096])
 def test_kernel_has_wide_loads_and_no_spills(columns, dtype, tmp_path):
     block_m, block_k, parts = kernels.stripes(columns)
-    constants = {"PARTS": parts, "BLOCK_M": block_m, "BLOCK_K": block_k}
-    compiled = compile_kernel(kernels.amax_column_sums_kernel, constants, 8, dtype)
+    constants = {"GROUP": 0, "PARTS": parts, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    compiled = compile_kernel(quantize_amax_kernel, constants, 8, dtype)
     loads = [line for line in compiled.asm["ptx"].splitlines() if "ld.global" in line]
     assert loads and all(".v4" in line for line in loads)
     assert_no_spills(compiled, tmp_path)

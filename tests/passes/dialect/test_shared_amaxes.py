@@ -13,7 +13,7 @@ from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.models.snapshot_models import kernels_everywhere
 from torch import Tensor, fx
 
-from te_dynamo.kernels.quantize.amaxes import MOST_TENSORS
+from te_dynamo.kernels.quantize.current import MOST_TENSORS
 from te_dynamo.passes.dialect import shared_amaxes
 from te_dynamo.passes.dialect.shared_amaxes import share_amaxes
 from te_dynamo.quantized.quantizers import MXFP8Quantizer
