@@ -1,7 +1,7 @@
 """Several tensors -> float8 in the buffers of one, each with its own scale (kernels/quantize/current.py).
 
 Stacked by rows, tensors [M_i, K] are written as one [sum of M_i, K]; stacked by columns, [M, K_i] as one [M, sum of K_i].
-`scale_inv` has an element for each. Every element has the bits that `quantize` gives it. All of them take two launches. The GEMMs of kernels/gemm/stacked.py
+`scale_inv` has an element for each. Every element has the bits that `quantize` gives it. All of them take two launches. The GEMMs of kernels/gemm/product.py
 read this.
 """
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 from helpers.kernels.compiled_cases import SHARED_BYTES, Case, HopperDriver, compile_case, written
+from helpers.kernels.gemms import gemm_mxfp8
 from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -18,7 +19,6 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8
 from te_dynamo.kernels.quantize import mxfp8
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.fp8 import cast_launches
