@@ -27,9 +27,10 @@ import report
 import torch
 import triton
 
-from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel, gemm_block_with_tile
-from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_with_tile, kernel_options
+from te_dynamo.dialect.gemm import block_request, tensor_request
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose
+from te_dynamo.kernels.gemm.multiply import gemm_options, run
+from te_dynamo.kernels.gemm.product import gemm_kernel
 from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import (
@@ -43,6 +44,7 @@ from te_dynamo.kernels.gemm.tiles import (
 )
 from te_dynamo.kernels.quantize.float8_block import quantize_block
 from te_dynamo.kernels.runtime.target import target_of
+from te_dynamo.kernels.tiles.stacking import NOT_STACKED
 
 SHAPES: list[tuple[str, int, int, int]] = [
     ("SwiGLU 4096/14336 up: fprop, down: dgrad", 8192, 14336, 4096),
@@ -130,13 +132,15 @@ class Problem:
         if tile in self.specialized:
             call = functools.partial(gemm_specialized_out, fast=tile.fast)
             return lambda: written(self.result(), call, self.a, self.one, self.b, self.one)
-        return lambda: gemm_with_tile(tile, self.a, self.one, self.b, self.one, None, torch.bfloat16)
+        request = tensor_request(self.a, self.one, self.b, self.one, None, torch.bfloat16, tile.fast)
+        return lambda: run(Choice("usual", tile), request)
 
     @staticmethod
     def compile(tile: Tile, m: int, n: int) -> None:
         """Compiles all that `tile` runs for operands of those sizes."""
         a, b, c, scale = compile_operands(tile, m, n)
-        gemm_kernel.warmup(a, scale, b, scale, scale, c, None, m, n, 128, grid=(1,), **kernel_options(tile, n, False))
+        options = gemm_options(tile, n, "tensor", NOT_STACKED)
+        gemm_kernel.warmup(a, scale, b, scale, None, c, None, m, n, 128, grid=(1,), **options)
 
     def cublas(self, kind: str) -> Provider | None:
         """cuBLASLt's, None where it has none."""
@@ -170,7 +174,8 @@ class BlockProblem(Problem):
         if tile is SPECIALIZED_BLOCK:
             call = functools.partial(gemm_block_specialized_out, b_two_d=two_d[1])
             return lambda: written(self.result(), call, a, a_scale, b, b_scale)
-        return lambda: gemm_block_with_tile(tile, a, a_scale, b, b_scale, None, torch.bfloat16, *two_d)
+        request = block_request(a, a_scale, b, b_scale, None, torch.bfloat16, *two_d)
+        return lambda: run(Choice("usual", tile), request)
 
     def cublas(self, kind: str) -> Provider | None:
         if kind == "e8m0.e8m0" or self.shape[0] % 4 or self.shape[2] % 512:
@@ -184,8 +189,8 @@ class BlockProblem(Problem):
         a, b, c, scale = compile_operands(tile, m, n)
         for two_d, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.uint8)):
             scale = scale.to(dtype)
-            options = block_kernel_options(tile, n, False, False, two_d)  # type: ignore[arg-type]
-            gemm_block_kernel.warmup(a, scale, b, scale, scale, c, m, n, 128, grid=(1,), **options)
+            options = gemm_options(tile, n, "1x128 128x128" if two_d else "1x128 1x128", NOT_STACKED)
+            gemm_kernel.warmup(a, scale, b, scale, None, c, None, m, n, 128, grid=(1,), **options)
 
 
 def written(out: torch.Tensor, call: Callable[..., None], *operands: torch.Tensor) -> torch.Tensor:

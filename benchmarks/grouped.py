@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from gemm import Provider, measure, parsed, time_once
 from models import Experts
 
-from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.current import gemm
-from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
+from te_dynamo.dialect.gemm import tensor_request
+from te_dynamo.dialect.grouped import columns_request, rows_request
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose
+from te_dynamo.kernels.gemm.multiply import multiply, run
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import COLUMNS_TILES, GROUPED_TILES, Tile
 from te_dynamo.kernels.runtime.target import target_of
@@ -101,9 +102,11 @@ class Problem:
     def tile(self, product: str, tile: Tile) -> Provider:
         if product == "rows":
             operands = (self.x8, self.one, self.w8, self.ones)
-            return lambda: gemm_grouped_with_tile(tile, *operands, self.ends, torch.bfloat16)
+            request = rows_request(*operands, self.ends, torch.bfloat16, tile.fast)
+            return lambda: run(Choice("usual", tile), request)
         operands = (self.dy8_t, self.one, self.x8_t, self.one)
-        return lambda: gemm_grouped_columns_with_tile(tile, *operands, self.ends, torch.bfloat16)
+        request = columns_request(*operands, self.ends, torch.bfloat16, tile.fast)
+        return lambda: run(Choice("usual", tile), request)
 
     def specialized(self, fast: bool) -> Provider:
         """The columns by the kernel of kernels/gemm/specialized/grouped.py."""
@@ -126,7 +129,7 @@ class Problem:
             "bf16 grouped_mm": lambda: F.grouped_mm(self.x, w, offs=self.ends),
             "bf16 loop": lambda: [torch.mm(self.x[a:b], w[g]) for g, (a, b) in enumerate(self.parts)][-1],
             "fp8 loop": lambda: [
-                gemm(self.x8[a:b], self.one, self.w8[g], self.one, None, torch.bfloat16, True)
+                multiply(tensor_request(self.x8[a:b], self.one, self.w8[g], self.one, None, torch.bfloat16, True))
                 for g, (a, b) in enumerate(self.parts)
                 if b > a
             ][-1],

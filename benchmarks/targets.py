@@ -27,11 +27,15 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from te_dynamo.dialect.gemm import block_request, sum_request, tensor_request
+from te_dynamo.dialect.grouped import block_columns_request, block_rows_request, columns_request, rows_request
 from te_dynamo.inspect.fake_cuda import fake_cuda
 from te_dynamo.kernels.activation import activation, gated
-from te_dynamo.kernels.gemm import block, current, grouped, grouped_block, grouped_mxfp8, stacked
-from te_dynamo.kernels.gemm.choose import Product, choose
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.decode import launch_decode
+from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
+from te_dynamo.kernels.gemm.multiply import run
+from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
@@ -126,10 +130,14 @@ def candidates(tiles: tuple[Tile, ...], target: Target, out_bytes: int = 2) -> I
             yield fitted, fitted.shared_bytes(out_bytes, target)
 
 
+def _by(tile: Tile, request: Request) -> Launch:
+    return functools.partial(run, Choice("usual", tile), request)
+
+
 def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     a, b, one, bias = f8(M, K), f8(N, K), f32(1), bf16(N)
     for tile, most in candidates(TILES, target):
-        yield tile.name, functools.partial(current.gemm_with_tile, tile, a, one, b, one, bias, BF16), most
+        yield tile.name, _by(tile, tensor_request(a, one, b, one, bias, BF16, tile.fast)), most
     for fast in (True, False):
         for what, n, dtype, epilogue in (
             ("fp32", N, torch.float32, "none"),
@@ -138,9 +146,9 @@ def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
         ):
             product = Product(M, n, K, fast, dtype.itemsize, epilogue, n_known=True)
             tile: Any = choose(product, target, recorded=True).tile
-            addend = bf16(M, n) if epilogue == "add" else None
-            call = functools.partial(current.gemm_with_tile, tile, a, one, f8(n, K), one, None, dtype, None, addend)
-            yield f"{tile.name}, {what}", call, tile.shared_bytes(dtype.itemsize * (1 + (addend is not None)), target)
+            adds = epilogue == "add"
+            request = sum_request(a, one, f8(n, K), one, None, bf16(M, n) if adds else None, dtype, fast)  # type: ignore[arg-type]
+            yield f"{tile.name}, {what}", _by(tile, request), tile.shared_bytes(dtype.itemsize * (1 + adds), target)
 
 
 def _stacked_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
@@ -150,10 +158,10 @@ def _stacked_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
         tile: Any = choose(Product(*size.values(), fast, 2, stacking=stacking, m_known=False), target, True).tile
         a, b = f8(size["M"], K), f8(N, K)
         scales = [f32(2 if along in dims else 1) for dims in ("MK", "NK")]
-        arguments = (a, scales[0], b, scales[1], None, BF16, stacking)
+        request = tensor_request(a, scales[0], b, scales[1], None, BF16, fast, along, stacking.segments)
         yield (
             f"{tile.name}, along {along}",
-            functools.partial(stacked.gemm_stacked_with_tile, tile, *arguments),
+            _by(tile, request),
             tile.shared_bytes(2, target),
         )
 
@@ -164,21 +172,21 @@ def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
             arguments = (f8(M, K), scales[0], f8(N, K), scales[1], bf16(N), BF16, False, two_d)
             name = f"{tile.name}, 1x128 by {'128' if two_d else '1'}x128"
-            yield name, functools.partial(block.gemm_block_with_tile, tile, *arguments), most
+            yield name, _by(tile, block_request(*arguments)), most
         if tile.split_k == 1:
             codes = [u8(rows, K // 32) for rows in (M, N)]
             arguments = (f8(M, K), codes[0], f8(N, K), codes[1], bf16(N), BF16, False, False)
-            yield f"{tile.name}, E8M0", functools.partial(block.gemm_block_with_tile, tile, *arguments), most
+            yield f"{tile.name}, E8M0", _by(tile, block_request(*arguments)), most
 
 
 def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     offs, one = i32(GROUPS), f32(1)
     for tile, most in candidates(GROUPED_TILES, target):
-        rows = (tile, f8(M, K), one, f8(GROUPS, N, K), f32(GROUPS), offs, BF16)
-        yield f"{tile.name}, rows", functools.partial(grouped.gemm_grouped_with_tile, *rows), most
+        rows = rows_request(f8(M, K), one, f8(GROUPS, N, K), f32(GROUPS), offs, BF16, tile.fast)
+        yield f"{tile.name}, rows", _by(tile, rows), most
     for tile, most in candidates(COLUMNS_TILES, target):
-        columns = (tile, f8(N, M), one, f8(K, M), one, offs, BF16)
-        yield f"{tile.name}, columns", functools.partial(grouped.gemm_grouped_columns_with_tile, *columns), most
+        columns = columns_request(f8(N, M), one, f8(K, M), one, offs, BF16, tile.fast)
+        yield f"{tile.name}, columns", _by(tile, columns), most
 
 
 def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
@@ -196,18 +204,18 @@ def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
                 shape = (N, GROUPS * K) if by_columns else (GROUPS * N, K)
                 scales = [f32(*scale_shape(*s, square)) for s, square in (((M, K), False), (shape, two_d))]
                 arguments = (f8(M, K), scales[0], f8(*shape), scales[1], offs, BF16, two_d, by_columns)
-                call = functools.partial(grouped_block.gemm_grouped_block_with_tile, fitted, *arguments)
+                call = _by(fitted, block_rows_request(*arguments))
                 yield f"{name}, {'dgrad' if by_columns else 'fprop'}", call, most
             if two_d:
                 continue
             rows = (f8(M, K), u8(M, K // 32), f8(GROUPS * N, K), u8(GROUPS * N, K // 32), offs, BF16, False, False)
-            yield f"{name}, E8M0", functools.partial(grouped_block.gemm_grouped_block_with_tile, fitted, *rows), most
+            yield f"{name}, E8M0", _by(fitted, block_rows_request(*rows)), most
             for kind, scales in (
                 ("wgrad", [f32(padded // 128, size) for size in (N, K)]),
                 ("wgrad, E8M0", [u8(size, padded // 32) for size in (N, K)]),
             ):
                 columns = (f8(N, padded), scales[0], f8(K, padded), scales[1], offs, BF16)
-                call = functools.partial(grouped_block.gemm_grouped_block_columns_with_tile, fitted, *columns)
+                call = _by(fitted, block_columns_request(*columns))
                 yield f"{name}, {kind}", call, most
 
 
@@ -219,14 +227,16 @@ def _grouped_mxfp8() -> Iterator[tuple[str, Launch]]:
         ("dgrad", (f8(GROUPS * K, N), u8(GROUPS * K // 32, N)), True),
         ("dgrad 128", (f8(N, GROUPS * K), u8(N, GROUPS * K // 32)), False),
     ):
-        call = functools.partial(grouped_mxfp8.multiply_rows, *rows, *weight, offs, BF16, turned, name != "fprop")
-        yield f"grouped MXFP8, {name}", call
-    for name, sides in (
+        sides = Operand(*rows, "1x32"), Operand(*weight, "1x32", turned)
+        request = Request(*sides, BF16, groups="rows", offs=offs, deep=name != "fprop")
+        yield f"grouped MXFP8, {name}", functools.partial(multiply_groups, request)
+    for name, columns in (
         ("wgrad", [(f8(padded, size), u8(padded // 32, size)) for size in (N, K)]),
         ("wgrad 128", [(f8(size, padded), u8(size, padded // 32)) for size in (N, K)]),
     ):
-        call = functools.partial(grouped_mxfp8.multiply_columns, *sides[0], *sides[1], offs, BF16, name == "wgrad")
-        yield f"grouped MXFP8, {name}", call
+        left, right = (Operand(*side, "1x32", name == "wgrad") for side in columns)
+        request = Request(left, right, BF16, groups="columns", offs=offs)
+        yield f"grouped MXFP8, {name}", functools.partial(multiply_groups, request)
 
 
 def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:

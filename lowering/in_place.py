@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
-from te_dynamo.dialect.gemm import gemm_add
+from te_dynamo.dialect.gemm import gemm_add, sum_request
 from te_dynamo.dialect.memory import may_be_overwritten
 from te_dynamo.kernels.activation.gated_in_place import (
     COLUMNS_MULTIPLE,
@@ -22,7 +22,7 @@ from te_dynamo.kernels.activation.gated_in_place import (
     gated_backward_quantize_in_place,
 )
 from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.epilogue import gemm_add_in_place, is_aligned
+from te_dynamo.kernels.gemm.multiply import is_aligned, multiply
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 
@@ -30,8 +30,13 @@ def launches_in_place(node: Node) -> Callable[..., Any] | None:
     """The launches of `node` that overwrite one of its arguments, as a function of its arguments; None where that must be kept, or
     cannot hold the result."""
     if node.target is gemm_add:
-        return gemm_add_in_place if sum_fits_addend(node) else None
+        return _run_sum if sum_fits_addend(node) else None
     return _gated_backward_in_place(node)
+
+
+def _run_sum(*arguments: Any) -> torch.Tensor:
+    request = sum_request(*arguments)
+    return multiply(request, out=request.addend)
 
 
 def sum_fits_addend(node: Node) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.gemm.request import Operand, Request
+from te_dynamo.kernels.layouts.tiled_scales import swizzle_scales
 from te_dynamo.kernels.quantize.nvfp4_kernels import TENSOR_MAX
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
@@ -19,41 +21,41 @@ from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import mul_rn
 
-Operand = tuple[torch.Tensor, ...]
 
-
-def multiply_scaled(
-    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, a_columnwise: bool, b_columnwise: bool
-) -> torch.Tensor:
-    """C of operands on a CUDA device whose tensor cores know block scales.
-
-    a: data [M, K] ([K, M] if a_columnwise) and swizzled scales; of NVFP4 data [M, K/2], scales and the amax. b: the same of N. The rows
-    of the data are whole 16 bytes.
-    """
-    (a_data, a_scale_inv, *a_amax), (b_data, b_scale_inv, *b_amax) = a, b
-    m, n = a_data.shape[1 if a_columnwise else 0], b_data.shape[1 if b_columnwise else 0]
-    packed = a_data.dtype == torch.uint8
-    c = torch.empty((m, n), dtype=out_dtype, device=a_data.device)
+def multiply_scaled(r: Request) -> torch.Tensor:
+    """C of a request in MXFP8 or NVFP4, on a CUDA device whose tensor cores know block scales. The rows of the codes are whole 16 bytes; plain
+    scales are swizzled first."""
+    a, b, (m, n, k) = r.a, r.b, r.mnk
+    c = r.empty()
     launch(
         gemm_block_scales_kernel,
-        (gemm_multiprocessors(a_data.device),),
-        a=a_data,
-        a_scale_inv=a_scale_inv,
-        a_amax=a_amax[0] if a_amax else a_data,
-        b=b_data,
-        b_scale_inv=b_scale_inv,
-        b_amax=b_amax[0] if b_amax else b_data,
-        bias=a_data if bias is None else bias,
+        (gemm_multiprocessors(c.device),),
+        a=a.codes,
+        a_scale_inv=_swizzled(a),
+        a_amax=a.codes if a.amax is None else a.amax,
+        b=b.codes,
+        b_scale_inv=_swizzled(b),
+        b_amax=b.codes if b.amax is None else b.amax,
+        bias=a.codes if r.bias is None else r.bias,
         c=c,
         M=m,
         N=n,
-        K=a_data.shape[0 if a_columnwise else 1] * (2 if packed else 1),
-        A_COLUMNWISE=a_columnwise,
-        B_COLUMNWISE=b_columnwise,
-        HAS_BIAS=bias is not None,
-        **tile(target_of(a_data.device), packed),
+        K=2 * a.codes.shape[1] if a.scaling == "1x16" else k,
+        A_COLUMNWISE=a.turned,
+        B_COLUMNWISE=b.turned,
+        HAS_BIAS=r.bias is not None,
+        **tile(target_of(c.device), a.scaling == "1x16"),
     )
     return c
+
+
+def multiplies_codes(target: Target, b_columnwise: bool) -> bool:
+    """Whether the tensor cores multiply MXFP8's codes. `mma.sync` wants the rows of b: turning columns takes more registers than there are."""
+    return target.has_block_scales and (target.has_tensor_memory or not b_columnwise)
+
+
+def _swizzled(x: Operand) -> torch.Tensor:
+    return swizzle_scales(x.scale_inv.t() if x.turned and x.scale_inv.dim() == 2 else x.scale_inv)
 
 
 def tile(target: Target, packed: bool) -> dict[str, int]:

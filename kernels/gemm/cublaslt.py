@@ -1,4 +1,4 @@
-"""The FP8 GEMMs of kernels/gemm/current.py and block.py by cuBLASLt, as torch calls it (torch._scaled_mm).
+"""Products with scales of tensors, and of blocks of 128, by cuBLASLt, as torch calls it (torch._scaled_mm).
 
     C[M, N] = round((A[M, K] @ B[N, K]^T) * (a_scale_inv * b_scale_inv) + bias[N])
     C[M, N] = round(sum over blocks kb of 128 k: (A_kb @ B_kb^T) * (a_scale_kb * b_scale_kb) + bias[N])
@@ -12,6 +12,8 @@ The call is an operation of its own in graphs: for torch's Inductor would time T
 from __future__ import annotations
 
 import torch
+
+from te_dynamo.kernels.gemm.request import Request
 
 _MULTIPLE = 16  # of the rows of A with scales of blocks, and of those of B: what torch asks for
 _K_MULTIPLE = 512  # with scales of blocks: torch asks for rows of scales without padding, cuBLASLt for multiples of 4
@@ -57,33 +59,13 @@ def can_use_cublaslt(m: int, n: int, k: int, blocks: bool) -> bool:
     return n % _MULTIPLE == 0 and not (blocks and (m % _MULTIPLE or k % _K_MULTIPLE))
 
 
-def gemm_cublaslt(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    """The module docstring's first C, of what `kernels/gemm/current.py:gemm` takes; on a CPU too."""
-    dtype = out_dtype if bias is None else torch.float32
-    c: torch.Tensor = SCALED_MM(a, b, a_scale_inv, b_scale_inv, dtype, fast_accum)
-    return c if bias is None else (c + bias.float()).to(out_dtype)
-
-
-def gemm_block_cublaslt(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    a_two_d: bool,
-    b_two_d: bool,
-) -> torch.Tensor:
-    """The second C, of what `kernels/gemm/block.py:gemm_block` takes, scales in fp32; on Hopper alone."""
-    blocks = -(-a.shape[1] // _BLOCK)
-    a_scale = a_scale_inv[:, :blocks] if a_two_d else a_scale_inv.t()
-    b_scale = b_scale_inv[:, :blocks].t() if b_two_d else b_scale_inv
-    return gemm_cublaslt(a, a_scale, b, b_scale, bias, out_dtype, False)
+def multiply_cublaslt(r: Request) -> torch.Tensor:
+    """The module docstring's C; on a CPU too with a tensor's scales. Those of blocks are in fp32, on Hopper alone."""
+    a_scale, b_scale = r.a.scale_inv, r.b.scale_inv
+    if r.scaling != "tensor":
+        blocks = -(-r.mnk[2] // _BLOCK)
+        a_scale = a_scale[:, :blocks] if r.a.scaling == "128x128" else a_scale.t()
+        b_scale = b_scale[:, :blocks].t() if r.b.scaling == "128x128" else b_scale
+    dtype = r.out_dtype if r.bias is None else torch.float32
+    c: torch.Tensor = SCALED_MM(r.a.codes, r.b.codes, a_scale, b_scale, dtype, r.fast)
+    return c if r.bias is None else (c + r.bias.float()).to(r.out_dtype)

@@ -1,4 +1,4 @@
-"""FP8 GEMM of a few rows, whose time is that of reading the weight: the product of kernels/gemm/current.py, its operands exchanged.
+"""FP8 GEMM of a few rows, whose time is that of reading the weight: the product of kernels/gemm/product.py, its operands exchanged.
 
     C[M, N] = round((B[N, K] @ A[M, K]^T)^T * (a_scale_inv * b_scale_inv[segment of n]) + bias[N])
 
@@ -6,7 +6,7 @@ The weight has the tensor core's 64 rows and A its columns, of which there may b
 do not exist. One tile a program, several programs a multiprocessor: what is in flight, not what is computed, decides. Loads
 are by pointers: making a tensor descriptor takes a program as long as reading some blocks.
 
-Bit for bit the other kernels with as many parts of K, and with B stacked by rows those of kernels/gemm/stacked.py.
+Bit for bit the other kernels with as many parts of K, and with B stacked by rows those of kernels/gemm/product.py.
 
 `gemm_decode_gated_kernel` is the same of gate and up, two segments of one width, with the amax of f(gate) * up of C's values, rounded
 as kernels/activation/gated.py rounds them. A program takes the same columns of both segments, in two products, so that one thread

@@ -3,7 +3,7 @@
     rows     C[m, N]    = round(sum over k of A[m, k] * 2^(ea[m, k/32] - 127) * B[g, n, k] * 2^(eb[g, n, k/32] - 127))    m in group g
     columns  C[g, N, K] = round(sum over the m of g of A[m, n] * 2^(ea[m/32, n] - 127) * B[m, k] * 2^(eb[m/32, k] - 127))    wgrad
 
-Group g is offs[g - 1] <= m < offs[g], as in kernels/gemm/grouped.py. Operands and scales are those of kernels/quantize/mxfp8.py, plain:
+Group g is offs[g - 1] <= m < offs[g], as in grouped_product.py. Operands and scales are those of kernels/quantize/mxfp8.py, plain:
 
     A of rows        [M, K], rowwise
     B of rows        [G N, K] rowwise, or if b_columnwise [G K, N] columnwise: a weight [G, N, K], or [G, K, N], of which each expert
@@ -11,7 +11,7 @@ Group g is offs[g - 1] <= m < offs[g], as in kernels/gemm/grouped.py. Operands a
     A, B of columns  [P, N], [P, K], columnwise: tokens in the padded order of kernels/tiles/groups.py
 
 One kernel for every GPU: where tensor cores apply no scales of blocks, Triton makes bf16 of both operands, which holds all their values.
-Where they do, it also multiplies blocks of 128, whose columns are held as rows of the transpose: the operands of grouped_block.py.
+Where they do, it also multiplies blocks of 128, whose columns are held as rows of the transpose: the operands of grouped_product.py.
 Scales are read one by one, because groups begin at any row of A and swizzled scales come in tiles of 128.
 """
 
@@ -20,164 +20,28 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.gemm.block_scales import load_operand, operand_descriptor
-from te_dynamo.kernels.gemm.current import store_result
-from te_dynamo.kernels.gemm.grouped import check_offsets, store_zeros_behind, swizzled
-from te_dynamo.kernels.gemm.grouped_block import check_weight
-from te_dynamo.kernels.gemm.mxfp8 import check_operands
-from te_dynamo.kernels.layouts.sizes import Size
-from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
+from te_dynamo.kernels.gemm.grouped_product import store_zeros_behind
+from te_dynamo.kernels.gemm.product import store_elements, tile_origin
+from te_dynamo.kernels.gemm.request import Request
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.target import Target, target_of
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.groups import group_bounds, padded_bounds, rows_of_tile, tiles_of_groups
-
-# --- checks and references ----------------------------------------------------------------------------------
+from te_dynamo.kernels.tiles.groups import rows_of_tile, tiles_of_groups
 
 
-def check_mxfp8_rows(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, b_columnwise: bool) -> None:
-    """Raises ValueError, saying what is wrong, for operands that `gemm_grouped_mxfp8` does not take."""
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        raise ValueError("te grouped gemm: e5m2 x e5m2 is not supported; hold one operand in e4m3")
-    check_offsets(offs)
-    check_weight(a, b.t() if b_columnwise else b, offs, b_columnwise)
-
-
-def check_mxfp8_columns(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> None:
-    """Raises ValueError, saying what is wrong, for operands that `gemm_grouped_mxfp8_columns` does not take."""
-    check_operands(a, b, None, True, True)
-    check_offsets(offs)
-
-
-def gemm_grouped_mxfp8_reference(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    b_columnwise: bool,
-) -> torch.Tensor:
-    """`gemm_grouped_mxfp8` in plain PyTorch on any device, products and sums in fp32."""
-    check_mxfp8_rows(a, b, offs, b_columnwise)
-    rows = dequantize_mxfp8_reference(a, a_scale_inv, False, torch.float32)
-    weights = dequantize_mxfp8_reference(b, b_scale_inv, b_columnwise, torch.float32).chunk(offs.shape[0])
-    c = torch.zeros(a.shape[0], _width(b, offs, b_columnwise), dtype=out_dtype, device=a.device)
-    for weight, (start, end) in zip(weights, group_bounds(offs, a.shape[0]), strict=True):
-        c[start:end] = rows[start:end] @ (weight if b_columnwise else weight.t())
+def multiply_groups(r: Request) -> torch.Tensor:
+    """C of a request by groups in MXFP8, on a CUDA device."""
+    c = r.empty()
+    launch(
+        gemm_grouped_mxfp8_kernel,
+        (gemm_multiprocessors(c.device),),
+        *(r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv, r.offs, c, *r.mnk, r.count),
+        **{"COLUMNS": r.groups == "columns", "A_TURNED": r.a.turned, "B_TURNED": r.b.turned, "B_DEEP": r.deep},
+        **{"GROUPS": triton.next_power_of_2(r.count), **tile(target_of(c.device))},
+    )
     return c
-
-
-def gemm_grouped_mxfp8_columns_reference(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """`gemm_grouped_mxfp8_columns` in plain PyTorch on any device, products and sums in fp32."""
-    check_mxfp8_columns(a, b, offs)
-    left = dequantize_mxfp8_reference(a, a_scale_inv, True, torch.float32)
-    right = dequantize_mxfp8_reference(b, b_scale_inv, True, torch.float32)
-    bounds = padded_bounds(offs, a.shape[0])
-    return torch.stack([(left[start:end].t() @ right[start:end]).to(out_dtype) for start, end in bounds])
-
-
-def _width(b: torch.Tensor, offs: torch.Tensor, b_columnwise: bool) -> int:
-    return b.shape[1] if b_columnwise else b.shape[0] // offs.shape[0]
-
-
-# --- launchers ----------------------------------------------------------------------------------------------
-
-
-def gemm_grouped_mxfp8(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    b_columnwise: bool,
-) -> torch.Tensor:
-    """The module docstring's C of groups of rows, [M, N] of `out_dtype`, on a CUDA device. Rows behind the last group are zero.
-
-    a [M, K], b [G N, K] or [G K, N]: float8, contiguous, K and N multiples of 16; not both e5m2. M may be symbolic.
-    a_scale_inv, b_scale_inv: plain uint8 E8M0 codes. offs [G]: int32, ascending, at most M.
-    Raises ValueError for anything else, `offs`' values excepted: offsets that are out of range are clamped.
-    """
-    check_mxfp8_rows(a, b, offs, b_columnwise)
-    return multiply_rows(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, b_columnwise, b_columnwise)
-
-
-def multiply_rows(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    b_turned: bool,
-    b_deep: bool,
-) -> torch.Tensor:
-    """`gemm_grouped_mxfp8` without checks. b_turned: b is held as [K, N]. b_deep: weights follow each other along K, not N."""
-    (m, k), groups = a.shape, offs.shape[0]
-    n = b.shape[1 if b_turned else 0] // (1 if b_deep else groups)
-    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    options = {"COLUMNS": False, "A_TURNED": False, "B_TURNED": b_turned, "B_DEEP": b_deep}
-    _launch(a, a_scale_inv, b, b_scale_inv, offs, c, (m, n, k), **options)
-    return c
-
-
-def gemm_grouped_mxfp8_columns(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The module docstring's C of groups of columns, [G, N, K] of `out_dtype`, on a CUDA device. An empty group's C is zero.
-
-    a [P, N], b [P, K]: float8, contiguous, N and K multiples of 16, P as `padded_rows` says and possibly symbolic; not both e5m2.
-    The rest is `gemm_grouped_mxfp8`'s; offs are those of the order without padding.
-    """
-    check_mxfp8_columns(a, b, offs)
-    return multiply_columns(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, True)
-
-
-def multiply_columns(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    turned: bool,
-) -> torch.Tensor:
-    """`gemm_grouped_mxfp8_columns` without checks. turned: a and b are held as [P, N] and [P, K], not as [N, P] and [K, P]."""
-    padded, n, k = a.shape[0 if turned else 1], *(x.shape[1 if turned else 0] for x in (a, b))
-    c = torch.empty((offs.shape[0], n, k), dtype=out_dtype, device=a.device)
-    options = {"COLUMNS": True, "A_TURNED": turned, "B_TURNED": turned, "B_DEEP": False}
-    _launch(a, a_scale_inv, b, b_scale_inv, offs, c, (n, k, padded), **options)
-    return c
-
-
-def _launch(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    c: torch.Tensor,
-    sizes: tuple[Size, ...],
-    **options: bool,
-) -> None:
-    groups, programs = offs.shape[0], gemm_multiprocessors(a.device)
-    arguments = (a, a_scale_inv, b, b_scale_inv, offs, c, *sizes, groups)
-    constants = {**options, "GROUPS": triton.next_power_of_2(groups), **tile(target_of(a.device))}
-    launch(gemm_grouped_mxfp8_kernel, (programs,), *arguments, **constants)
 
 
 def tile(target: Target) -> dict[str, int]:
@@ -234,8 +98,7 @@ def gemm_grouped_mxfp8_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
 
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n * (G if COLUMNS else 1), tl.num_programs(0)):
-        row_tile, column_tile = swizzled(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-        column = column_tile * BLOCK_N
+        row_tile, column, _ = tile_origin(tile % (tiles_m * tiles_n), tiles_m, tiles_n, 1, 1, BLOCK_N, GROUP_M)
         if COLUMNS:
             group = tile // (tiles_m * tiles_n)
             mine = tl.arange(0, GROUPS) == group
@@ -258,8 +121,8 @@ def gemm_grouped_mxfp8_kernel(
             total = tl.dot_scaled(x, x_scale, A_FORMAT, y.T, y_scale, B_FORMAT, total)
         # Left and right half one after the other: the addresses of a whole tile do not fit in registers beside it.
         left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_result(c, c, left, above + row, column, end, N, False)
-        store_result(c, c, right, above + row, column + BLOCK_N // 2, end, N, False)
+        store_elements(c, left, above + row, column, end, N)
+        store_elements(c, right, above + row, column + BLOCK_N // 2, end, N)
 
     if not COLUMNS:
         store_zeros_behind(c, tl.load(offs + G - 1), M, N)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from te_dynamo.kernels.gemm.block import gemm_block_with_tile
 from te_dynamo.kernels.gemm.choose import (
     CALL_US,
     Choice,
@@ -29,15 +28,10 @@ from te_dynamo.kernels.gemm.choose import (
     can_specialize,
     usual_tiles,
 )
-from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt, gemm_block_cublaslt, gemm_cublaslt
-from te_dynamo.kernels.gemm.current import gemm_with_tile
-from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_with_tile, gemm_grouped_with_tile
-from te_dynamo.kernels.gemm.grouped_block import gemm_grouped_block_columns_with_tile, gemm_grouped_block_with_tile
-from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
-from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
-from te_dynamo.kernels.gemm.stacked import gemm_stacked_with_tile
-from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
+from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt
+from te_dynamo.kernels.gemm.multiply import run
+from te_dynamo.kernels.gemm.request import Operand, Request
+from te_dynamo.kernels.gemm.tiles import Tile
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import compiling_only
@@ -89,83 +83,47 @@ def timed_us(product: Product, choices: list[Choice], device: torch.device) -> d
 
     Raises torch.OutOfMemoryError where there is no memory for the operands.
     """
-    operands = _operands(product, device)
-    runs = [(choice, functools.partial(_run, choice, product, operands)) for choice in choices]
+    request = _request(product, device)
+    runs = [(choice, functools.partial(run, choice, request)) for choice in choices]
     with compiling_only(), contextlib.suppress(Exception):  # at once, in compile_ahead.py's threads
-        for choice, run in runs:
+        for choice, product_of in runs:
             if choice.kernel != "cublaslt":
-                run()
+                product_of()
     times = {}
-    for choice, run in runs:
+    for choice, product_of in runs:
         # Triton, its compiler or cuBLASLt may refuse it: then it cannot run the product here.
         with contextlib.suppress(Exception):
-            times[choice] = 1000 * triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
+            times[choice] = 1000 * triton.testing.do_bench(product_of, warmup=10, rep=40, return_mode="median")
     return times
 
 
-def _operands(p: Product, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """(a, a_scale_inv, b, b_scale_inv), and offs of groups of one size."""
+def _request(p: Product, device: torch.device) -> Request:
+    """A plain product of random values, in bf16, by groups of one size."""
     generator = torch.Generator(device).manual_seed(0)  # the user's random numbers stay what they are
 
-    def codes(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator).to(torch.float8_e4m3fn)
+    def operand(rows: int, scaling: str, scales: int, experts: int = 0) -> Operand:
+        shape = (experts, rows, p.k) if experts and scaling == "tensor" else (max(experts, 1) * rows, p.k)
+        values = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+        size = (scales,) if scaling == "tensor" else scale_shape(shape[0], p.k, scaling == "128x128")
+        return Operand(values.to(torch.float8_e4m3fn), torch.ones(size, device=device), scaling)  # type: ignore[arg-type]
 
-    def scales(*shape: int) -> torch.Tensor:
-        return torch.ones(shape, dtype=torch.float32, device=device)
-
-    a, b = codes(p.m, p.k), codes(*([p.m_groups] if p.m_groups else []), p.n, p.k)
-    if p.scaling != "tensor":
-        b = b.flatten(0, -2)
-        a_scale, b_scale = (scale_shape(x.shape[0], p.k, two_d) for x, two_d in zip((a, b), _two_d(p), strict=True))
-        operands = (a, scales(*a_scale), b, scales(*b_scale))
-    else:
-        segments = len(p.stacking.segments)
-        a_scales = segments if p.stacking.along in ("M", "K") else 1
-        b_scales = p.m_groups or (segments if p.stacking.along in ("N", "K") else 1)
-        operands = (a, scales(a_scales), b, scales(b_scales))
-    groups = p.m_groups or p.k_groups
-    if not groups:
-        return operands
+    segments, groups = len(p.stacking.segments) or 1, p.m_groups or p.k_groups
+    a, b = {"1x128": ("1x128", "128x128"), "1x128 by 1x128": ("1x128",) * 2}.get(p.scaling, (p.scaling, "1x128"))
     ends = [(i + 1) * (p.m if p.m_groups else p.k) // groups for i in range(groups)]
-    return *operands, torch.tensor(ends, dtype=torch.int32, device=device)
-
-
-def _two_d(p: Product) -> tuple[bool, bool]:
-    """Whether a and b are held in blocks of 128x128."""
-    return p.scaling == "128x128", p.scaling == "1x128"
-
-
-def _run(choice: Choice, p: Product, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """C of a plain product, in bf16."""
-    tile, dtype, two_d = choice.tile, torch.bfloat16, _two_d(p)
-    if choice.kernel == "cublaslt" and p.scaling != "tensor":
-        return gemm_block_cublaslt(*operands, None, dtype, *two_d)
-    if choice.kernel == "cublaslt":
-        return gemm_cublaslt(*operands, None, dtype, p.fast_accum)
-    if choice.specialized:
-        c = torch.empty((*([p.k_groups] if p.k_groups else []), p.m, p.n), dtype=dtype, device=operands[0].device)
-        if p.k_groups:
-            columns_specialized_out(*operands, p.fast_accum, out=c)
-        elif p.scaling != "tensor":
-            gemm_block_specialized_out(*operands, b_two_d=two_d[1], out=c)
-        else:
-            gemm_specialized_out(*operands, fast=p.fast_accum, stacking=p.stacking, out=c)
-        return c
-    if p.stacking.along:
-        return gemm_stacked_with_tile(tile, *operands, None, dtype, p.stacking)
-    if isinstance(tile, DecodeTile):
-        return gemm_with_tile(tile, *operands, None, dtype)
-    if p.scaling != "tensor" and p.m_groups:
-        return gemm_grouped_block_with_tile(tile, *operands, dtype, two_d[1], False)
-    if p.scaling != "tensor" and p.k_groups:
-        return gemm_grouped_block_columns_with_tile(tile, *operands, dtype)
-    if p.m_groups:
-        return gemm_grouped_with_tile(tile, *operands, dtype)
-    if p.k_groups:
-        return gemm_grouped_columns_with_tile(tile, *operands, dtype)
-    if p.scaling != "tensor":
-        return gemm_block_with_tile(tile, *operands, None, dtype, *two_d)
-    return gemm_with_tile(tile, *operands, None, dtype)
+    return Request(
+        operand(p.m, a, segments if p.stacking.along in ("M", "K") else 1),
+        operand(
+            p.n,
+            b if a != "tensor" else a,
+            p.m_groups or (segments if p.stacking.along in ("N", "K") else 1),
+            p.m_groups,
+        ),
+        torch.bfloat16,
+        p.fast_accum,
+        stacking=p.stacking,
+        groups="rows" if p.m_groups else "columns" if p.k_groups else "",
+        offs=torch.tensor(ends, dtype=torch.int32, device=device) if groups else None,
+    )
 
 
 def facts(choices: Mapping[tuple[Product, Target], Choice]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_gated
 from te_dynamo.dialect.grouped import gemm_grouped_columns
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
-from te_dynamo.kernels.gemm.epilogue import gemm_add_specialized_out, is_aligned
+from te_dynamo.kernels.gemm.multiply import is_aligned
 from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out, stacked_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
@@ -66,11 +66,25 @@ class _Extern:
         return arguments[self.tensors + self.planned :]
 
 
+def _gemm_add_out(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *bias_and_addend: torch.Tensor,
+    fast: bool,
+    out: torch.Tensor,
+) -> None:
+    """te.gemm_add, written to out [M, N]; a bias, if any, and the addend, which may be out."""
+    *bias, addend = bias_and_addend
+    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, *bias, fast=fast, addend=addend, out=out)
+
+
 _EXTERNS = {
     gemm: _Extern("te_gemm", gemm_specialized_out, choose_for, lambda fast_accum: {"fast": fast_accum}),
     gemm_add: _Extern(
         "te_gemm_add",
-        gemm_add_specialized_out,
+        _gemm_add_out,
         lambda a, b, addend, fast_accum: choose_for(
             a, b, fast_accum, addend.dtype, epilogue="add", recorded=not is_aligned(addend)
         ),

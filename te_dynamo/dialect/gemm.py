@@ -4,21 +4,19 @@ With one scale a tensor: `te.gemm`, its forms that do more in the same launch. W
 Float8 block scaling, `te.gemm_mxfp8`, `te.gemm_nvfp4`. Those of groups of rows are grouped.py's.
 """
 
-from typing import Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Optional
 
 import torch
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import column_sums, plain
-from te_dynamo.kernels.gemm import block as block_kernels
-from te_dynamo.kernels.gemm import current as kernels
-from te_dynamo.kernels.gemm import epilogue as epilogue_kernels
-from te_dynamo.kernels.gemm import mxfp8 as mxfp8_kernels
-from te_dynamo.kernels.gemm import nvfp4 as nvfp4_kernels
 from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.specialized import gated as gated_kernels
+from te_dynamo.kernels.gemm.multiply import multiply, multiply_gated, multiply_with_amax
+from te_dynamo.kernels.gemm.reference import reference, reference_gated, reference_with_amax
+from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.quantize.current import PARTIALS
-from te_dynamo.kernels.runtime.target import target_of
+from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
 __all__ = [
     "add_bias",
@@ -34,7 +32,30 @@ __all__ = [
 ]
 
 
-@te_op(reference=kernels.gemm_reference, kernel=kernels.gemm)
+def runs(
+    request: Callable[..., Request], kernel: Callable[..., Any] = multiply, plain: Callable[..., Any] = reference
+) -> dict[str, Callable[..., Any]]:
+    """How `te_op` runs an operation whose arguments `request` reads."""
+    return {"reference": lambda *args: plain(request(*args)), "kernel": lambda *args: kernel(request(*args))}
+
+
+def tensor_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    along: str = "",
+    segments: Sequence[int] = (),
+) -> Request:
+    """The request of operands with one scale a tensor, or a segment."""
+    stacking = Stacking(along, tuple(segments)) if along or segments else NOT_STACKED
+    return Request(Operand(a, a_scale_inv), Operand(b, b_scale_inv), out_dtype, fast_accum, bias, stacking=stacking)
+
+
+@te_op(**runs(tensor_request))
 def gemm(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -48,7 +69,7 @@ def gemm(
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
-@te_op(reference=epilogue_kernels.gemm_amax_reference, kernel=epilogue_kernels.gemm_amax)
+@te_op(**runs(tensor_request, multiply_with_amax, reference_with_amax))
 def gemm_amax(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -62,7 +83,21 @@ def gemm_amax(
     return plain((a.shape[0], b.shape[0]), out_dtype, a), plain((PARTIALS,), torch.float32, a)
 
 
-@te_op(reference=epilogue_kernels.gemm_add_reference, kernel=epilogue_kernels.gemm_add)
+def sum_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    addend: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Request:
+    """The request of te.gemm_add."""
+    return Request(Operand(a, a_scale_inv), Operand(b, b_scale_inv), out_dtype, fast_accum, bias, addend)
+
+
+@te_op(**runs(sum_request))
 def gemm_add(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -77,7 +112,16 @@ def gemm_add(
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
-@te_op(reference=gated_kernels.gemm_gated_reference, kernel=gated_kernels.gemm_gated)
+def _gated(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, fast_accum: bool, gate: int, kind: str) -> Any:
+        return implementation(
+            tensor_request(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum), gate, kind
+        )
+
+    return run
+
+
+@te_op(reference=_gated(reference_gated), kernel=_gated(multiply_gated))
 def gemm_gated(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -94,7 +138,7 @@ def gemm_gated(
     return plain((a.shape[0], b.shape[0]), torch.bfloat16, a), plain((PARTIALS,), torch.float32, a)
 
 
-def _block_kernel(
+def block_request(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
@@ -103,14 +147,17 @@ def _block_kernel(
     out_dtype: torch.dtype,
     a_two_d: bool,
     b_two_d: bool,
-) -> torch.Tensor:
-    """E8M0 codes, of which four are equal, are MXFP8 as they are to tensor cores that know it."""
-    if a_scale_inv.dtype == torch.uint8 and target_of(a.device).has_block_scales:
-        return mxfp8_kernels.gemm_mxfp8(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, False, False)
-    return block_kernels.gemm_block(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, a_two_d, b_two_d)
+) -> Request:
+    sides = Operand(a, a_scale_inv, blocks(a_two_d)), Operand(b, b_scale_inv, blocks(b_two_d))
+    return Request(*sides, out_dtype, bias=bias)
 
 
-@te_op(reference=block_kernels.gemm_block_reference, kernel=_block_kernel)
+def blocks(two_d: bool) -> Literal["1x128", "128x128"]:
+    """What has one scale."""
+    return "128x128" if two_d else "1x128"
+
+
+@te_op(**runs(block_request))
 def gemm_block(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -128,7 +175,21 @@ def gemm_block(
     return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
-@te_op(reference=mxfp8_kernels.gemm_mxfp8_reference, kernel=mxfp8_kernels.gemm_mxfp8)
+def mxfp8_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    a_columnwise: bool,
+    b_columnwise: bool,
+) -> Request:
+    sides = Operand(a, a_scale_inv, "1x32", a_columnwise), Operand(b, b_scale_inv, "1x32", b_columnwise)
+    return Request(*sides, out_dtype, bias=bias)
+
+
+@te_op(**runs(mxfp8_request))
 def gemm_mxfp8(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -147,7 +208,21 @@ def gemm_mxfp8(
     return plain((m, n), out_dtype, a)
 
 
-@te_op(reference=nvfp4_kernels.gemm_nvfp4_reference, kernel=nvfp4_kernels.gemm_nvfp4)
+def nvfp4_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_amax: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_amax: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+) -> Request:
+    sides = Operand(a, a_scale_inv, "1x16", amax=a_amax), Operand(b, b_scale_inv, "1x16", amax=b_amax)
+    return Request(*sides, out_dtype, bias=bias)
+
+
+@te_op(**runs(nvfp4_request))
 def gemm_nvfp4(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

@@ -12,14 +12,13 @@ import torch
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import plain
+from te_dynamo.dialect.gemm import blocks, runs
 from te_dynamo.dialect.multiply import Operand
 from te_dynamo.dialect.quantize import Format
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.gemm import grouped as kernels
-from te_dynamo.kernels.gemm import grouped_block as block_kernels
-from te_dynamo.kernels.gemm import grouped_mxfp8 as mxfp8_kernels
+from te_dynamo.kernels.gemm.request import Operand as KernelOperand
+from te_dynamo.kernels.gemm.request import Request, check
 from te_dynamo.kernels.quantize import float8_block, mxfp8
-from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import (
@@ -122,10 +121,28 @@ def quantize_group_columns(x: torch.Tensor, offs: torch.Tensor, quantizer: Quant
     return columns_proto(proto, offs.shape[0], quantizer).create_buffers()
 
 
+def _fake(request: Request) -> torch.Tensor:
+    check(request)
+    return plain(request.shape, request.out_dtype, request.a.codes)
+
+
 # --- products -----------------------------------------------------------------------------------------------
 
 
-@te_op(reference=kernels.gemm_grouped_reference, kernel=kernels.gemm_grouped)
+def rows_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Request:
+    sides = KernelOperand(a, a_scale_inv), KernelOperand(b, b_scale_inv)
+    return Request(*sides, out_dtype, fast_accum, groups="rows", offs=offs)
+
+
+@te_op(**runs(rows_request))
 def gemm_grouped(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -136,11 +153,23 @@ def gemm_grouped(
     fast_accum: bool,
 ) -> torch.Tensor:
     """[M, N]: row m of group g is a[m, K] @ b[g, N, K]^T * (a_scale_inv * b_scale_inv[g]), zero behind the last group."""
-    kernels.check_rows(a, b, b_scale_inv, offs, out_dtype)
-    return plain((a.shape[0], b.shape[1]), out_dtype, a)
+    return _fake(rows_request(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, fast_accum))
 
 
-@te_op(reference=kernels.gemm_grouped_columns_reference, kernel=kernels.gemm_grouped_columns)
+def columns_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Request:
+    sides = KernelOperand(a, a_scale_inv), KernelOperand(b, b_scale_inv)
+    return Request(*sides, out_dtype, fast_accum, groups="columns", offs=offs)
+
+
+@te_op(**runs(columns_request))
 def gemm_grouped_columns(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -151,11 +180,10 @@ def gemm_grouped_columns(
     fast_accum: bool,
 ) -> torch.Tensor:
     """[G, N, K]: a[N, M] @ b[K, M]^T * (a_scale_inv * b_scale_inv) over the columns of each group; zero for an empty one."""
-    kernels.check_columns(a, b, offs, out_dtype)
-    return plain((offs.shape[0], a.shape[0], b.shape[0]), out_dtype, a)
+    return _fake(columns_request(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, fast_accum))
 
 
-def _block_kernel(
+def block_rows_request(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
@@ -164,29 +192,12 @@ def _block_kernel(
     out_dtype: torch.dtype,
     b_two_d: bool,
     b_columnwise: bool,
-) -> torch.Tensor:
-    """E8M0 codes, of which four are equal, are MXFP8 as they are to tensor cores that know it."""
-    operands = (a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
-    if a_scale_inv.dtype == torch.uint8 and target_of(a.device).has_block_scales:
-        return mxfp8_kernels.multiply_rows(*operands, b_turned=False, b_deep=b_columnwise)
-    return block_kernels.gemm_grouped_block(*operands, b_two_d, b_columnwise)
+) -> Request:
+    sides = KernelOperand(a, a_scale_inv, "1x128"), KernelOperand(b, b_scale_inv, blocks(b_two_d))
+    return Request(*sides, out_dtype, groups="rows", offs=offs, deep=b_columnwise)
 
 
-def _block_columns_kernel(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    operands = (a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
-    if a_scale_inv.dtype == torch.uint8 and target_of(a.device).has_block_scales:
-        return mxfp8_kernels.multiply_columns(*operands, turned=False)
-    return block_kernels.gemm_grouped_block_columns(*operands)
-
-
-@te_op(reference=block_kernels.gemm_grouped_block_reference, kernel=_block_kernel)
+@te_op(**runs(block_rows_request))
 def gemm_grouped_block(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -198,11 +209,22 @@ def gemm_grouped_block(
     b_columnwise: bool,
 ) -> torch.Tensor:
     """[M, N]: row m of group g is te.gemm_block of a[m, K] and b[g], b [G N, K] or, columnwise, [N, G K]; zero behind the last group."""
-    block_kernels.check_block_rows(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, b_two_d, b_columnwise)
-    return plain((a.shape[0], b.shape[0] // (1 if b_columnwise else offs.shape[0])), out_dtype, a)
+    return _fake(block_rows_request(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, b_two_d, b_columnwise))
 
 
-@te_op(reference=block_kernels.gemm_grouped_block_columns_reference, kernel=_block_columns_kernel)
+def block_columns_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> Request:
+    sides = KernelOperand(a, a_scale_inv, "1x128"), KernelOperand(b, b_scale_inv, "1x128")
+    return Request(*sides, out_dtype, groups="columns", offs=offs)
+
+
+@te_op(**runs(block_columns_request))
 def gemm_grouped_block_columns(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -212,11 +234,23 @@ def gemm_grouped_block_columns(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """[G, N, K]: te.gemm_block of the columns a [N, P] and b [K, P] of each group; zero for an empty one."""
-    block_kernels.check_block_columns(a, a_scale_inv, b, b_scale_inv, offs, out_dtype)
-    return plain((offs.shape[0], a.shape[0], b.shape[0]), out_dtype, a)
+    return _fake(block_columns_request(a, a_scale_inv, b, b_scale_inv, offs, out_dtype))
 
 
-@te_op(reference=mxfp8_kernels.gemm_grouped_mxfp8_reference, kernel=mxfp8_kernels.gemm_grouped_mxfp8)
+def mxfp8_rows_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    b_columnwise: bool,
+) -> Request:
+    sides = KernelOperand(a, a_scale_inv, "1x32"), KernelOperand(b, b_scale_inv, "1x32", b_columnwise)
+    return Request(*sides, out_dtype, groups="rows", offs=offs, deep=b_columnwise)
+
+
+@te_op(**runs(mxfp8_rows_request))
 def gemm_grouped_mxfp8(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -227,11 +261,22 @@ def gemm_grouped_mxfp8(
     b_columnwise: bool,
 ) -> torch.Tensor:
     """[M, N]: row m of group g is te.gemm_mxfp8 of a[m, K] and b[g], b [G N, K] or, columnwise, [G K, N]; zero behind the last group."""
-    mxfp8_kernels.check_mxfp8_rows(a, b, offs, b_columnwise)
-    return plain((a.shape[0], b.shape[1] if b_columnwise else b.shape[0] // offs.shape[0]), out_dtype, a)
+    return _fake(mxfp8_rows_request(a, a_scale_inv, b, b_scale_inv, offs, out_dtype, b_columnwise))
 
 
-@te_op(reference=mxfp8_kernels.gemm_grouped_mxfp8_columns_reference, kernel=mxfp8_kernels.gemm_grouped_mxfp8_columns)
+def mxfp8_columns_request(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> Request:
+    sides = KernelOperand(a, a_scale_inv, "1x32", True), KernelOperand(b, b_scale_inv, "1x32", True)
+    return Request(*sides, out_dtype, groups="columns", offs=offs)
+
+
+@te_op(**runs(mxfp8_columns_request))
 def gemm_grouped_mxfp8_columns(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -241,5 +286,4 @@ def gemm_grouped_mxfp8_columns(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """[G, N, K]: te.gemm_mxfp8 of the columns a [P, N] and b [P, K] of each group; zero for an empty one."""
-    mxfp8_kernels.check_mxfp8_columns(a, b, offs)
-    return plain((offs.shape[0], a.shape[1], b.shape[1]), out_dtype, a)
+    return _fake(mxfp8_columns_request(a, a_scale_inv, b, b_scale_inv, offs, out_dtype))

@@ -7,8 +7,8 @@ import torch
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import plain, quantized_stack
+from te_dynamo.dialect.gemm import runs, tensor_request
 from te_dynamo.dialect.quantize import takes_quantizer
-from te_dynamo.kernels.gemm import stacked as gemm_kernels
 from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
 from te_dynamo.kernels.quantize import current as kernels
@@ -50,7 +50,7 @@ def quantize_stacked_with_amaxes(
     return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
 
 
-@te_op(reference=gemm_kernels.gemm_stacked_reference, kernel=gemm_kernels.gemm_stacked)
+@te_op(**runs(tensor_request))
 def gemm_stacked(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

@@ -7,11 +7,10 @@ import itertools
 import pytest
 import torch
 from helpers.kernels.gemm_operands import relative_error
+from helpers.kernels.gemms import gemm_mxfp8, gemm_mxfp8_reference, gemm_nvfp4, gemm_nvfp4_reference
 from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.kernels.nvfp4_cases import BOTH, KINDS, OPTIONS, kernel, make, reference
 
-from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8, gemm_mxfp8_reference
-from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4, gemm_nvfp4_reference
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8, quantize_mxfp8_reference
 from te_dynamo.kernels.runtime.target import target_of
 

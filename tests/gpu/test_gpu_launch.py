@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_with_tile
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from te_dynamo.kernels.gemm.current import gemm_with_tile
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import TILES
 from te_dynamo.kernels.quantize.current import quantize

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
-from te_dynamo.kernels.gemm.tuned import _operands, _run, candidates
+from te_dynamo.kernels.gemm.multiply import run
+from te_dynamo.kernels.gemm.tuned import _request, candidates
 from te_dynamo.kernels.runtime.target import target_of
 
 pytestmark = pytest.mark.gpu
@@ -26,11 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _repeats_itself(choice: Choice, product: Product) -> None:
-    operands = _operands(product, torch.device("cuda"))
-    first = _run(choice, product, operands)
+    request = _request(product, torch.device("cuda"))
+    first = run(choice, request)
     assert first.isfinite().all()
     for time in range(TIMES - 1):
-        again = _run(choice, product, operands)
+        again = run(choice, request)
         assert torch.equal(first.view(torch.int16), again.view(torch.int16)), f"{choice}, time {time + 2}"
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.kernels.gemm_operands import operands
+from helpers.kernels.gemms import gemm_reference
 from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from helpers.slow import slow_but
 from torch import Tensor
-
-from te_dynamo.kernels.gemm.current import gemm_reference
 
 te = torch.ops.te
 BF16 = torch.bfloat16

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_reference
 from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from torch import Tensor, nn
 
-from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.tracing import named_in_profiles
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_reference
 from helpers.models.snapshot_models import SwigluMLP, calls_to_gemms_everywhere, capture_training, kernels_everywhere
 from torch import Tensor, nn
 
 from te_dynamo import backend
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.kernels.runtime.margin import current_sm_margin, gemm_multiprocessors, gemm_target, sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.extern import gemm as extern_gemm
@@ -22,7 +22,7 @@ from te_dynamo.options import Options
 from te_dynamo.testing import fake_cuda
 
 CUDA = torch.device("cuda")
-PERSISTENT = {"gemm_kernel", "gemm_stacked_kernel"}
+PERSISTENT = {"gemm_kernel"}
 
 
 def grids(**options: Any) -> list[tuple[str, int]]:
@@ -101,7 +101,7 @@ def test_calls_of_gluon_kernels_are_told(margins_of_calls: list[int]) -> None:
 
 def test_graphs_that_run_as_they_are_leave_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     margins = []
-    monkeypatch.setattr("te_dynamo.kernels.gemm.current.check_operands", lambda *_: margins.append(current_sm_margin()))
+    monkeypatch.setattr("te_dynamo.kernels.gemm.reference.check", lambda *_: margins.append(current_sm_margin()))
     x = torch.randn(16, 32, requires_grad=True)
     torch.compile(nn.Linear(32, 64), backend="te", options={"codegen": "eager", "sm_margin": 8})(x).sum().backward()
     assert margins and set(margins) == {8}

@@ -169,12 +169,12 @@ gemm_grouped_kernel -> c""",
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
-gemm_grouped_columns_kernel -> c
+gemm_grouped_kernel -> c
 gated_backward_amax_kernel -> gate_partials
 gated_backward_rows_kernel -> dy, scale_inv
 gemm_grouped_kernel -> c
 transpose_kernel -> transpose
-gemm_grouped_columns_kernel -> c""",
+gemm_grouped_kernel -> c""",
     )
 
 
@@ -215,12 +215,12 @@ return gemm_grouped_block_1, x, ends, quantize_1[2], quantize_1[3], gemm_grouped
         """\
 quantize_block_kernel -> transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv
-gemm_grouped_block_kernel -> c
+gemm_grouped_kernel -> c
 quantize_block_kernel -> transpose, columnwise_scale_inv
-gemm_grouped_block_columns_kernel -> c
+gemm_grouped_kernel -> c
 quantize_block_kernel -> data, scale_inv
 quantize_block_kernel -> transpose, columnwise_scale_inv
-gemm_grouped_block_kernel -> c
+gemm_grouped_kernel -> c
 quantize_block_kernel -> transpose, columnwise_scale_inv
-gemm_grouped_block_columns_kernel -> c""",
+gemm_grouped_kernel -> c""",
     )

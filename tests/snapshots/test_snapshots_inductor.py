@@ -107,7 +107,7 @@ norm_rows_kernel -> rstd, partials
 norm_cast_kernel -> data, transpose, scale_inv
 quantize_amaxes_kernel -> partials
 quantize_stacked_kernel -> data, transpose, scale_inv
-gemm_stacked_kernel -> c
+gemm_kernel -> c
 gated_amax_kernel -> partials
 gated_write_kernel -> data, transpose, scale_inv
 quantize_cast_kernel -> data, transpose, scale_inv
@@ -125,9 +125,9 @@ quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
 gated_backward_amax_kernel -> gate_partials, up_partials
 gated_backward_rows_kernel -> dy, scale_inv
-gemm_stacked_kernel -> c
+gemm_kernel -> c
 transpose_kernel -> transpose
-gemm_stacked_kernel -> c
+gemm_kernel -> c
 gemm_kernel -> c""",
     )
 
@@ -141,7 +141,7 @@ norm_rows_kernel -> rstd, partials
 norm_cast_kernel -> data, scale_inv
 quantize_amaxes_kernel -> partials
 quantize_stacked_kernel -> data, scale_inv
-gemm_stacked_kernel -> c
+gemm_kernel -> c
 gated_amax_kernel -> partials
 gated_write_kernel -> data, scale_inv
 quantize_few_kernel -> data, scale_inv

@@ -182,20 +182,20 @@ def test_launches_of_block_scaling() -> None:
         """\
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
-gemm_block_kernel -> c
+gemm_kernel -> c
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
-gemm_block_kernel -> c""",
+gemm_kernel -> c""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
-gemm_block_kernel -> c
+gemm_kernel -> c
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
-gemm_block_kernel -> c
-gemm_block_kernel -> c
-gemm_block_kernel -> c""",
+gemm_kernel -> c
+gemm_kernel -> c
+gemm_kernel -> c""",
     )
 
 
@@ -207,10 +207,10 @@ def test_launches_of_mxfp8_with_one_scale_for_128_values() -> None:
         """\
 quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
 quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
-gemm_block_kernel -> c
+gemm_kernel -> c
 quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
 quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
-gemm_block_kernel -> c""",
+gemm_kernel -> c""",
     )
 
 

@@ -93,11 +93,11 @@ def test_b200() -> None:
     assert_expected_inline(
         gemms(step("b200")),
         """\
-  gemm_stacked_kernel: 4096x16384x4096 by 148 programs, fast 256x128x128
+  gemm_kernel: 4096x16384x4096 by 148 programs, fast 256x128x128
   gemm_kernel: 4096x4096x8192 by 148 programs, fast 128x128x128
   gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128
-  gemm_stacked_kernel: 4096x4096x16384 by 148 programs, fast 128x128x128
-  gemm_stacked_kernel: 16384x4096x4096 by 148 programs, fast 256x128x128
+  gemm_kernel: 4096x4096x16384 by 148 programs, fast 128x128x128
+  gemm_kernel: 16384x4096x4096 by 148 programs, fast 256x128x128
   gemm_kernel: 4096x8192x4096 by 148 programs, fast 256x128x128""",
     )
 
@@ -127,7 +127,7 @@ lower.forward:
   norm_cast_kernel
   quantize_amaxes_kernel
   quantize_stacked_kernel
-  gemm_stacked_kernel: 4096x16384x4096 by 142 programs, slow 128x128x128
+  gemm_kernel: 4096x16384x4096 by 142 programs, slow 128x128x128
   gated_amax_kernel
   gated_write_kernel
   quantize_cast_kernel
@@ -137,9 +137,9 @@ lower.backward:
   quantize_cast_kernel
   gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128
   quantize_stacked_kernel
-  gemm_stacked_kernel: 4096x4096x16384 by 142 programs, slow 128x128x128
+  gemm_kernel: 4096x4096x16384 by 142 programs, slow 128x128x128
   transpose_kernel
-  gemm_stacked_kernel: 16384x4096x4096 by 142 programs, slow 128x128x128
+  gemm_kernel: 16384x4096x4096 by 142 programs, slow 128x128x128
   gemm_kernel: 4096x8192x4096 by 142 programs, slow 128x128x128""",
     )
 

@@ -1,4 +1,4 @@
-"""The block-scaled FP8 GEMM of kernels/gemm/block.py for large products on Hopper, by warps that each do one thing.
+"""The block-scaled FP8 GEMM of kernels/gemm/product.py for large products on Hopper, by warps that each do one thing.
 
 As kernels/gemm/specialized/current.py (in Gluon; what both are made of is in ring.py), with scales: the copying warp brings those of
 a tile's 256 rows, and of its 128 columns where B has one a row, with each block of 128 k. B's one scale for 128x128 is loaded a
@@ -50,7 +50,7 @@ def gemm_block_specialized_out(
     b_two_d: bool,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels/gemm/block.py`'s C of a [M, K], which is 1D, and b [N, K] to out [M, N]; N a multiple of 8.
+    """Writes `kernels/gemm/product.py`'s C of a [M, K], which is 1D, and b [N, K] to out [M, N]; N a multiple of 8.
 
     Checks nothing.
     """
@@ -98,7 +98,7 @@ def gemm_block_specialized_kernel(
     BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm/block.py for the equation."""
+    """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm/product.py for the equation."""
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, 128)
     result_of = make_result(c, M, N, BLOCK_M // (2 * GROUPS), BLOCK_N // 2)
     a_scales = _make_scales(a_scale_inv, M, K, STAGES, BLOCK_M)

@@ -1,9 +1,9 @@
-"""The FP8 GEMM of kernels/gemm/current.py for large products on Hopper, by warps that each do one thing.
+"""The FP8 GEMM of kernels/gemm/product.py for large products on Hopper, by warps that each do one thing.
 
 One warp copies, two groups of warps multiply (ring.py). It is written in Gluon, and equals the other kernel bit for bit.
 With slow accumulation a group multiplies two products of 64 x 128, one below the other, and one group adds while the other
 multiplies. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads
-a sixth less from shared memory, which a GPU at its power limit runs faster by. Operands may be stacked (kernels/gemm/stacked.py).
+a sixth less from shared memory, which a GPU at its power limit runs faster by. Operands may be stacked (kernels/gemm/product.py).
 
 Inductor writes launches of Triton-language kernels only; lowering/extern/gemm.py makes its code call `gemm_specialized_out`.
 A call costs the CPU more than such a launch does, so kernels/gemm/choose.py takes this kernel for large products only.
@@ -53,10 +53,10 @@ def gemm_specialized_out(
     addend: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels/gemm/current.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
+    """Writes `kernels/gemm/product.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8.
 
-    fast: by fast accumulation. stacking: of operands as kernels/gemm/stacked.py takes them. Checks nothing.
-    addend: None, or what is added to C as kernels/gemm/epilogue.py does; of two bytes an element, not stacked. It may be out.
+    fast: by fast accumulation. stacking: of operands as kernels/gemm/product.py takes them. Checks nothing.
+    addend: None, or what is added to C as kernels/gemm/product.py does; of two bytes an element, not stacked. It may be out.
     """
     (m, k), n = a.shape, b.shape[0]
     bias_or_any = a_scale_inv if bias is None else bias
@@ -77,7 +77,7 @@ def stacked_specialized_out(
     segments: Sequence[int],
     out: torch.Tensor,
 ) -> None:
-    """Writes `kernels/gemm/stacked.py`'s C to out [M, N], N a multiple of 8. Checks nothing."""
+    """Writes `kernels/gemm/product.py`'s C to out [M, N], N a multiple of 8. Checks nothing."""
     stacking = _stacking(along, tuple(segments))
     gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias, fast=fast, stacking=stacking, out=out)
 
@@ -129,7 +129,7 @@ def gemm_specialized_kernel(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm/current.py, and of stacked operands stacked.py, for the equation."""
+    """C [M, N] from a [M, K] and b [N, K]; see kernels/gemm/product.py, and of stacked operands stacked.py, for the equation."""
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)
     PART_M: gl.constexpr = BLOCK_M // GROUPS if FAST else BLOCK_M // (2 * GROUPS)
     PART_N: gl.constexpr = BLOCK_N // 2 if FAST else BLOCK_N
@@ -352,7 +352,7 @@ def _segment_at(position, EDGE_1: gl.constexpr, EDGE_2: gl.constexpr):
 
 @gluon.jit
 def _ranked_segment(rank: gl.constexpr, scales, K, SEGMENTS: gl.constexpr, EDGE_1: gl.constexpr, EDGE_2: gl.constexpr):
-    """(first k, last k + 1, scale) of the segment of that rank by scale, the smallest first: see kernels/gemm/stacked.py."""
+    """(first k, last k + 1, scale) of the segment of that rank by scale, the smallest first: see kernels/gemm/product.py."""
     one = gl.load(scales[0]) * gl.load(scales[1])
     two = gl.load(scales[0] + 1) * gl.load(scales[1] + 1)
     if SEGMENTS == 2:

@@ -1,7 +1,6 @@
 """The FP8 GEMM of gate and up in one kernel with the amax of f(gate) * up, for large products on Hopper.
 
-    C = gemm_stacked along N of two segments of one width: gate | up, or up | gate
-    amax = max |f(gate) * up| of C's values, the product rounded to C's dtype as kernels/activation/gated.py rounds it
+    C and amax: kernels/gemm/gated.py's
 
 The ring, the groups of warps and the sums are kernels/gemm/specialized/current.py's, so C has its bits. A tile of B is two pieces,
 the same columns of the one segment and of the other: the thread that holds an element of gate holds that of up as well.
@@ -19,9 +18,6 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.activation.activation import activate
-from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, check_kind, gated_partial_amaxes, gated_reference
-from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.decode import launch_gated_decode
 from te_dynamo.kernels.gemm.specialized.current import accumulate, scale_and_shift
 from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
@@ -35,78 +31,13 @@ from te_dynamo.kernels.gemm.specialized.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.stacked import check_stack, gemm_stacked, gemm_stacked_reference
-from te_dynamo.kernels.gemm.tiles import DecodeTile, specialized_tile, stages_that_fit
+from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
-from te_dynamo.kernels.runtime.launch import is_recording, launch_prepared
+from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.prepared import Prepared
 from te_dynamo.kernels.tiles.fp8 import abs_bits
-
-
-def gemm_gated(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    fast_accum: bool,
-    gate: int,
-    kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(C bf16 [M, N], fp32 [PARTIALS] whose maximum is the amax): the module docstring's, on a CUDA device.
-
-    a [M, K], a_scale_inv fp32 [1]; b [N, K], two tensors of N / 2 rows one below the other, b_scale_inv fp32 [2]: as
-    `gemm_stacked` takes them, ValueError where it raises one. gate: which half of b is the gate's, 0 or 1; kind: f's. ValueError
-    for another gate or kind.
-    For a few rows kernels/gemm/decode.py's kernel; where neither is the fastest, `gemm_stacked` and a pass over C. The
-    bits are the same.
-    """
-    width = _checked_width(b, gate, kind)
-    stacking = check_stack(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, "N", (width, width))
-    choice = choose_for(a, b, fast_accum, torch.bfloat16, epilogue="gated", stacking=stacking, recorded=is_recording())
-    if choice.specialized:
-        return gemm_gated_specialized(a, a_scale_inv, b, b_scale_inv, fast_accum, gate, kind)
-    if choice.fused and isinstance(choice.tile, DecodeTile):
-        c = torch.empty((a.shape[0], 2 * width), dtype=torch.bfloat16, device=a.device)
-        partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)
-        launch_gated_decode(choice.tile, a, a_scale_inv, b, b_scale_inv, gate, kind, c, partials)
-        return c, partials
-    c = gemm_stacked(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum, "N", (width, width))
-    return c, gated_partial_amaxes(*_halves(c, gate), kind)
-
-
-def gemm_gated_reference(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    fast_accum: bool,
-    gate: int,
-    kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemm_gated` in plain PyTorch on any device; all its partial amaxes are the amax."""
-    width = _checked_width(b, gate, kind)
-    c = gemm_stacked_reference(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum, "N", (width, width))
-    partials = torch.zeros(PARTIALS, dtype=torch.float32, device=a.device)
-    if c.numel():
-        partials += gated_reference(*_halves(c, gate), kind).abs().amax()
-    return c, partials
-
-
-def _checked_width(b: torch.Tensor, gate: int, kind: str) -> int:
-    """The rows of half of b; ValueError for a b, a gate or a kind that is not meant."""
-    check_kind(kind, BOUNDED_KINDS)
-    if gate not in (0, 1):
-        raise ValueError(f"te gemm_gated: gate must be the gate's half of b, 0 or 1, got {gate}")
-    if b.shape[0] % 2:
-        raise ValueError(f"te gemm_gated: expected b of two halves, got {b.shape[0]} rows")
-    return b.shape[0] // 2
-
-
-def _halves(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
-    left, right = c[:, : c.shape[1] // 2], c[:, c.shape[1] // 2 :]
-    return (left, right) if gate == 0 else (right, left)
 
 
 def gemm_gated_specialized(
@@ -118,7 +49,7 @@ def gemm_gated_specialized(
     gate: int,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemm_gated` by the module's kernel; checks nothing."""
+    """(C bf16 [M, N], fp32 [PARTIALS] whose maximum is the amax), by the module's kernel; checks nothing."""
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
     c = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=a.device)

@@ -1,4 +1,4 @@
-"""The wgrad of kernels/gemm/grouped.py for large experts on Hopper, by warps that each do one thing.
+"""The wgrad of kernels/gemm/grouped_product.py for large experts on Hopper, by warps that each do one thing.
 
     C[g, N, K] = round((A[N, m] @ B[K, m]^T) * (a_scale_inv * b_scale_inv))        sum over the m of group g
 

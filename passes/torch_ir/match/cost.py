@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_dynamo.kernels.gemm.block_scales import multiplies_codes
 from te_dynamo.kernels.gemm.choose import Product, product_us
-from te_dynamo.kernels.gemm.mxfp8 import multiplies_codes
 from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
 from te_dynamo.passes.torch_ir.match.values import dtype_name

@@ -209,12 +209,12 @@ CASES: dict[str, Case] = {
     "gemm_stacked": (
         te.gemm_stacked,
         lambda: (f8(16, 64), f32(1), f8(384, 64), f32(2), None, torch.bfloat16, True, "N", [128, 256]),
-        "gemm_stacked_kernel -> c",
+        "gemm_kernel -> c",
     ),
     "gemm_gated": (
         te.gemm_gated,
         lambda: (f8(16, 64), f32(1), f8(256, 64), f32(2), True, 1, "silu"),
-        "gemm_stacked_kernel -> c\ngated_amax_kernel -> partials",
+        "gemm_kernel -> c\ngated_amax_kernel -> partials",
     ),
     "gemm_grouped": (
         te.gemm_grouped,
@@ -224,17 +224,17 @@ CASES: dict[str, Case] = {
     "gemm_grouped_columns": (
         te.gemm_grouped_columns,
         lambda: (f8(64, 32), f32(1), f8(128, 32), f32(1), offsets(), torch.bfloat16, False),
-        "gemm_grouped_columns_kernel -> c",
+        "gemm_grouped_kernel -> c",
     ),
     "gemm_grouped_block": (
         te.gemm_grouped_block,
         lambda: (f8(19, 64), f32(1, 20), f8(384, 64), f32(3, 4), offsets(), torch.bfloat16, True, False),
-        "gemm_grouped_block_kernel -> c",
+        "gemm_grouped_kernel -> c",
     ),
     "gemm_grouped_block_columns": (
         te.gemm_grouped_block_columns,
         lambda: (f8(64, 384), f32(3, 64), f8(128, 384), f32(3, 128), offsets(), torch.bfloat16),
-        "gemm_grouped_block_columns_kernel -> c",
+        "gemm_grouped_kernel -> c",
     ),
     "gemm_grouped_mxfp8": (
         te.gemm_grouped_mxfp8,
@@ -359,12 +359,12 @@ CASES: dict[str, Case] = {
     "gemm_block": (
         te.gemm_block,
         lambda: (f8(19, 64), f32(1, 20), f8(32, 64), f32(1, 4), bf16(32), torch.bfloat16, False, True),
-        "gemm_block_kernel -> c",
+        "gemm_kernel -> c",
     ),
     "gemm_block_e8m0": (
         te.gemm_block,
         lambda: (f8(19, 64), u8(128, 4), f8(32, 64), u8(128, 4), None, torch.bfloat16, False, False),
-        "gemm_block_kernel -> c",
+        "gemm_kernel -> c",
     ),
     "gemm_mxfp8": (
         te.gemm_mxfp8,

@@ -6,12 +6,20 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+from helpers.kernels import gemms
 from helpers.kernels.gemm_operands import relative_error
 from helpers.kernels.grouped_operands import offsets
 from helpers.kernels.kernel_cases import assert_same_bits
 from torch.testing import assert_close
 
-from te_dynamo.kernels.gemm import grouped_block, grouped_mxfp8
+from te_dynamo.dialect.grouped import (
+    block_columns_request,
+    block_rows_request,
+    mxfp8_columns_request,
+    mxfp8_rows_request,
+)
+from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
+from te_dynamo.kernels.gemm.reference import reference
 from te_dynamo.kernels.gemm.tiles import Tile
 from te_dynamo.kernels.quantize.float8_block import (
     quantize_block_columns,
@@ -60,13 +68,13 @@ def check_block(
         for rows, of_weight, by_columns in ((x, (data, scales), False), (dy, (turned, turned_scales), True)):
             operands = *quantize_block_reference(rows, E4M3, True, False, False, True, 0.0), *of_weight, offs
             form = torch.float32, two_d, by_columns
-            want = grouped_block.gemm_grouped_block_reference(*operands, *form)
-            assert_near(grouped_block.gemm_grouped_block_with_tile(tile, *operands, *form), want)
+            want = gemms.gemm_grouped_block_reference(*operands, *form)
+            assert_near(gemms.gemm_grouped_block_with_tile(tile, *operands, *form), want)
     columns = [t for rows in (dy, x) for t in quantize_block_columns_reference(rows, offs, E4M3, True, 0.0)]
     codes = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, 128)]
     for operands, tile in itertools.product((columns, codes), tiles_of(False)):
-        want = grouped_block.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
-        assert_near(grouped_block.gemm_grouped_block_columns_with_tile(tile, *operands, offs, torch.float32), want)
+        want = gemms.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
+        assert_near(gemms.gemm_grouped_block_columns_with_tile(tile, *operands, offs, torch.float32), want)
 
 
 def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> None:
@@ -74,19 +82,15 @@ def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: t
         row, row_scales, column, column_scales = quantize_mxfp8_reference(weight, E4M3, True, True, block)
         for rows, of_weight, by_columns in ((x, (row, row_scales), False), (dy, (column, column_scales), True)):
             operands = *quantize_mxfp8_reference(rows, E4M3, True, False, block), *of_weight, offs, torch.float32
-            got = grouped_mxfp8.multiply_rows(*operands, by_columns and block == 32, by_columns)
             if block == 32:
-                want = grouped_mxfp8.gemm_grouped_mxfp8_reference(*operands, by_columns)
+                request = mxfp8_rows_request(*operands, by_columns)
             else:
-                want = grouped_block.gemm_grouped_block_reference(*operands, False, by_columns)
-            assert_near(got, want)
+                request = block_rows_request(*operands, False, by_columns)
+            assert_near(multiply_groups(request), reference(request))
         operands = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, block)]
-        got = grouped_mxfp8.multiply_columns(*operands, offs, torch.float32, block == 32)
-        if block == 32:
-            want = grouped_mxfp8.gemm_grouped_mxfp8_columns_reference(*operands, offs, torch.float32)
-        else:
-            want = grouped_block.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
-        assert_near(got, want)
+        columns = mxfp8_columns_request if block == 32 else block_columns_request
+        request = columns(*operands, offs, torch.float32)
+        assert_near(multiply_groups(request), reference(request))
 
 
 def check_columns(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> None:

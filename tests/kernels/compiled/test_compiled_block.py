@@ -18,13 +18,15 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.gemm.block import block_kernel_options, gemm_block_kernel
+from te_dynamo.kernels.gemm.multiply import gemm_options
+from te_dynamo.kernels.gemm.product import gemm_kernel
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.float8_block import block_tile, quantize_block
 from te_dynamo.kernels.runtime.compiled_code import PtxReport
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.fp8 import cast_launches
+from te_dynamo.kernels.tiles.stacking import NOT_STACKED
 
 E4M3 = torch.float8_e4m3fn
 TORCH_TYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
@@ -101,13 +103,22 @@ def gemm_case(
 ) -> Case:
     return Case(
         name=f"{tile.name} {two_d=} {scales} {out} {bias=} {n=} sm_{capability}",
-        kernel=gemm_block_kernel,
+        kernel=gemm_kernel,
         args={
-            **{"a": "*fp8e4nv", "a_scale_inv": scales, "b": "*fp8e4nv", "b_scale_inv": scales, "bias": "*bf16"},
+            **{"a": "*fp8e4nv", "a_scale_inv": scales, "b": "*fp8e4nv", "b_scale_inv": scales},
+            **({"bias": "*bf16"} if bias else {}),
             **{"c": "*fp32" if tile.split_k > 1 else out, "M": "i32", "N": "i32", "K": "i32"},
         },
-        constants=block_kernel_options(tile, n, bias, *two_d),
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", *(("N",) if n % 16 == 0 else ())),
+        constants={
+            "addend": None,
+            **({} if bias else {"bias": None}),
+            **gemm_options(tile, n, " ".join("128x128" if wide else "1x128" for wide in two_d), NOT_STACKED),
+        },
+        aligned=(
+            *("a", "a_scale_inv", "b", "b_scale_inv", "c", "K"),
+            *(("bias",) if bias else ()),
+            *(("N",) if n % 16 == 0 else ()),
+        ),
         has=("wgmma.mma_async", "fma.rn.f32") if capability == 90 else ("tcgen05.mma", "fma.rn.f32"),
         writes=("c",),
         capability=capability,

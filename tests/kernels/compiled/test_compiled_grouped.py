@@ -16,7 +16,8 @@ from helpers.kernels.compiled_cases import (
     written,
 )
 
-from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns_kernel, gemm_grouped_kernel, grouped_options
+from te_dynamo.kernels.gemm.grouped_product import gemm_grouped_kernel
+from te_dynamo.kernels.gemm.multiply import grouped_options
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile
 
 MIXES = {
@@ -30,12 +31,12 @@ def gemm_case(
     tile: Tile, columns: bool, mix: str, out_dtype: torch.dtype, width: int = 4096, capability: int = 90
 ) -> Case:
     a, b = MIXES[mix]
-    aligned = ("a", "a_scale_inv", "b", "b_scale_inv", "offs", "c") + (("M", "N") if columns else ("K",))
-    aligned += (("K",) if columns else ("N",)) if width % 16 == 0 else ()
+    aligned = ("a", "a_scale_inv", "b", "b_scale_inv", "offs", "c") + (("M", "K") if columns else ("K",))
+    aligned += ("N",) if width % 16 == 0 else ()
     name = "columns" if columns else "rows"
     return Case(
         name=f"gemm_grouped {name} {tile.name} {mix} {out_dtype} {width} sm_{capability}",
-        kernel=gemm_grouped_columns_kernel if columns else gemm_grouped_kernel,
+        kernel=gemm_grouped_kernel,
         args={
             **{
                 "a": a,
@@ -47,7 +48,7 @@ def gemm_case(
             },
             **{"M": "i32", "N": "i32", "K": "i32", "G": "i32"},
         },
-        constants={**grouped_options(tile, width), **({} if columns else {"GROUPS": 64})},
+        constants=grouped_options(tile, width, 64, "tensor", columns),
         aligned=aligned,
         has=(f".f32.{mix}", "wgmma.mma_async", "cp.async.bulk.tensor") if capability == 90 else ("tcgen05.mma",),
         lacks=("fma.",),

@@ -22,9 +22,11 @@ from helpers.kernels.compiled_cases import (
 from helpers.oracles.fp8_merges import unwritten_merges
 from helpers.slow import slow_but
 
-from te_dynamo.kernels.gemm.current import gemm_kernel, gemm_reduce_kernel, kernel_options
+from te_dynamo.kernels.gemm.multiply import gemm_options
+from te_dynamo.kernels.gemm.product import gemm_kernel, gemm_reduce_kernel
 from te_dynamo.kernels.gemm.tiles import TILES, Tile, choose_tile
 from te_dynamo.kernels.runtime.compiled_code import compile_for
+from te_dynamo.kernels.tiles.stacking import NOT_STACKED
 
 # -- gemm ------------------------------------------------------------------------------------------
 
@@ -59,11 +61,16 @@ def gemm_case(tile: Tile, mix: str, out_dtype: torch.dtype, bias: bool, n: int, 
         name=f"gemm {tile.name} {mix} {out_dtype} {bias=} {n=} sm_{capability}",
         kernel=gemm_kernel,
         args={
-            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "bias": "*bf16", "c": c},
+            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "c": c},
+            **({"bias": "*bf16"} if bias else {}),
             **{"M": "i32", "N": "i32", "K": "i32"},
         },
-        constants={"addend": None, **kernel_options(tile, n, bias)},
-        aligned=multiples,
+        constants={
+            "addend": None,
+            **({} if bias else {"bias": None}),
+            **gemm_options(tile, n, "tensor", NOT_STACKED),
+        },
+        aligned=multiples if bias else tuple(name for name in multiples if name != "bias"),
         has=(f".f32.{mix}", "wgmma.mma_async") if capability == 90 else ("tcgen05.mma",),
         # A contracted multiply-add would make a fused bias differ from an addition of its own.
         lacks=("fma.",),

@@ -17,6 +17,7 @@ from helpers.kernels.compiled_cases import (
     padded_order_arguments,
     written,
 )
+from helpers.kernels.gemms import gemm_mxfp8
 from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -25,7 +26,6 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8
 from te_dynamo.kernels.quantize import mxfp8
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.fp8 import cast_launches

@@ -11,13 +11,13 @@ import pytest
 import torch
 import triton
 from helpers.kernels.compiled_cases import Case, HopperDriver, compile_case, written
+from helpers.kernels.gemms import gemm_nvfp4
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4
 from te_dynamo.kernels.quantize import nvfp4, nvfp4_kernels
 from te_dynamo.kernels.quantize.current import PARTIALS
 

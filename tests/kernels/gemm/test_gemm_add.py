@@ -12,19 +12,21 @@ import types
 import pytest
 import torch
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, operands
-from helpers.kernels.interpreter_process import run_in_interpreter
-
-from te_dynamo.kernels.gemm import current as gemm_kernels
-from te_dynamo.kernels.gemm import decode as decode_kernels
-from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile, kernel_options
-from te_dynamo.kernels.gemm.decode import decode_options
-from te_dynamo.kernels.gemm.epilogue import (
+from helpers.kernels.gemms import (
+    gemm,
     gemm_add,
     gemm_add_in_place,
     gemm_add_reference,
-    gemm_add_specialized_out,
+    gemm_reference,
+    gemm_with_tile,
 )
+from helpers.kernels.interpreter_process import run_in_interpreter
+
+from te_dynamo.kernels.gemm import decode as decode_kernels
+from te_dynamo.kernels.gemm import product as gemm_kernels
+from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.decode import decode_options
+from te_dynamo.kernels.gemm.multiply import gemm_options
 from te_dynamo.kernels.gemm.specialized.current import (
     gemm_specialized_kernel,
     gemm_specialized_out,
@@ -32,6 +34,7 @@ from te_dynamo.kernels.gemm.specialized.current import (
 )
 from te_dynamo.kernels.gemm.tiles import TILES, DecodeTile, Tile, choose_decode_tile, choose_tile
 from te_dynamo.kernels.runtime.target import TARGETS
+from te_dynamo.kernels.tiles.stacking import NOT_STACKED
 
 
 def addend_of(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -54,7 +57,7 @@ def test_reference_rounds_the_product_first(dtype: torch.dtype) -> None:
 def test_an_addend_of_another_shape_or_dtype_is_an_error(addend: torch.Tensor) -> None:
     a, sa, b, sb, _ = operands(96, 64, 128)
     for function in (gemm_add, gemm_add_in_place, gemm_add_reference):
-        with pytest.raises(ValueError, match=r"te gemm_add: expected addend \(96, 64\) of torch.bfloat16, got"):
+        with pytest.raises(ValueError, match=r"te gemm: expected addend \(96, 64\) of torch.bfloat16, got"):
             function(a, sa, b, sb, None, addend, torch.bfloat16, True)
 
 
@@ -129,7 +132,7 @@ def test_machine_code_of_the_tiles(dtype: torch.dtype) -> None:
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     for tile in tiles(dtype):
-        options = kernel_options(tile, 1024, True)
+        options = gemm_options(tile, 1024, "tensor", NOT_STACKED)
         how = {name: options.pop(name) for name in ("num_warps", "num_stages")}
         types_ = {**BASE, "c": TYPES[dtype], "addend": TYPES[dtype], **SIZES}
         report = compile_for(gemm_kernels.gemm_kernel, types_, options, aligned=(*ALIGNED, "N"), **how)
@@ -251,10 +254,10 @@ def test_the_kernel_for_large_products_at_any_size(shape, dtype: torch.dtype, fa
     addend, expected, c = (addend_of(m, n, dtype, "cuda") for _ in range(3))
     for shift in ((), (bias,)):
         gemm_specialized_out(a, sa, b, sb, *shift, fast=fast, out=expected)
-        gemm_add_specialized_out(a, sa, b, sb, *shift, addend, fast=fast, out=c)
+        gemm_specialized_out(a, sa, b, sb, *shift, fast=fast, addend=addend, out=c)
         assert torch.equal(c, expected + addend)
         c.copy_(addend)
-        gemm_add_specialized_out(a, sa, b, sb, *shift, c, fast=fast, out=c)
+        gemm_specialized_out(a, sa, b, sb, *shift, fast=fast, addend=c, out=c)
         assert torch.equal(c, expected + addend)
 
 

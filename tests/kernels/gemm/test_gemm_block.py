@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers.kernels.block_operands import BLOCKS, e8m0, in_float64, operands
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, relative_error
+from helpers.kernels.gemms import gemm_block, gemm_block_reference, gemm_block_with_tile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_reference, gemm_block_with_tile
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, choose_block_tile
 from te_dynamo.kernels.layouts import block, mxfp8
 from te_dynamo.kernels.runtime.target import TARGETS

@@ -9,11 +9,10 @@ import itertools
 
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_mxfp8, gemm_mxfp8_reference, gemm_nvfp4, gemm_nvfp4_reference
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import block_scales
-from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8, gemm_mxfp8_reference
-from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4, gemm_nvfp4_reference
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8_reference
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4_reference
 from te_dynamo.kernels.runtime.target import TARGETS, acting_as

@@ -7,11 +7,11 @@ import torch
 from helpers.kernels.block_operands import BLOCKS, e8m0, in_float64, operands
 from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, relative_error
+from helpers.kernels.gemms import gemm_block, gemm_block_with_tile
 from helpers.models.snapshot_models import kernels_everywhere
 from helpers.models.training import train
 from torch import fx, nn
 
-from te_dynamo.kernels.gemm.block import gemm_block, gemm_block_with_tile
 from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
 from te_dynamo.kernels.gemm.specialized.block import (
     decode_kernel,

@@ -10,14 +10,20 @@ import types
 
 import pytest
 import torch
+from helpers.kernels.gemms import (
+    gemm,
+    gemm_amax,
+    gemm_reference,
+    gemm_stacked,
+    gemm_stacked_reference,
+    gemm_stacked_with_tile,
+    gemm_with_tile,
+)
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import decode as kernels
 from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.current import gemm, gemm_reference, gemm_with_tile
 from te_dynamo.kernels.gemm.decode import decode_options
-from te_dynamo.kernels.gemm.epilogue import gemm_amax
-from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference, gemm_stacked_with_tile
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile, choose_stacked_tile
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.stacking import Stacking

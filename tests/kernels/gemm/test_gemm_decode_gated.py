@@ -10,15 +10,14 @@ import types
 
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_gated, gemm_gated_reference, gemm_stacked
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.activation import functions
-from te_dynamo.kernels.activation.gated import KINDS, gated_partial_amaxes, gated_reference
+from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm import decode as kernels
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
 from te_dynamo.kernels.gemm.decode import gated_decode_options
-from te_dynamo.kernels.gemm.specialized.gated import gemm_gated, gemm_gated_reference
-from te_dynamo.kernels.gemm.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.target import TARGETS, Target
@@ -99,7 +98,7 @@ def main() -> None:
     functions._approximate, kernels.rounded = _plain_approximate, _plain_rounded  # type: ignore[assignment]
     kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
     for m, width, k in ((1, 128, 256), (5, 128, 144), (16, 640, 512)):
-        for (fast, gate), kind in itertools.product(((True, 0), (False, 1)), KINDS):
+        for (fast, gate), kind in itertools.product(((True, 0), (False, 1)), BOUNDED_KINDS):
             a, sa, b, sb = operands(m, width, k)
             c = torch.full((m, 2 * width), torch.nan, dtype=torch.bfloat16)
             partials = torch.full((kernels.PARTIALS,), torch.nan)
@@ -115,7 +114,7 @@ def main() -> None:
 @pytest.mark.parametrize(("m", "width", "k"), SHAPES)
 def test_bits_of_a_product_and_a_pass(m: int, width: int, k: int, fast: bool) -> None:
     a, sa, b, sb = operands(m, width, k, "cuda")
-    for gate, kind in itertools.product((0, 1), KINDS):
+    for gate, kind in itertools.product((0, 1), BOUNDED_KINDS):
         c, partials = gemm_gated(a, sa, b, sb, fast, gate, kind)
         expected = gemm_stacked(a, sa, b, sb, None, torch.bfloat16, fast, "N", (width, width))
         torch.testing.assert_close(c, expected, rtol=0, atol=0)

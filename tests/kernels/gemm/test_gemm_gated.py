@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.kernels.compiled_cases import SHARED_BYTES
 from helpers.kernels.gemm_operands import E4M3, E5M2, operands
+from helpers.kernels.gemms import gemm_gated, gemm_gated_reference, gemm_stacked, gemm_stacked_reference
 from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.models.snapshot_models import SwigluMLP, calls_to_gemms_everywhere, compiled_run, kernels_everywhere
 from torch import fx
@@ -25,13 +26,10 @@ from te_dynamo.kernels.gemm.specialized.current import stacked_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import (
     BOUND,
     BOUND_OF_SIGMOID,
-    gemm_gated,
     gemm_gated_kernel,
     gemm_gated_options,
-    gemm_gated_reference,
     gemm_gated_specialized,
 )
-from te_dynamo.kernels.gemm.stacked import gemm_stacked, gemm_stacked_reference
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda

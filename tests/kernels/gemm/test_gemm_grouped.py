@@ -6,6 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.kernels.gemm_operands import E4M3, E5M2, relative_error
+from helpers.kernels.gemms import (
+    gemm_grouped,
+    gemm_grouped_columns,
+    gemm_grouped_columns_reference,
+    gemm_grouped_columns_with_tile,
+    gemm_grouped_reference,
+    gemm_grouped_with_tile,
+    gemm_reference,
+)
 from helpers.kernels.grouped_operands import column_operands, exact_columns, offsets
 from helpers.kernels.kernel_cases import DTYPES, FP8_DTYPES, assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 from hypothesis import given, settings
@@ -14,15 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.gemm.grouped import (
-    gemm_grouped,
-    gemm_grouped_columns,
-    gemm_grouped_columns_reference,
-    gemm_grouped_columns_with_tile,
-    gemm_grouped_reference,
-    gemm_grouped_with_tile,
-)
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
 from te_dynamo.kernels.quantize.current import quantize_grouped, quantize_grouped_reference, quantize_reference
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.kernels import grouped_scaled_checks
 from helpers.kernels.interpreter_process import run_in_interpreter
 
-from te_dynamo.kernels.gemm import grouped_block, grouped_mxfp8
+from te_dynamo.kernels.gemm import grouped_mxfp8, multiply
 from te_dynamo.kernels.gemm.tiles import Tile
 
 TILES = [Tile(64, 64, 128, 4, 3, fast=False, tflops=1, halves=halves) for halves in (False, True)]
@@ -27,7 +27,7 @@ def main(part: str) -> None:
 
     interpreted.install()
     np.seterr(all="ignore")
-    for module in (grouped_block, grouped_mxfp8):
+    for module in (multiply, grouped_mxfp8):
         module.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
     grouped_scaled_checks.check(part, lambda two_d: TILES, "cpu")
 

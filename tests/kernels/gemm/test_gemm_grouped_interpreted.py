@@ -11,10 +11,11 @@ import types
 import pytest
 import torch
 from helpers.kernels.gemm_operands import relative_error
+from helpers.kernels.gemms import gemm_grouped_columns_with_tile
 from helpers.kernels.grouped_operands import column_operands, exact_columns, offsets
 from helpers.kernels.interpreter_process import run_in_interpreter
 
-from te_dynamo.kernels.gemm import grouped as kernels
+from te_dynamo.kernels.gemm import multiply, product
 from te_dynamo.kernels.gemm.tiles import Tile
 
 TILES = [Tile(32, 32, 32, 4, 3, fast, tflops=1, halves=halves) for fast, halves in ((True, False), (False, True))]
@@ -35,8 +36,8 @@ def test_copies_of_ragged_groups_are_aligned() -> None:
 
 
 def main() -> None:
-    kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
-    kernels.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
+    product.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
+    multiply.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
     for tile in TILES:
         for sizes in SIZES:
             check_product(tile, sizes)
@@ -46,7 +47,7 @@ def main() -> None:
 def check_product(tile: Tile, sizes: list[int]) -> None:
     operands = column_operands(sum(sizes), 48, 40)
     offs = offsets(sizes)
-    got = kernels.gemm_grouped_columns_with_tile(tile, *operands, offs, torch.float32)
+    got = gemm_grouped_columns_with_tile(tile, *operands, offs, torch.float32)
     want = exact_columns(*operands, offs)
     for group in range(len(sizes)):  # an empty group's product and its relative error are zero
         assert relative_error(got[group], want[group]) < 1e-5, f"{tile.name} {sizes} group {group}"
@@ -57,7 +58,7 @@ def check_neighbours(tile: Tile) -> None:
     left, left_scale, right, right_scale = column_operands(80, 48, 48)
     left[3, 40] = float("nan")
     for operands in ((left, left_scale, right, right_scale), (right, right_scale, left, left_scale)):
-        got = kernels.gemm_grouped_columns_with_tile(tile, *operands, offsets([39, 3, 38]), torch.float32)
+        got = gemm_grouped_columns_with_tile(tile, *operands, offsets([39, 3, 38]), torch.float32)
         assert got[1].isnan().any() and not got[0].isnan().any() and not got[2].isnan().any(), tile.name
 
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
 from helpers.kernels.gemm_operands import OUT, relative_error
+from helpers.kernels.gemms import gemm_grouped_columns, gemm_grouped_columns_reference, gemm_reference
 from helpers.kernels.grouped_operands import column_operands, offsets
 from helpers.models.snapshot_models import kernels_everywhere
 from torch import fx
 
 from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.gemm.grouped import gemm_grouped_columns, gemm_grouped_columns_reference
 from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.grouped import (
     columns_specialized_options,

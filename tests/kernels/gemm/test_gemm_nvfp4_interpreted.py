@@ -9,9 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_nvfp4, gemm_nvfp4_reference
 from helpers.kernels.interpreter_process import run_in_interpreter
 
-from te_dynamo.kernels.gemm import nvfp4
+from te_dynamo.kernels.gemm import emulated
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4_reference
 from te_dynamo.kernels.runtime.target import TARGETS, acting_as
 
@@ -28,7 +29,7 @@ def main() -> None:
     shapes = {"by rows": (300, 128, 64), "by columns": (130, 304, 32), "whole": (48, 32, 32)}
     with (
         acting_as(TARGETS["h200"]),
-        mock.patch.object(nvfp4, "LEAST_BYTES", 2**15),
+        mock.patch.object(emulated, "LEAST_BYTES", 2**15),
         mock.patch("torch.mm", side_effect=lambda a, b, out_dtype: a.float() @ b.float()) as multiply,
     ):
         for how, (m, n, k) in shapes.items():
@@ -39,8 +40,8 @@ def main() -> None:
                     *quantize_nvfp4_reference(b, True, False, False, False, False, None, False),
                 ]
                 multiply.reset_mock()
-                actual = nvfp4.gemm_nvfp4(*operands, given, torch.float32)
-                expected = nvfp4.gemm_nvfp4_reference(*operands, given, torch.float32)
+                actual = gemm_nvfp4(*operands, given, torch.float32)
+                expected = gemm_nvfp4_reference(*operands, given, torch.float32)
                 assert multiply.call_count == (1 if how == "whole" else 3), how
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, in_float64, operands, relative_error
+from helpers.kernels.gemms import gemm, gemm_with_tile
 from helpers.models.snapshot_models import kernels_everywhere
 from helpers.models.training import train
 from torch import fx, nn
 
 from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.current import gemm, gemm_with_tile
 from te_dynamo.kernels.gemm.specialized.current import (
     gemm_specialized_kernel,
     gemm_specialized_out,

@@ -8,22 +8,23 @@ import pytest
 import torch
 from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, Case, compile_case, written
 from helpers.kernels.gemm_operands import E4M3, E5M2, FMAX, relative_error
+from helpers.kernels.gemms import (
+    gemm_reference,
+    gemm_stacked,
+    gemm_stacked_reference,
+    gemm_with_tile,
+)
 from helpers.kernels.kernel_cases import assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
 from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.gemm.choose import Product, choose, stacking_pays
-from te_dynamo.kernels.gemm.current import gemm_reference, gemm_with_tile
+from te_dynamo.kernels.gemm.multiply import gemm_options
+from te_dynamo.kernels.gemm.product import gemm_kernel
 from te_dynamo.kernels.gemm.specialized.current import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
     stacked_specialized_out,
-)
-from te_dynamo.kernels.gemm.stacked import (
-    gemm_stacked,
-    gemm_stacked_kernel,
-    gemm_stacked_reference,
-    stacked_options,
 )
 from te_dynamo.kernels.gemm.tiles import (
     TILES,
@@ -200,10 +201,14 @@ def gemm_case(fast: bool, along: str, segments: tuple[int, ...], m: int, n: int,
     tile = choose_stacked_tile(m, n, k, fast, stacking, out_bytes=2)
     return Case(
         name=f"gemm_stacked {tile.name} {along} {segments}{' bias' * bias}",
-        kernel=gemm_stacked_kernel,
-        args=ARGS,
-        constants=stacked_options(tile, n, stacking, bias),
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "N", "K"),
+        kernel=gemm_kernel,
+        args={name: kind for name, kind in ARGS.items() if bias or name != "bias"},
+        constants={
+            "addend": None,
+            **({} if bias else {"bias": None}),
+            **gemm_options(tile, n, "tensor", stacking),
+        },
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", *(("bias",) if bias else ()), "c", "N", "K"),
         has=("wgmma.mma_async", ".f32.e5m2.e4m3"),
         lacks=("fma.",),
         writes=("c",),

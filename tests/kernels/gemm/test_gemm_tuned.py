@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from helpers.kernels.gemm_operands import relative_error
+from helpers.kernels.gemms import gemm_reference
 
+from te_dynamo.dialect.gemm import block_request, tensor_request
 from te_dynamo.kernels.gemm import cublaslt
 from te_dynamo.kernels.gemm.choose import (
     TUNED,
@@ -22,9 +24,10 @@ from te_dynamo.kernels.gemm.choose import (
     use_tuned,
 )
 from te_dynamo.kernels.gemm.choose import stacking_pays as pays
-from te_dynamo.kernels.gemm.cublaslt import gemm_cublaslt
-from te_dynamo.kernels.gemm.current import gemm_reference
-from te_dynamo.kernels.gemm.tuned import _operands, _run, candidates, choices_of, facts, timed_us
+from te_dynamo.kernels.gemm.cublaslt import multiply_cublaslt
+from te_dynamo.kernels.gemm.multiply import run
+from te_dynamo.kernels.gemm.request import check
+from te_dynamo.kernels.gemm.tuned import _request, candidates, choices_of, facts, timed_us
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -146,10 +149,10 @@ def test_cublaslts_product_is_the_references(bias: bool, dtype: torch.dtype) -> 
     a, b = torch.randn(48, 256).to(torch.float8_e5m2), torch.randn(64, 256).to(torch.float8_e4m3fn)
     shift = torch.randn(64).bfloat16() if bias else None
     arguments = (a, torch.tensor([0.5]), b, torch.tensor([0.25]), shift, dtype, False)
-    got, want = gemm_cublaslt(*arguments), gemm_reference(*arguments)
+    got, want = multiply_cublaslt(tensor_request(*arguments)), gemm_reference(*arguments)
     assert got.dtype == dtype and relative_error(got, want) < {torch.float32: 1e-6}.get(dtype, 4e-3)
     if bias:
-        plain = gemm_cublaslt(*arguments[:4], None, torch.float32, False)
+        plain = multiply_cublaslt(tensor_request(*arguments[:4], None, torch.float32, False))
         assert torch.equal(got, (plain + shift.float()).to(dtype)), "one rounding"  # type: ignore[union-attr]
 
 
@@ -165,7 +168,7 @@ def test_cublaslts_scales_of_blocks_are_torchs() -> None:
             torch.empty(scale_shape(rows, k, two), device="meta") for rows, two in zip((m, n), two_d, strict=True)
         ]
         with mock.patch.object(cublaslt, "SCALED_MM") as call:
-            cublaslt.gemm_block_cublaslt(a, scales[0], b, scales[1], None, torch.bfloat16, *two_d)
+            multiply_cublaslt(block_request(a, scales[0], b, scales[1], None, torch.bfloat16, *two_d))
         _, _, a_scale, b_scale, *_ = call.call_args.args
         assert a_scale.shape == (-(-m // 128) if two_d[0] else m, k // 128)
         assert a_scale.stride() == ((8, 1) if two_d[0] else (1, m))
@@ -176,9 +179,8 @@ def test_cublaslts_scales_of_blocks_are_torchs() -> None:
 @pytest.mark.slow
 def test_inductors_code_calls_it_and_times_nothing() -> None:
     def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return gemm_cublaslt(
-            a.to(torch.float8_e4m3fn), scale, b.to(torch.float8_e4m3fn), scale, None, torch.bfloat16, False
-        )
+        codes = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        return multiply_cublaslt(tensor_request(codes[0], scale, codes[1], scale, None, torch.bfloat16, False))
 
     a, b, scale = torch.randn(48, 256), torch.randn(64, 256), torch.tensor([0.5])
     got, (code,) = torch._inductor.utils.run_and_get_code(torch.compile(product), a, b, scale)
@@ -192,7 +194,9 @@ def test_operands_are_those_of_the_product(name: str) -> None:
     if small.stacking.along:
         small = dataclasses.replace(small, stacking=Stacking(small.stacking.along, (128, 128)))
     state = torch.get_rng_state()
-    a, _, b, *_ = _operands(small, torch.device("cpu"))
+    request = _request(small, torch.device("cpu"))
+    check(request)
+    a, b = request.a.codes, request.b.codes
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers"
     experts = 8 if name == "experts in blocks" else 1  # one after the other, in one matrix
     assert a.shape == (256, 256) and b.shape[-2:] == (experts * 256, 256)
@@ -203,14 +207,13 @@ def test_operands_are_those_of_the_product(name: str) -> None:
 def test_all_candidates_run_and_agree_on_a_gpu(name: str) -> None:
     """cuBLASLt may lack a product on the device at hand; the kernels may not."""
     product, device = PRODUCTS[name].plain, torch.device("cuda")
-    operands = tuple(
-        torch.exp2(torch.randint(-2, 3, x.shape, device=device).float()) if x.dtype == torch.float32 else x
-        for x in _operands(product, device)
-    )
+    request = _request(product, device)
+    for operand in (request.a, request.b):
+        operand.scale_inv.copy_(torch.exp2(torch.randint(-2, 3, operand.scale_inv.shape, device=device).float()))
     choices = candidates(product, gemm_target(device))
     times = timed_us(product, choices, device)
     assert min(times.values()) > 0
     assert {choice.kernel for choice in choices if choice not in times} <= {"cublaslt"}
-    first, *others = [_run(choice, product, operands) for choice in times]
+    first, *others = [run(choice, request) for choice in times]
     for other, choice in zip(others, list(times)[1:], strict=True):
         assert relative_error(other, first) < 1e-2, choice

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_mxfp8, gemm_mxfp8_reference
 from helpers.kernels.kernel_cases import (
     DTYPES,
     FP8_DTYPES,
@@ -22,7 +23,6 @@ from helpers.slow import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_dynamo.kernels.gemm.mxfp8 import gemm_mxfp8, gemm_mxfp8_reference
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.kernels.quantize.mxfp8 import (
     SCALE_BLOCKS,

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from helpers.kernels.gemms import gemm_nvfp4, gemm_nvfp4_reference
 from helpers.kernels.kernel_cases import (
     DTYPES,
     assert_same_bits,
@@ -34,7 +35,6 @@ from helpers.kernels.nvfp4_cases import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from te_dynamo.kernels.gemm.nvfp4 import gemm_nvfp4, gemm_nvfp4_reference
 from te_dynamo.kernels.quantize.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,

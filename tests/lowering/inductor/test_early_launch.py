@@ -10,8 +10,8 @@ from torch._inductor.utils import run_and_get_code
 
 import te_dynamo
 from te_dynamo.kernels.activation import gated, gated_kernels
-from te_dynamo.kernels.gemm import current as gemm
 from te_dynamo.kernels.gemm import decode as gemm_decode
+from te_dynamo.kernels.gemm import product as gemm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
