@@ -54,7 +54,7 @@ MARKED = re.compile(
 class Table:
     """How the rows of a run are shown.
 
-    Without `across`: a line for each row and a column for each field that has a value anywhere. With it: a line for each combination
+    Without `across`: a line for each row and a column for each field, or for those of `lines`, that has a value anywhere. With it: a line for each combination
     of the fields `lines`, a column for each value of the field `across`, and in a cell the fields `cells`, all but the first in brackets.
     """
 
@@ -101,7 +101,8 @@ TABLES = {
     "quantize": Table("quantize", ("recipe", "kernel"), "shape", ("percent_of_copy", "us")),
     "gemm": Table("gemm", ("product", "shape"), "scales", ("te_tflops", "cublas_tflops", "bf16_tflops")),
     "grouped": Table("grouped"),
-    "coverage": Table("coverage"),
+    "coverage": Table("coverage", ("model", "in_recipe", "linears", "norms", "activations", "left")),
+    "coverage_rows": Table("coverage"),
     "targets": Table("targets", ("kernel", "case"), "target", ("shared_kib", "registers", "spills")),
     "wire": Table("wire", ("layout", "ranks", "collective"), "recipe", ("kib", "ratio", "dtypes")),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
@@ -179,7 +180,9 @@ def read(path: pathlib.Path) -> Run:
 def table(rows: Sequence[Mapping[str, Any]], shown: Table) -> str:
     """The rows in Markdown. A failed row of a table with `across` reads "failed"; without it, it has a column with the error."""
     if not shown.across:
-        columns = [column for column in rows[0] if any(row[column] not in (None, "", []) for row in rows)]
+        columns = [
+            column for column in shown.lines or rows[0] if any(row[column] not in (None, "", []) for row in rows)
+        ]
         return _grid(map(_header, columns), ([row[column] for column in columns] for row in rows))
     lines = [column for column in shown.lines if column in rows[0]]
     across = list(dict.fromkeys(row[shown.across] for row in rows))

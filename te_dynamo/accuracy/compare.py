@@ -68,6 +68,8 @@ def compare_recipes(
     model: Callable[..., Any],
     *args: Any,
     recipes: Sequence[str | Recipe] | None = None,
+    rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
+    mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     steps: int = 1,
     batches: Iterable[Any] | None = None,
@@ -76,10 +78,17 @@ def compare_recipes(
 ) -> RecipesCompared:
     """`compare` for each of several recipes on the same runs: which recipe suits this model.
 
-    recipes: names or te_dynamo.recipe objects; None takes every name. The other arguments are compare's; options hold no recipe.
+    recipes: names or te_dynamo.recipe objects; None takes every name. A compiled module's own recipe is not among them.
+    The other arguments are compare's, the rules those of each recipe.
+
+    Raises InvalidOptionError for `recipe`, in options too: `recipes` has all of them.
     """
+    if "recipe" in kwargs or "recipe" in (options or {}):
+        raise InvalidOptionError(
+            "te_dynamo.compare_recipes: expected recipes=[...], got recipe; te_dynamo.compare measures one"
+        )
     target, own = unwrap(model)
-    given = options_and_mode(own, options, None)
+    given = options_and_mode(own, options, mode, rules=rules)
     if recipes is None:
         recipes = names()
     if not recipes:

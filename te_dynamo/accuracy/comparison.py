@@ -8,19 +8,22 @@ from typing import Any
 
 from te_dynamo.accuracy.rows import PRODUCTS, TENSORS, LinearAccuracy
 from te_dynamo.accuracy.suggest import rule_for, suggested_modules
-from te_dynamo.inspect.tables import FittedTable, Printed, paragraph, text_of
+from te_dynamo.inspect.tables import FittedTable, paragraph, text_of
 from te_dynamo.recipe import Recipe
 
 __all__ = ["Comparison", "RecipesCompared"]
 
+_WORST_FIRST = "SNR in dB, the worst linear first"
+_BEST_FIRST = "SNR in dB, the most accurate recipe first"
+
 Rules = Sequence[tuple[str, "Recipe | None"]]
 
 
-class Comparison(Printed):
+class Comparison:
     """What a recipe costs in accuracy. str() is a table, the worst linear first.
 
     recipe:  its name.
-    rows:    one a linear that is in a recipe, the worst first.
+    rows:    one a linear that is in a recipe, the worst first; in_order: in the model's order.
     summary: of the whole model; `to_dict` says what is in it.
     """
 
@@ -32,7 +35,7 @@ class Comparison(Printed):
         notes: Sequence[str] = (),
         rules: Rules = (),
     ) -> None:
-        self.recipe, self.notes, self._in_order, self._rules = recipe, list(notes), list(rows), list(rules)
+        self.recipe, self.notes, self.in_order, self._rules = recipe, list(notes), list(rows), list(rules)
         self.rows = sorted(rows, key=_badness)
         known = [row.snr_db for row in rows if row.snr_db is not None]
         self.summary: dict[str, Any] = {
@@ -69,7 +72,7 @@ class Comparison(Printed):
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("te_dynamo: Comparison.plot needs matplotlib: pip install matplotlib") from error
-        rows = self._in_order
+        rows = self.in_order
         figure = Figure(figsize=(max(6.0, 0.16 * len(rows)), 5.0), layout="constrained")
         axes = figure.subplots()
         for name in PRODUCTS:
@@ -86,16 +89,23 @@ class Comparison(Printed):
     def __repr__(self) -> str:
         return f"<Comparison: {_headline(self.summary)}>"
 
+    def _repr_html_(self) -> str:
+        """The page's tab Numerics with the terminal's table, for a notebook."""
+        from te_dynamo.inspect.page import in_notebook
+        from te_dynamo.inspect.page.numerics import numerics
+
+        return in_notebook(numerics=numerics(self), title=_WORST_FIRST, table=self._table())
+
     def __str__(self) -> str:
-        columns = ("module", "source", "M x N x K", *PRODUCTS, *TENSORS, "flushed", "saturated", "amax of x", "note")
-        table = FittedTable(
-            "", columns, map(_cells, self.rows), optional=("source", "amax of x", "M x N x K", *TENSORS)
-        )
         notes = [paragraph(f"note: {note}") for note in self.notes]
-        return text_of([paragraph(_headline(self.summary)), "\nSNR in dB, the worst linear first", table, *notes])
+        return text_of([paragraph(_headline(self.summary)), f"\n{_WORST_FIRST}", self._table(), *notes])
+
+    def _table(self) -> FittedTable:
+        columns = ("module", "source", "M x N x K", *PRODUCTS, *TENSORS, "flushed", "saturated", "amax of x", "note")
+        return FittedTable("", columns, map(_cells, self.rows), optional=("source", "amax of x", "M x N x K", *TENSORS))
 
 
-class RecipesCompared(Printed):
+class RecipesCompared:
     """Several recipes on one model. str() is a table with a row for each, the best first.
 
     comparisons: by the recipes' names, each a Comparison.
@@ -112,15 +122,25 @@ class RecipesCompared(Printed):
         best = next(iter(self.comparisons), "none")
         return f"<RecipesCompared: {', '.join(self.comparisons)}; the most accurate is {best}>"
 
+    def _repr_html_(self) -> str:
+        """The same table, for a notebook."""
+        from te_dynamo.inspect.page import in_notebook
+
+        return in_notebook(title=_BEST_FIRST, table=self._table(), notes=self._notes())
+
     def __str__(self) -> str:
+        return text_of([_BEST_FIRST, self._table(), *map(paragraph, self._notes())])
+
+    def _table(self) -> FittedTable:
         columns = (
             "recipe", "linears", "FLOPs", "worst linear", "worst", "median", "model's output", "gradients", "loss", "change",
         )  # fmt: skip
-        table = FittedTable(
-            "", columns, map(_recipe_cells, self.comparisons.values()), optional=("loss", "FLOPs", "median")
-        )
-        notes = dict.fromkeys(f"note: {note}" for found in self.comparisons.values() for note in found.notes)
-        return text_of(["SNR in dB, the most accurate recipe first", table, *map(paragraph, notes)])
+        rows = map(_recipe_cells, self.comparisons.values())
+        return FittedTable("", columns, rows, optional=("loss", "FLOPs", "median"))
+
+    def _notes(self) -> list[str]:
+        """Each once, though several recipes have it."""
+        return list(dict.fromkeys(f"note: {note}" for found in self.comparisons.values() for note in found.notes))
 
 
 def _badness(row: LinearAccuracy) -> tuple[bool, float]:

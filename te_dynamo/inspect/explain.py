@@ -27,7 +27,7 @@ from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
-from te_dynamo.inspect.tables import Printed, text_of
+from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET
@@ -43,7 +43,7 @@ def gpu_name(device: str) -> str:
     return f"an NVIDIA {TARGETS[device].name}"
 
 
-class Explanation(Printed):
+class Explanation:
     """What was matched, fused, lowered and left. str(), to_html() for people, to_dict() for programs."""
 
     def __init__(
@@ -178,6 +178,14 @@ class Explanation(Printed):
 
     def __repr__(self) -> str:
         return f"<Explanation: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        """The page's Overview, for a notebook."""
+        from te_dynamo.inspect.page import in_notebook
+        from te_dynamo.inspect.page.data import overview_data
+
+        more = "print() shows a row for each module, to_html(path) writes a page with the graphs."
+        return in_notebook(overview=overview_data(self), notes=[more])
 
     def __str__(self) -> str:
         return text_of(parts_of(self))

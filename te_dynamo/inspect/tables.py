@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import io
 import re
 import shutil
@@ -15,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FittedTable", "Printed", "paragraph", "text_of"]
+__all__ = ["FittedTable", "paragraph", "text_of"]
 
 _WIDTH = 160
 """Where there is no terminal: of a file, a notebook, a test."""
@@ -35,37 +34,40 @@ class FittedTable:
     optional: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [[str(cell) for cell in row] for row in self.rows]
-        shown = [index for index in range(len(self.columns)) if any(row[index] for row in rows)]
+        columns, rows = self.filled()
         gone: list[str] = []
         for name in (*self.optional, None):
-            table = self._table(rows, shown)
+            table = self._table(columns, rows)
             if (
                 name is None
                 or console.measure(table, options=options.update(max_width=10_000)).maximum <= options.max_width
             ):
                 break
-            if name in (self.columns[index] for index in shown):
-                shown = [index for index in shown if self.columns[index] != name]
+            if name in columns:
+                place = columns.index(name)
+                columns, rows = _without(columns, place), [_without(row, place) for row in rows]
                 gone.append(name)
         yield table
         if gone:
             yield paragraph(f"A wider terminal also shows: {', '.join(gone)}.")
 
-    def _table(self, rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Table:
+    def filled(self) -> tuple[list[str], list[list[str]]]:
+        """(columns, rows) as text, without the empty columns."""
+        rows = [[str(cell) for cell in row] for row in self.rows]
+        shown = [index for index in range(len(self.columns)) if any(row[index] for row in rows)]
+        return [self.columns[index] for index in shown], [[row[index] for index in shown] for row in rows]
+
+    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         table = Table(title=self.title or None, title_justify="left", box=MARKDOWN)
-        for index in shown:
-            table.add_column(Text(self.columns[index]), overflow="fold")
+        for name in columns:
+            table.add_column(Text(name), overflow="fold")
         for row in rows:
-            table.add_row(*(Text(row[index]) for index in shown))
+            table.add_row(*map(Text, row))
         return table
 
 
-class Printed:
-    """What `print` shows of it a notebook shows too."""
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+def _without(cells: list[str], place: int) -> list[str]:
+    return cells[:place] + cells[place + 1 :]
 
 
 def paragraph(text: str, indent: int = 0) -> RenderableType:
@@ -82,7 +84,8 @@ def paragraph(text: str, indent: int = 0) -> RenderableType:
 def text_of(parts: Iterable[RenderableType]) -> str:
     """The parts below each other, for `print`: as wide as the terminal that stdout is."""
     text = io.StringIO()
-    console = Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns, color_system=None)
+    width, height = shutil.get_terminal_size((_WIDTH, 24))
+    console = Console(file=text, width=width, height=height, color_system=None)  # without a height rich takes 80 for TERM=dumb
     for part in parts:
         console.print(part)
     lines = "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())

@@ -197,7 +197,7 @@ def test_numerics_is_the_terminals_table(opened):
     assert "x flushed" in opened.execute_script(titles)
     dots = opened.find_elements("css selector", "#numerics .plot circle.output")
     assert len(dots) == 32 and all(dot.is_displayed() for dot in dots)
-    assert "down_proj$" in text(opened, "#rules")
+    assert "down_proj$" in text(opened, ".rules")
 
 
 def test_it_sorts(opened):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -92,6 +94,23 @@ def test_the_depth_of_a_stack_adds_no_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_explanation_fits_40_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines_at(40, stack_for_h200(2), monkeypatch))) <= 40
+
+
+def test_a_dumb_terminal_has_its_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI sets it
+    assert max(map(len, lines_at(40, stack_for_h200(2), monkeypatch))) <= 40
+    assert "\x1b" not in str(diagnose())
+
+
+def test_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_terminal(_: int) -> os.terminal_size:
+        raise OSError
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", no_terminal)
+    for shown in (str(stack_for_h200(1)), str(diagnose())):
+        assert shown.isascii() and 80 < max(map(len, shown.splitlines())) <= 160
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -93,6 +93,19 @@ def test_lengths() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 2000
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_fit_720_pixels(page: pathlib.Path) -> None:
+    """As the site draws them: a column is as wide as its longest word, and 100 pixels at least. Code may break anywhere."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [re.split(r"(?<!\\)\|", line.strip()[1:-1]) for line in found.splitlines() if line.strip("|-: ")]
+        words = [[re.split(r"[\s/-]", re.sub(r"`[^`]*`|\]\([^)]*\)", " ", cell)) for cell in row] for row in rows]
+        width = sum(
+            max(100, *(32 + 7 * len(word) for cell in column for word in cell)) for column in zip(*words, strict=True)
+        )
+        assert width <= 720, found.splitlines()[0]
+
+
 def test_links_of_the_readme_lead_to_files() -> None:
     """Those of docs/ are checked by `make docs`."""
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):

@@ -11,17 +11,24 @@ from te_dynamo.inspect.page.head import head
 from te_dynamo.inspect.page.modules import module_rows
 from te_dynamo.inspect.page.numerics import numerics
 
-__all__ = ["page_data"]
+__all__ = ["overview_data", "page_data"]
+
+Card = tuple[str, str, str]
+"""(title, value, detail)"""
+
+
+def overview_data(explanation: Explanation) -> dict[str, Any]:
+    """{"headline", "cards", "reasons"}: the tab Overview, and a notebook."""
+    facts = explanation.to_dict()
+    return {"headline": explanation.headline, "cards": _cards(explanation, facts), "reasons": _reasons(facts)}
 
 
 def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any]:
-    """{"head", "headline", "cards", "reasons", "modules", "stages", "tables", "numerics"}"""
+    """Those of `overview_data`, and {"head", "modules", "stages", "tables", "numerics"}."""
     facts = explanation.to_dict()
     return {
+        **overview_data(explanation),
         "head": head(explanation),
-        "headline": explanation.headline,
-        "cards": _cards(explanation, facts),
-        "reasons": _reasons(facts),
         "modules": module_rows([*explanation.linears, *explanation.norms_activations]),
         "stages": [] if explanation.graphs is None else stages_to_draw(explanation.graphs, _runs(facts)),
         "tables": {
@@ -31,36 +38,32 @@ def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any
             "Graph breaks": facts["graph_breaks"],
             "Notes": [{"note": note} for note in facts["notes"]],
         },
-        "numerics": None if comparison is None else numerics(comparison, explanation.linears),
+        "numerics": None if comparison is None else numerics(comparison),
     }
 
 
-def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[dict[str, str]]:
+def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[Card]:
     linears, others = facts["linears"], facts["norms_activations"]
     taken = sum(row["matched"] for row in linears)
     return [
-        _card(
+        (
             "Linear FLOPs in a recipe",
             f"{facts['coverage'] * 100:.1f}%",
             f"{taken} of {len(linears)} linears, in {explanation.recipes}",
         ),
-        _card(
+        (
             "Rows",
             f"{len(linears) + len(others)}",
             f"{len(linears)} linears, {len(others)} norms and activations{_with_rows(facts)}",
         ),
         *_work(explanation),
         *_time(explanation),
-        _card(
+        (
             "Graphs",
             f"{facts['graphs']}",
             f"{len(facts['graph_breaks'])} graph breaks; {_kept(facts['weights'])}",
         ),
     ]
-
-
-def _card(title: str, value: str, detail: str) -> dict[str, str]:
-    return {"title": title, "value": value, "detail": detail}
 
 
 def _with_rows(facts: dict[str, Any]) -> str:
@@ -72,7 +75,7 @@ def _with_rows(facts: dict[str, Any]) -> str:
     )
 
 
-def _work(explanation: Explanation) -> list[dict[str, str]]:
+def _work(explanation: Explanation) -> list[Card]:
     graphs = explanation.graphs
     if graphs is None:
         return []
@@ -87,20 +90,20 @@ def _work(explanation: Explanation) -> list[dict[str, str]]:
         if launches
         else "how many kernels is not known: none was compiled for a GPU here"
     )
-    return [_card("te operations a step", f"{operations}", f"they read and write {_size(nbytes)}; {kernels}")]
+    return [("te operations a step", f"{operations}", f"they read and write {_size(nbytes)}; {kernels}")]
 
 
-def _time(explanation: Explanation) -> list[dict[str, str]]:
+def _time(explanation: Explanation) -> list[Card]:
     """None of a run without a GPU: the times of another device beside what ran here would mislead."""
     if explanation.on_gpu is not None:
         return []
     title = "Time of the linears, estimated"
     if explanation.estimated_ms is None:
-        return [_card(title, "not known", "no estimate for this GPU, precision or recipe")]
+        return [(title, "not known", "no estimate for this GPU, precision or recipe")]
     bf16, ours = explanation.estimated_ms
     counted = f"{sum(bool(row.us) for row in explanation.linears)} of {len(explanation.linears)} linears; norms and all else are not counted"
     detail = f"{bf16:.2f} ms in the model's precision{_where(explanation)}, {bf16 / ours:.2f}x; {counted}"
-    return [_card(title, f"{ours:.2f} ms", detail)]
+    return [(title, f"{ours:.2f} ms", detail)]
 
 
 def _where(explanation: Explanation) -> str:

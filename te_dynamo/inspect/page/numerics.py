@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from te_dynamo.inspect.report import MatchRecord
-
 if TYPE_CHECKING:
     from te_dynamo.accuracy.comparison import Comparison
 
@@ -33,13 +31,13 @@ _LEFT, _TOP = 6.0, 4.0  # percent of the plot that its labels take
 _BOTTOM = 92.0
 
 
-def numerics(comparison: Comparison, linears: Sequence[MatchRecord]) -> dict[str, Any]:
-    """{"cards", "plot", "rules", "columns", "rows", "notes"}. linears: all of the model, in its order."""
+def numerics(comparison: Comparison) -> dict[str, Any]:
+    """{"cards", "plot", "rules", "columns", "rows", "notes"}"""
     found = comparison.to_dict()
     rows = found["rows"]
     return {
         "cards": list(_cards(found["summary"], rows)),
-        "plot": _plot(rows, linears),
+        "plot": _plot([row.to_dict() for row in comparison.in_order]),
         "rules": _rules(comparison.suggest_rules()),
         "columns": _columns(rows),
         "rows": rows,
@@ -91,10 +89,8 @@ def _form(field: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "db" if field.endswith("_db") else "percent" if field.endswith(_SHARES) else "number"
 
 
-def _plot(rows: Sequence[Mapping[str, Any]], linears: Sequence[MatchRecord]) -> dict[str, Any]:
+def _plot(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """{"products", "dots": [{"x", "y", "product", "title"}], "lines": [{"y", "label"}]}, places in percent of the plot."""
-    places = {record.module: place for place, record in enumerate(linears)}
-    ordered = sorted(rows, key=lambda row: places.get(row["module"], len(places)))
     values = [row[f"snr_{product}_db"] for row in rows for product in _DRAWN if row[f"snr_{product}_db"] is not None]
     if not values:
         return {"products": [], "dots": [], "lines": []}
@@ -107,12 +103,12 @@ def _plot(rows: Sequence[Mapping[str, Any]], linears: Sequence[MatchRecord]) -> 
 
     dots = [
         {
-            "x": round(_LEFT + (place + 0.5) / len(ordered) * (100 - _LEFT), 2),
+            "x": round(_LEFT + (place + 0.5) / len(rows) * (100 - _LEFT), 2),
             "y": height(row[f"snr_{product}_db"]),
             "product": product,
             "title": f"{row['module']}: {product} {row[f'snr_{product}_db']:.1f} dB",
         }
-        for place, row in enumerate(ordered)
+        for place, row in enumerate(rows)
         for product in _DRAWN
         if row[f"snr_{product}_db"] is not None
     ]
