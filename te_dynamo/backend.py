@@ -41,6 +41,7 @@ from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
 from te_dynamo.lowering.inductor.install import SAVED_HOOKS, inductor_options, install
 from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.lowering.inductor.recompile_limit import compiled_here
 from te_dynamo.lowering.inductor.saved_hooks import saves_bytes
 from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
@@ -103,6 +104,7 @@ def te(
     except RestartAnalysis:
         abandon(compilation.progress)
         raise
+    compiled_here(traced_code())
     publish(compilation.report, compilation.progress)
     tell_compiled(parsed, compilation.report)
     return compiled

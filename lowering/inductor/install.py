@@ -1,7 +1,7 @@
 """The door to torch's privates: one table of what is wrapped or used, and one function that puts it in place.
 
 To add one: a line in TABLE, its wrapper in a file of this folder. A wrapper acts inside `compiling_ours` alone, which the backend
-enters around its calls of Inductor: other models of the process go through torch's own functions.
+enters around its calls of Inductor (but for one `everywhere`): other models of the process go through torch's own functions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from te_dynamo.lowering.inductor.launchers import make_launcher
 from te_dynamo.lowering.inductor.mutation import analyse
 from te_dynamo.lowering.inductor.private import Private, warn_skipped
 from te_dynamo.lowering.inductor.ptxas import use_torchs_ptxas
+from te_dynamo.lowering.inductor.recompile_limit import recompilation_reasons
 from te_dynamo.lowering.inductor.tracing import ARTIFACT, PROFILED, TIMED
 from te_dynamo.lowering.inductor.workers import STATIC_LAUNCH, submit
 
@@ -156,6 +157,14 @@ TABLE = (
         "a checkpoint around the model must not count what matching saves",
     ),
     DYNAMO_STATE,
+    Private(
+        "torch._dynamo.convert_frame.get_and_maybe_log_recompilation_reasons",
+        "a function of ours that Dynamo compiles no more, since it has met its limit, is told",
+        "that warning",
+        recompilation_reasons,
+        needs=("torch._dynamo.convert_frame.compute_cache_size", "torch._dynamo.convert_frame.exceeds_recompile_limit"),
+        everywhere=True,
+    ),
     SAVED_HOOKS,
     Private(
         "torch._dynamo.guards.install_guard",

@@ -41,6 +41,7 @@ class Private:
     why:     what it is used for.
     gain:    what is lost without it, which is time alone. "" where graphs would fail or be wrong: then none compiles.
     wrapper: called in place of the function as wrapper(torch's own function, *args, **kwargs). None: the name is used as it is.
+    everywhere: the wrapper acts outside of `compiling_ours` too, and itself leaves what is not ours as it is.
     needs:   further names without which it cannot be used.
     last:    the last release of torch that needs it; None for every release.
     """
@@ -50,6 +51,7 @@ class Private:
     gain: str = ""
     wrapper: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
+    everywhere: bool = False
     last: tuple[int, int] | None = None
 
     @property
@@ -89,13 +91,13 @@ class Private:
         """Puts the wrapper in torch's function's place, unless it is there."""
         path, _, attribute = self.name.rpartition(".")
         owner = pkgutil.resolve_name(path)
-        own, wrapper = getattr(owner, attribute), self.wrapper
+        own, wrapper, everywhere = getattr(owner, attribute), self.wrapper, self.everywhere
         if wrapper is None or hasattr(own, _MARK):
             return
 
         @functools.wraps(own)
         def ours_or_own(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(own, *args, **kwargs) if _ours.get() else own(*args, **kwargs)
+            return wrapper(own, *args, **kwargs) if everywhere or _ours.get() else own(*args, **kwargs)
 
         setattr(ours_or_own, _MARK, True)
         setattr(owner, attribute, ours_or_own)

@@ -15,6 +15,7 @@ import torch
 
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.lowering.inductor.install import DYNAMO_STATE
+from te_dynamo.lowering.inductor.recompile_limit import the_rest
 from te_dynamo.user_code import traced_code
 
 __all__ = ["GraphBreak", "Seen", "cause_of", "dynamo_untouched", "place_of"]
@@ -38,6 +39,8 @@ class Seen:
         self.visited: set[CodeType] = set()
         """the code that it was asked to compile, likewise"""
         self.compiled: set[CodeType] = set()
+        self.known: set[CodeType] = set()
+        """the code that it had been asked to compile before"""
         self.unsupported = _Unsupported()
         self.limit: int = torch._dynamo.config.recompile_limit
 
@@ -46,10 +49,16 @@ class Seen:
         """The code that it gave up as a whole, and ran as it is: where, and why."""
         return {code: stop for code, stop in self.unsupported.last.items() if code not in self.compiled}
 
-    def met_limit(self, code: CodeType) -> bool:
-        """Whether code that ran was compiled as often as Dynamo may: for other inputs it runs as it is."""
-        there = [entry for entry in _entries(code) if entry.code is not None] if DYNAMO_STATE.active else ()
-        return code not in self.visited and len(there) >= self.limit
+    def past_limit(self, code: CodeType) -> CodeType | None:
+        """The code that ran and was compiled as often as Dynamo may, so that it runs as it is for other inputs: that of a function, or what
+        Dynamo made of it behind a graph break."""
+        lines = {line for _, _, line in code.co_lines()}
+        for each in (code, *(known for known in self.known if the_rest(known))):
+            there = [entry for entry in _entries(each) if entry.code is not None] if DYNAMO_STATE.active else ()
+            of_it = each.co_filename == code.co_filename and each.co_firstlineno in {code.co_firstlineno, *lines}
+            if of_it and each not in self.visited and len(there) >= self.limit:
+                return each
+        return None
 
 
 @contextlib.contextmanager
@@ -77,7 +86,7 @@ def _tables_of_its_own(seen: Seen) -> Iterator[None]:
     from torch._dynamo.eval_frame import reset_code
     from torch._dynamo.utils import counters
 
-    known = _alive(convert_frame.input_codes)
+    known = seen.known = _alive(convert_frame.input_codes)
     entries = {code: {id(entry.guard_manager) for entry in _entries(code)} for code in known}
     given_up = {code for code, had in entries.items() if not had}
     for code in given_up:

@@ -14,6 +14,7 @@ from torch import nn
 from te_dynamo.inspect.dynamo import GraphBreak, Seen
 from te_dynamo.inspect.flops import MatrixFlops, share_with_rows
 from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.lowering.inductor.recompile_limit import past_limit, the_rest
 
 __all__ = ["begins_in", "breaks_and_skips", "linears_of", "rows_left_out", "why_in_no_graph"]
 
@@ -95,11 +96,8 @@ def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
         for code in _codes_of(function):
             if stop := seen.skipped.get(code):
                 return _skips(name, stop)
-            if seen.met_limit(code):
-                return (
-                    f"Dynamo has compiled {name} {seen.limit} times, its limit, and runs it as it is for other inputs: call torch._dynamo.reset(), or "
-                    "set torch._dynamo.config.recompile_limit higher before the first call; TORCH_LOGS=recompiles says what differed"
-                )
+            if past := seen.past_limit(code):
+                return past_limit(the_rest(past, name) or name, seen.limit)
     return ""
 
 

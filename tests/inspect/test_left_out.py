@@ -230,6 +230,33 @@ def test_dynamos_limit_is_said(model: Any, name: str) -> None:
     assert explained(function, x).coverage == 1.0
 
 
+class Scaled(nn.Module):
+    """What is behind its break is compiled for each scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(32, 32), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break(msg="asked for")
+        return self.fc(x) * self.scale
+
+
+def test_dynamos_limit_behind_a_break_is_said() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model := Scaled(), backend="eager", dynamic=False)
+    for scale in range(10):
+        model.scale = float(scale)
+        compiled(x := torch.randn(16, 32))
+    line = Scaled.forward.__code__.co_firstlineno + 1
+    (row,) = explained(model, x).linears
+    assert row.reason.startswith(
+        f"Dynamo has compiled the rest of Scaled.forward behind test_left_out.py:{line} 8 times, its limit, and runs it as it is"
+    )
+    torch._dynamo.reset()
+    assert explained(model, x).coverage == 1.0
+
+
 @pytest.mark.parametrize("kind", [Experts, Recurrent], ids=lambda kind: kind.__name__)
 def test_compare_says_why_nothing_is_measured(kind: type[nn.Module]) -> None:
     with pytest.raises(

@@ -96,6 +96,44 @@ def test_each_form_is_one_grouped_linear_of_the_same_value(form: str) -> None:
                 assert (actual - reference).norm() <= tolerance * reference.norm()
 
 
+def under_autocast(run, *args):
+    with torch.autocast("cpu", BF16):
+        return run(*args)
+
+
+def in_a_region(run):
+    return lambda *args: under_autocast(run, *args)
+
+
+BY_BMM = list(FORMS)[list(FORMS).index("bmm") : -1]
+"""Autocast does not cast for torch's grouped product."""
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize(
+    ("form", "around"), [*((form, "the call") for form in BY_BMM), ("bmm", "a region"), ("einsum", "a region")]
+)
+def test_under_autocast_it_runs_in_the_dtype_of_autocast(form: str, around: str) -> None:
+    forward = FORMS[form] if around == "the call" else in_a_region(FORMS[form])
+    model, x, offs = Experts(forward).float(), tokens(12, K, grad=False).float().requires_grad_(), ends(3, 3, 3, 3)
+    expected = under_autocast(model, x, offs)
+    parameters = [p for p in model.parameters() if p is model.nk or p is model.kn]
+    ones = torch.ones_like(expected)
+    references = torch.autograd.grad(expected, [x, *parameters], ones, allow_unused=True)
+    for run, tolerance in (("aot", 5e-3), ("te", 0.08)):
+        compiled = Matched(model, run=run)
+        y = under_autocast(compiled, x, offs) if around == "the call" else compiled(x, offs)
+        assert y.dtype == expected.dtype == BF16 and (y - expected).norm() <= tolerance * expected.norm()
+        assert compiled.text().count("te.grouped_linear(") == 1
+        (record,) = compiled.records
+        assert (record.matched, record.dtype, record.groups) == (True, "bf16", G)
+        gradients = torch.autograd.grad(y, [x, *parameters], ones, allow_unused=True)
+        for actual, reference in zip(gradients, references, strict=True):
+            assert (actual is None) == (reference is None)
+            if actual is not None:
+                assert actual.dtype == torch.float32 and (actual - reference).norm() <= tolerance * reference.norm()
+
+
 def test_snapshot() -> None:
     """The weight as it is stored: no transposition stays."""
 
@@ -133,7 +171,7 @@ LEFT = {
     "no rows": (lambda m, x, offs: torch.bmm(x[:0].view(G, 0, K), m.kn), "its input has no rows"),
     "fp64": (
         lambda m, x, offs: torch.bmm(x.view(G, -1, K).to(torch.float64), m.kn.to(torch.float64)),
-        "its input, weight and output are fp64, fp64, fp64; te.grouped_linear takes one of bf16, fp16 and fp32 for all",
+        "its input is fp64; te.linear takes bf16, fp16 and fp32",
     ),
 }
 
@@ -250,6 +288,17 @@ def test_a_loop_over_all_pieces_is_one_grouped_linear(split) -> None:
     gradients = torch.autograd.grad(y.sum(), [x, *weights])
     for actual, reference in zip(gradients, torch.autograd.grad(model(x).sum(), [x, *weights]), strict=True):
         assert (actual - reference).norm() <= 0.08 * reference.norm()
+
+
+def test_a_loop_under_autocast_is_one_grouped_linear() -> None:
+    model, x = Experts(loop(lambda x: x.chunk(4))).float(), tokens(12, K).float()
+    compiled = Matched(model, run="te")
+    y, expected = under_autocast(compiled, x), under_autocast(model, x)
+    assert y.dtype == expected.dtype == BF16 and (y - expected).norm() < 0.08 * expected.norm()
+    assert compiled.text().count("te.grouped_linear(") == 1 and "te.linear" not in compiled.text()
+    with te_dynamo.capture() as graphs:
+        under_autocast(torch.compile(model, backend="te", options={"codegen": "eager", "weight_cache": "step"}), x)
+    assert len(graphs.reports[0].workspaces) == 1, "its weights are kept as those of linears are"
 
 
 def in_other_order(m, x):

@@ -20,10 +20,9 @@ from torch import fx
 from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.grouped import emit_grouped_linear, recipe_reason, shape_reason
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
+from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, cast, dtype_reason, linear_record
 from te_dynamo.passes.torch_ir.match.patterns.products import LINEAR
 from te_dynamo.passes.torch_ir.match.values import (
-    FLOATS,
     arguments,
     calls,
     emit,
@@ -72,7 +71,7 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
     node.meta[RECORD] = records[0]
     graph = node.graph
     with graph.inserting_before(node):
-        stacked = emit(graph, torch.stack, (list(weights),), node)
+        stacked = emit(graph, torch.stack, ([cast(weight, tensor_of(node).dtype, node) for weight in weights],), node)
         experts = emit_method(graph, "transpose", (stacked, 1, 2), node)
         ends = list(itertools.accumulate(rows))
         new = emit_grouped_linear(node, x, experts, _offsets(node, ends), recipe)
@@ -126,13 +125,12 @@ def _one_product(node: fx.Node, x: fx.Node, linears: list[fx.Node], weights: lis
     """Whether dtypes, ranks and weights' shapes allow one product in place of `linears`."""
     if left_as_plain(node, x, *linears, *weights):
         return False
-    values = [tensor_of(n) for n in (x, node, *weights)]
+    first = tensor_of(weights[0])
     return (
-        len({value.dtype for value in values}) == 1
-        and values[0].dtype in FLOATS
-        and values[0].dim() == 2
-        and len({tuple(tensor_of(weight).shape) for weight in weights}) == 1
-        and tensor_of(weights[0]).dim() == 2
+        not dtype_reason(node, x, weights[0])
+        and all(tensor_of(linear).dtype == tensor_of(node).dtype for linear in linears)
+        and tensor_of(x).dim() == first.dim() == 2
+        and len({(value.dtype, *value.shape) for value in map(tensor_of, weights)}) == 1
     )
 
 

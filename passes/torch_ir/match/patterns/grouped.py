@@ -29,7 +29,14 @@ from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
 from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, hint, linear_record, named_by_rule
+from te_dynamo.passes.torch_ir.match.patterns.linear import (
+    RecipeFor,
+    cast,
+    dtype_reason,
+    hint,
+    linear_record,
+    named_by_rule,
+)
 from te_dynamo.passes.torch_ir.match.patterns.products import (
     Sizes,
     contraction_by_weight,
@@ -41,7 +48,6 @@ from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
     calls,
-    dtype_name,
     emit,
     emit_getitem,
     emit_method,
@@ -126,10 +132,10 @@ def _match_contraction(node: fx.Node, recipe_for: RecipeFor, outside: str) -> li
 
 
 def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Recipe) -> fx.Node:
-    """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, for the user's `node`."""
+    """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, in the dtype of the user's `node`."""
     transposed = _stored_transposed(node, weight)
-    weight = _as_stored(node, weight)
-    grad = tensor_of(node).requires_grad
+    dtype, grad = tensor_of(node).dtype, tensor_of(node).requires_grad
+    x, weight = cast(x, dtype, node), cast(_as_stored(node, weight), dtype, node)
     config = GroupedLinearConfig.for_weight(
         recipe,
         weight_transposed=transposed,
@@ -217,11 +223,9 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
         return why_no_linear(x, weight)
     if given.get("bias") is not None:
         return "a grouped GEMM with a bias; add the bias to its result"
-    dtypes = [tensor_of(operand).dtype for operand in (x, weight, node)]
-    if dtypes[0] not in FLOATS or len(set(dtypes)) > 1:
-        names = ", ".join(map(dtype_name, dtypes))
-        return f"its input, weight and output are {names}; te.grouped_linear takes one of bf16, fp16 and fp32 for all"
-    return shape_reason(tensor_of(x).shape, tensor_of(weight).shape, recipe, _stored_transposed(node, weight))
+    return dtype_reason(node, x, weight) or shape_reason(
+        tensor_of(x).shape, tensor_of(weight).shape, recipe, _stored_transposed(node, weight)
+    )
 
 
 def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> str:

@@ -56,7 +56,17 @@ from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 
-__all__ = ["RecipeFor", "becomes_fp8", "estimated_times", "hint", "linear_record", "match_linear", "named_by_rule"]
+__all__ = [
+    "RecipeFor",
+    "becomes_fp8",
+    "cast",
+    "dtype_reason",
+    "estimated_times",
+    "hint",
+    "linear_record",
+    "match_linear",
+    "named_by_rule",
+]
 
 RecipeFor = Callable[[str, str], tuple[Recipe | None, str]]
 """(recipe, which rule chose it or why it is None) by `linear_path`."""
@@ -164,7 +174,7 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
     n, k = out.shape[-1], fixed(tensor_of(x).shape[-1]) or 0
     missing, inner = padding(n, recipe.alignment), padding(k, recipe.alignment)
     with graph.inserting_before(node):
-        x, weight, bias = (o and _cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias))
+        x, weight, bias = (o and cast(o, out.dtype, node) for o in (batch_first or x, weight, product.bias))
         if inner:
             x = padded_rows(x, inner, node)
             weight = padded(weight, inner, 0 if product.transposed else 1, node)
@@ -204,7 +214,8 @@ def _before_swap(reader: fx.Node, x: fx.Node) -> fx.Node | None:
     return x.args[0] if swapped else None  # type: ignore[return-value]
 
 
-def _cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+def cast(operand: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """The operand in that dtype, as autocast would give it to the product, at the graph's insert point."""
     if tensor_of(operand).dtype == dtype:
         return operand
     return emit_method(like.graph, "to", (operand, dtype), like)
@@ -216,7 +227,7 @@ def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     held = quantized_of(weight)
     return (
         left_as_plain(node, x, bias, weight if held is None else None)
-        or _dtype_reason(node, x, weight, bias)
+        or dtype_reason(node, x, weight, bias)
         or _shape_reason(x, weight, bias, recipe, product.transposed)
         or ("" if held is None else _format_reason(held, node, product, recipe))
     )
@@ -236,7 +247,8 @@ def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recip
     return ""
 
 
-def _dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> str:
+def dtype_reason(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> str:
+    """Why a product of operands in those dtypes stays what it is, "" where all are one, or autocast casts them."""
     out = tensor_of(node).dtype
     for name, operand in (("input", x), ("weight", weight), ("bias", bias), ("output", node)):
         if operand is not None and tensor_of(operand).dtype not in FLOATS:
