@@ -134,7 +134,8 @@ def _check_shapes(r: Request, name: str) -> None:
     elif goes:
         goes = r.a.size[1] == r.b.size[1]
     if not goes:
-        raise ValueError(f"{name}: expected {_wanted(r)}, got {tuple(a.shape)} and {tuple(b.shape)}")
+        groups = f" of {r.count} groups" if r.groups else ""
+        raise ValueError(f"{name}: expected {_wanted(r)}, got {tuple(a.shape)} and {tuple(b.shape)}{groups}")
     k = r.a.size[1]
     if r.a.scaling not in ("1x32", "1x16") and isinstance(k, int) and k % 16:
         raise ValueError(f"{name}: K must be a multiple of 16, got {k}")
@@ -156,7 +157,7 @@ def _wanted(r: Request) -> str:
     if r.a.scaling == "tensor":
         return f"{a} and b [G, N, K]"
     along = "[N, G K], K" if r.deep else "[G N, K], N"
-    return f"{a} and b {along} a multiple of {block.BLOCK}, of {r.count} groups,"
+    return f"{a} and b {along} a multiple of {block.BLOCK}"
 
 
 def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:

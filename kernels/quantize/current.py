@@ -12,10 +12,9 @@ Each has its function in plain PyTorch, equal bit for bit (sums aside): that of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Unpack
 
 from te_dynamo.kernels.layouts import tensor
 from te_dynamo.kernels.layouts.sizes import Size, allocate, round_up, rows_and_columns, transposed
@@ -31,6 +30,9 @@ from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch, size_hint
 from te_dynamo.kernels.tiles.fp8 import cast_launches, program_count, zero_padded
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""

@@ -10,14 +10,14 @@ import pytest
 import torch
 import triton
 from helpers.kernels.compiled_cases import Case, HopperDriver, compile_case
-from helpers.kernels.gemms import gemm_mxfp8, gemm_nvfp4, multiplies_codes
+from helpers.kernels.gemms import gemm_mxfp8, gemm_nvfp4
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from te_dynamo.kernels.gemm.block_scales import gemm_block_scales_kernel, tile
+from te_dynamo.kernels.gemm.block_scales import gemm_block_scales_kernel, multiplies_codes, tile
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as, described

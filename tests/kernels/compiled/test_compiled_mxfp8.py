@@ -192,7 +192,7 @@ def test_hopper_multiplies_bf16(monkeypatch):
     """The emulation: two dequantizations and a product of aten, none of it `dot_scaled`."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
-    monkeypatch.setattr("te_dynamo.kernels.gemm.mxfp8.target_of", lambda device: H200)
+    monkeypatch.setattr("te_dynamo.kernels.gemm.multiply.target_of", lambda device: H200)
     with FakeTensorMode():
         x, w = (torch.empty(256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         graph = make_fx(dispatch_functionalize(lambda x, w: linear(x, w, None)), tracing_mode="real")(x, w)

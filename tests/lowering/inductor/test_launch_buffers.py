@@ -96,8 +96,8 @@ def test_an_operand_is_computed_once() -> None:
     with kernels_everywhere(), generated_code.generated_code() as graphs:
         options = {"recipe": None, "rules": [("", "float8_block_scaling")]}
         capture_on_fake_cuda(lambda: models.GatedMLP(WIDTH, INNER).bfloat16(), inputs, backward=False, options=options)
-    # x, its codes and scales, and x in the place of the columns' two
-    launches = re.findall(r"quantize_block_kernel_\d+\.run\((\w+), \w+, \w+, (\w+), (\w+),", graphs[0].text)
+    # x, its codes and scales, and x in the place of the groups' ends and of the columns' two
+    launches = re.findall(r"quantize_block_kernel_\d+\.run\((\w+), (\w+), \w+, \w+, (\w+), (\w+),", graphs[0].text)
     assert len(launches) == 5  # of two activations and three weights
     assert all(len(set(operands)) == 1 for operands in launches), launches
 
