@@ -43,8 +43,8 @@ GROUP_PARTIALS = 64
 Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
 
-Form = tuple[torch.dtype, bool, bool, bool, float]
-"""(fp8_dtype, rowwise, columnwise, power_of_two, eps)"""
+Form = tuple[Any, ...]
+"""(fp8_dtype, rowwise, columnwise, power_of_two, eps), as `quantize` takes them."""
 
 FEW_VALUES = 16384
 """At most so many are quantized in one launch: a program reads them in less time than a launch takes (twice as many it does not)."""
@@ -110,12 +110,12 @@ def partial_amaxes_of_reference(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(amaxes).reshape(-1, 1).repeat(1, PARTIALS)
 
 
-def quantize_bias_grad_reference(dy: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
+def quantize_bias_grad_reference(dy: torch.Tensor, *form: Any) -> list[torch.Tensor]:
     """`quantize_bias_grad` in plain PyTorch."""
     return [dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32), *quantize_reference(dy, *form)]
 
 
-def quantize_grouped_reference(x: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
+def quantize_grouped_reference(x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
     """`quantize_grouped` in plain PyTorch, on any device."""
     _check_groups(x)
     *buffers, scale_inv = zip(*(quantize_reference(group, *form) for group in x), strict=True)
@@ -197,7 +197,7 @@ def quantize(
     return _cast(x, partial_amaxes(x) if amax is None else amax, rows_and_columns(x.shape), form, tile)
 
 
-def quantize_bias_grad(dy: torch.Tensor, *form: Unpack[Form], tile: Tile | None = None) -> list[torch.Tensor]:
+def quantize_bias_grad(dy: torch.Tensor, *form: Any, tile: Tile | None = None) -> list[torch.Tensor]:
     """[dbias, data?, transpose?, scale_inv] of dy, of any rank >= 1, read as [M, K]: dbias[k] = sum over m of dy[m, k], fp32.
 
     Each program of the amax walks down a stripe of columns with one sum a thread and element in registers, and reduces them once,
@@ -208,10 +208,10 @@ def quantize_bias_grad(dy: torch.Tensor, *form: Unpack[Form], tile: Tile | None 
     block_m, block_k, parts = stripes(columns)
     sums = torch.empty((parts, columns), dtype=torch.float32, device=dy.device)
     partials = _amaxes(dy, (rows, columns), (block_m, block_k, 8), sums)
-    return [sums.sum(0), *quantize(dy, *form, partials, tile)]
+    return [sums.sum(0), *_cast(dy, partials, (rows, columns), form, tile)]
 
 
-def quantize_grouped(x: torch.Tensor, *form: Unpack[Form]) -> list[torch.Tensor]:
+def quantize_grouped(x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of x [G, N, K], bf16, fp16 or fp32, of fixed shape, on a CUDA device.
 
     data [G, N, K] and transpose [G, K, N rounded up to 16] (zero past N) are `fp8_dtype`, scale_inv is fp32 [G].

@@ -1,4 +1,4 @@
-"""Current scaling: the reference against an independent formulation, the kernel against the reference.
+"""Current scaling: the reference against an independent formulation, the kernels of tensors, stacks and groups against the references.
 
 Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -25,7 +25,17 @@ from helpers.kernels.quantize_values import FORMATS, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_dynamo.kernels.quantize.current import quantize, quantize_reference
+from te_dynamo.kernels.quantize.current import (
+    MOST_TENSORS,
+    partial_amaxes_of,
+    partial_amaxes_of_reference,
+    quantize,
+    quantize_grouped,
+    quantize_grouped_reference,
+    quantize_reference,
+    quantize_stacked,
+    quantize_stacked_reference,
+)
 
 SHAPES = ((1, 32), (128, 128), (303, 300), (256, 272))
 
@@ -217,18 +227,79 @@ def test_kernel_of_few_values_writes_every_element(shape):
     assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x.cpu(), *options))
 
 
+# -- several tensors, stacks, groups ---------------------------------------------------------------
+
+AMAX_SHAPES = ((128, 48), (0, 48), (1, 1), (3, 4099), (16, 256), (5, 7, 33), (1, 4096), (2, 4097))
+AMAX_KINDS = (*INPUT_KINDS, "normal")
+USAGES = ((True, True), (True, False), (False, True))
+
+
+def fresh(device: str):
+    """What runs a function; on a GPU twice, on memory that it has to write."""
+    return run_poisoned if device == "cuda" else lambda function: function()
+
+
+def check_amaxes(device: str) -> None:
+    form = (torch.float8_e4m3fn, True, True, False, 0.0)
+    for dtype, count in ((torch.bfloat16, 5), (torch.float32, MOST_TENSORS)):
+        kinds = [kind if 0 not in shape else "zeros" for kind, shape in zip(AMAX_KINDS, AMAX_SHAPES, strict=True)]
+        xs = [make_input(kind, shape, dtype, device) for kind, shape in zip(kinds, AMAX_SHAPES, strict=True)][-count:]
+        (ours,) = fresh(device)(lambda xs=xs: [partial_amaxes_of(xs)])
+        expected = partial_amaxes_of_reference([x.cpu() for x in xs])
+        assert torch.equal(ours.cpu().amax(1).nan_to_num(-1.0), expected[:, 0].nan_to_num(-1.0)), dtype
+        for x, partials in zip(xs, ours, strict=True):
+            assert_same_bits(quantize(x, *form, partials), quantize_reference(x.cpu(), *form), (dtype, x.shape))
+
+
+def check_stacks(device: str) -> None:
+    for by_columns, usage in itertools.product((False, True), USAGES):
+        for dtype, sides in ((torch.float32, (128, 256)), (torch.bfloat16, (256, 128, 384))):
+            if device == "cpu" and by_columns == (len(sides) == 2):
+                continue  # an interpreted launch takes seconds
+            shapes = [(19, side) if by_columns else (side, 24) for side in sides]
+            xs = [make_input("normal", shape, dtype, device, seed=i) * 9**i for i, shape in enumerate(shapes)]
+            form = (xs, torch.float8_e4m3fn, *usage, False, 0.0, by_columns)
+            known = [xs[0].abs().amax().float().reshape(1), None, partial_amaxes_of(xs[-1:])[0]]
+            amaxes = None if len(sides) == 2 else known
+            ours = fresh(device)(lambda form=form, amaxes=amaxes: quantize_stacked(*form, amaxes))
+            expected = quantize_stacked_reference([x.cpu() for x in xs], *form[1:])
+            assert_same_bits(ours, expected, (dtype, by_columns, sides, usage))
+
+
+def check_groups(device: str) -> None:
+    for dtype, usage in zip((torch.bfloat16, torch.float32, torch.float16), USAGES, strict=True):
+        x = torch.stack([make_input(kind, (19, 40), dtype, device) for kind in ("normal", "nan", "denormals")])
+        form = (torch.float8_e4m3fn, *usage, False, 1e-3)
+        ours = fresh(device)(lambda x=x, form=form: quantize_grouped(x, *form))
+        assert_same_bits(ours, quantize_grouped_reference(x.cpu(), *form), (dtype, usage))
+
+
+CHECKS = {"few": lambda device: assert_few_values_equal_the_reference(FP8_DTYPES[:1], device)}
+CHECKS |= {"amaxes": check_amaxes, "stacks": check_stacks, "groups": check_groups}
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("check", [check_amaxes, check_stacks, check_groups])
+def test_several_tensors_equal_the_reference_on_a_gpu(check) -> None:
+    check("cuda")
+
+
 @pytest.mark.slow
-def test_kernel_of_few_values_equals_reference_in_the_interpreter():
-    run_in_interpreter(__file__)
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernels_equal_the_reference_in_the_interpreter(check: str) -> None:
+    run_in_interpreter(__file__, check)
 
 
-def main() -> None:
+def main(check: str) -> None:
     from helpers.kernels import interpreted
 
     interpreted.install()
     np.seterr(all="ignore")
-    assert_few_values_equal_the_reference(FP8_DTYPES[:1])
+    CHECKS[check]("cpu")
 
 
 if __name__ == "__main__":
-    main()
+    import sys
+
+    main(sys.argv[1])
