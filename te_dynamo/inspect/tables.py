@@ -85,9 +85,8 @@ def text_of(parts: Iterable[RenderableType]) -> str:
     """The parts below each other, for `print`: as wide as the terminal that stdout is."""
     text = io.StringIO()
     width, height = shutil.get_terminal_size((_WIDTH, 24))
-    console = Console(
-        file=text, width=width, height=height, color_system=None
-    )  # without a height rich takes 80 for TERM=dumb
+    # Without a height rich takes 80 columns where TERM=dumb.
+    console = Console(file=text, width=width, height=height, color_system=None)
     for part in parts:
         console.print(part)
     lines = "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())
