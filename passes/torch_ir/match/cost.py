@@ -222,12 +222,14 @@ def experts_cost_reason(
     rates: Rates,
     kept: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    copied: int = 0,
 ) -> str:
     """Why G experts of [N, K] on M tokens in all stay in the model's precision, "" where FP8 is faster.
 
     recipe:   what quantizes. One that the GPU emulates is slower at any size, and chosen for its numbers.
     training: whether gradients are computed: then a copy for wgrad or dgrad is written beside each forward's, dy is quantized too.
     rates:    of the GPU. kept: whether the quantized weights outlive the call. dtype: the model's precision.
+    copied:   the elements of weights and tokens that padding copies.
     """
     gain = 2 * m * n * k * (3 if training else 1)
     flops_per_us = _grouped_flops_per_us(recipe, training, rates)
@@ -236,11 +238,13 @@ def experts_cost_reason(
     plain_us = gain / BF16_FLOPS_PER_US / rates.bf16 * _beside_bf16(dtype, rates.target)
     gain_us = plain_us - gain / flops_per_us / rates.fp8
     elements = (0 if kept else groups * n * k) + m * k + (m * n if training else 0)
-    cost_us = elements * (2 * dtype.itemsize + (2 if training else 1)) / BYTES_PER_US / rates.quantizing
+    nbytes = elements * (2 * dtype.itemsize + (2 if training else 1)) + copied * 2 * dtype.itemsize
+    cost_us = nbytes / BYTES_PER_US / rates.quantizing
     if cost_us <= gain_us:
         return ""
+    what = "padding and quantizing take" if copied else "quantizing takes"
     return (
-        f"{m // groups} tokens for each of {groups} experts are too few: quantizing takes {cost_us:.0f} us, FP8 GEMMs save "
+        f"{m // groups} tokens for each of {groups} experts are too few: {what} {cost_us:.0f} us, FP8 GEMMs save "
         f"{gain_us:.0f} us ({rates}); {BY_RULE}"
     )
 

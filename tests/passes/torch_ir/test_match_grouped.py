@@ -54,17 +54,19 @@ FORMS = {
     "_grouped_mm": lambda m, x, offs: torch._grouped_mm(x, m.nk.bfloat16().transpose(1, 2), offs),
     "mT": lambda m, x, offs: F.grouped_mm(x, m.nk.mT, offs=offs),
     "strides": lambda m, x, offs: F.grouped_mm(x, torch.permute(m.nk, (0, 2, 1)), offs=offs),
-    "bmm": lambda m, x, offs: torch.bmm(x.view(G, -1, K), m.kn).flatten(0, 1),
-    "matmul": lambda m, x, offs: (x.view(G, -1, K) @ m.nk.mT).flatten(0, 1),
-    "einsum": lambda m, x, offs: torch.einsum("ecd,edf->ecf", x.view(G, -1, K), m.kn).flatten(0, 1),
-    "einsum of groups": lambda m, x, offs: torch.einsum("egcd,efd->egcf", x.view(G, -1, 1, K), m.nk).flatten(0, 2),
-    "einsum of blocks": lambda m, x, offs: (
-        torch.einsum("bkp,kqp->bkq", x.view(G, -1, K).transpose(0, 1), m.nk).transpose(0, 1).flatten(0, 1)
+    "bmm": lambda m, x, offs: torch.bmm(x.view(G, -1, x.shape[-1]), m.kn).flatten(0, 1),
+    "matmul": lambda m, x, offs: (x.view(G, -1, x.shape[-1]) @ m.nk.mT).flatten(0, 1),
+    "einsum": lambda m, x, offs: torch.einsum("ecd,edf->ecf", x.view(G, -1, x.shape[-1]), m.kn).flatten(0, 1),
+    "einsum of groups": lambda m, x, offs: torch.einsum("egcd,efd->egcf", x.view(G, -1, 1, x.shape[-1]), m.nk).flatten(
+        0, 2
     ),
-    "one more dimension": lambda m, x, offs: (x.view(G, -1, 1, K) @ m.kn[:, None]).flatten(0, 2),
-    "weight on the left": lambda m, x, offs: (m.nk @ x.view(G, -1, K).mT).mT.flatten(0, 1),
-    "baddbmm": lambda m, x, offs: torch.baddbmm(m.bias, x.view(G, -1, K), m.kn).flatten(0, 1),
-    "grouped_mm 3-D": lambda m, x, offs: F.grouped_mm(x.view(G, -1, K), m.kn).flatten(0, 1),
+    "einsum of blocks": lambda m, x, offs: (
+        torch.einsum("bkp,kqp->bkq", x.view(G, -1, x.shape[-1]).transpose(0, 1), m.nk).transpose(0, 1).flatten(0, 1)
+    ),
+    "one more dimension": lambda m, x, offs: (x.view(G, -1, 1, x.shape[-1]) @ m.kn[:, None]).flatten(0, 2),
+    "weight on the left": lambda m, x, offs: (m.nk @ x.view(G, -1, x.shape[-1]).mT).mT.flatten(0, 1),
+    "baddbmm": lambda m, x, offs: torch.baddbmm(m.bias, x.view(G, -1, x.shape[-1]), m.kn).flatten(0, 1),
+    "grouped_mm 3-D": lambda m, x, offs: F.grouped_mm(x.view(G, -1, x.shape[-1]), m.kn).flatten(0, 1),
 }
 
 
@@ -182,6 +184,53 @@ def test_left_with_the_reason(form: str) -> None:
     compiled, x, offs = Matched(Experts(forward)), tokens(12, K), ends(2, 0, 7, 3)
     torch.testing.assert_close(compiled(x, offs), forward(compiled.module, x, offs))
     assert compiled.reasons() == [reason] and "te." not in compiled.text()
+
+
+class Unaligned(Experts):
+    """Of 200 columns and 136 features."""
+
+    def __init__(self, forward, n: int = 200, k: int = 136) -> None:
+        super().__init__(forward)
+        generator = torch.Generator().manual_seed(2)
+        self.nk = nn.Parameter(torch.randn(G, n, k, generator=generator).to(BF16) / 8)
+        self.kn = nn.Parameter(torch.randn(G, k, n, generator=generator).to(BF16) / 8)
+        self.bias = nn.Parameter(torch.randn(G, 1, n, generator=generator).to(BF16))
+        self.experts = nn.ModuleList(nn.Linear(k, n, bias=False, dtype=BF16) for _ in range(G))
+
+
+PADDED = {
+    **{form: forward for form, forward in FORMS.items() if form != "grouped_mm 3-D"},
+    "views": lambda m, x, offs: torch.bmm(x.view(G, -1, 136), m.kn).view(12, 200) * 2,
+    "autocast": in_a_region(lambda m, x, offs: torch.bmm(x.float().view(G, -1, 136), m.nk.float().mT)),
+    "loop": lambda m, x, offs: torch.cat([e(piece) for e, piece in zip(m.experts, x.chunk(4), strict=True)]),
+}
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("form", PADDED)
+def test_experts_are_padded_as_linears_are(form: str) -> None:
+    model, x, offs = Unaligned(PADDED[form]), tokens(12, 136), ends(3, 3, 3, 3)
+    expected = model(x, offs)
+    ones, parameters = torch.ones_like(expected), list(model.parameters())
+    references = torch.autograd.grad(expected, [x, *parameters], ones, allow_unused=True)
+    for run, tolerance in (("aot", 1e-2), ("te", 0.1)):
+        compiled = Matched(model, run=run)
+        y = compiled(x, offs)
+        assert y.shape == expected.shape and (y - expected).norm() <= tolerance * expected.norm()
+        assert compiled.text().count("te.grouped_linear(") == 1 and all(record.matched for record in compiled.records)
+        gradients = torch.autograd.grad(y, [x, *parameters], ones, allow_unused=True)
+        for actual, reference in zip(gradients, references, strict=True):
+            assert (actual is None) == (reference is None)
+            if actual is not None:
+                assert (actual - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.mark.parametrize("form", ["grouped_mm [G, K, N]", "mT"])
+def test_blocks_of_experts_are_padded_to_blocks(form: str) -> None:
+    model, x, offs = Unaligned(FORMS[form], 2040, 2040), tokens(12, 2040), ends(2, 0, 7, 3)
+    compiled = Matched(model, recipe=Float8BlockScaling(), run="te")
+    y, expected = compiled(x, offs), model(x, offs)
+    assert compiled.records[0].matched and (y - expected).norm() <= 0.1 * expected.norm()
 
 
 class WideExperts(nn.Module):
@@ -435,3 +484,9 @@ def test_more_tokens_repay_what_fewer_do() -> None:
         assert worth == sorted(worth) and not worth[0] and worth[-1]
         borders.append(sum(worth))
     assert borders[0] < borders[1], "fast sums save more, and fewer tokens repay what quantizing takes"
+
+
+def test_what_padding_copies_is_counted() -> None:
+    given = (8192, 4096, 4096, 8, Float8CurrentScaling(), True, H200)
+    assert experts_cost_reason(*given) == ""
+    assert "are too few: padding and quantizing take " in experts_cost_reason(*given, copied=8 * 4096 * 4096)

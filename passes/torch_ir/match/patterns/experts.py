@@ -21,6 +21,7 @@ from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.grouped import emit_grouped_linear, recipe_reason, shape_reason
 from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, cast, dtype_reason, linear_record
+from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of
 from te_dynamo.passes.torch_ir.match.patterns.products import LINEAR
 from te_dynamo.passes.torch_ir.match.values import (
     arguments,
@@ -74,7 +75,7 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
         stacked = emit(graph, torch.stack, ([cast(weight, tensor_of(node).dtype, node) for weight in weights],), node)
         experts = emit_method(graph, "transpose", (stacked, 1, 2), node)
         ends = list(itertools.accumulate(rows))
-        new = emit_grouped_linear(node, x, experts, _offsets(node, ends), recipe)
+        new = columns_of(emit_grouped_linear(node, x, experts, _offsets(node, ends), recipe), node)
     replace(node, new)
     erase_unused(graph, [node, *linears, *pieces, split, experts])
     for record, _ in records:

@@ -12,6 +12,7 @@ would take longer than their GEMMs save stay what they are (cost.py), unless a r
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linear import (
     linear_record,
     named_by_rule,
 )
+from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padded_rows, padding
 from te_dynamo.passes.torch_ir.match.patterns.products import (
     Sizes,
     contraction_by_weight,
@@ -99,6 +101,7 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     record.groups = fixed(tensor_of(weight).shape[0]) or 0
     with node.graph.inserting_before(node):
         new = _batched(node, x, weight, recipe) if offs is None else emit_grouped_linear(node, x, weight, offs, recipe)
+        new = columns_of(new, node)
     replace(node, new)
     erase_unused(node.graph, [node, *([weight] if _is_transposition(node, weight) else [])])
     return [record]
@@ -132,10 +135,16 @@ def _match_contraction(node: fx.Node, recipe_for: RecipeFor, outside: str) -> li
 
 
 def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Node, recipe: Recipe) -> fx.Node:
-    """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, in the dtype of the user's `node`."""
+    """x [M, K] times the weights [G, K, N] by te.grouped_linear at the graph's insert point, in the dtype of the user's `node`; of an N
+    that is padded with the columns behind it (`columns_of`)."""
     transposed = _stored_transposed(node, weight)
+    missing, inner = _paddings(tensor_of(weight).shape, recipe, transposed)
     dtype, grad = tensor_of(node).dtype, tensor_of(node).requires_grad
     x, weight = cast(x, dtype, node), cast(_as_stored(node, weight), dtype, node)
+    if inner:
+        x, weight = padded_rows(x, inner, node), padded(weight, inner, 1 if transposed else 2, node)
+    if missing:
+        weight = padded(weight, missing, 2 if transposed else 1, node)
     config = GroupedLinearConfig.for_weight(
         recipe,
         weight_transposed=transposed,
@@ -173,14 +182,14 @@ def _is_transposition(node: fx.Node, weight: fx.Node) -> bool:
 def _batched(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> fx.Node:
     """x [G, m, K] times [G, K, N]: G groups of m rows."""
     graph, value = node.graph, tensor_of(x)
-    groups, k, n = map(fixed, tensor_of(weight).shape)
+    groups, k, _ = map(fixed, tensor_of(weight).shape)
     assert groups is not None
     rows = fixed(value.shape[1])
     m = rows if rows is not None else emit_method(graph, "size", (x, 1), node)
     flat = emit_method(graph, "reshape", (x, -1, k), node)
     count = emit(graph, torch.arange, (1, groups + 1), node, dtype=torch.int32, device=value.device)
     out = emit_grouped_linear(node, flat, weight, emit(graph, operator.mul, (count, m), node), recipe)
-    return emit_method(graph, "reshape", (out, groups, m, n), node)
+    return emit_method(graph, "reshape", (out, groups, m, tensor_of(out).shape[-1]), node)
 
 
 def _operands(node: fx.Node) -> dict[str, Any] | None:
@@ -235,8 +244,20 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
     if value.device.type != "cuda" or value.dtype not in FLOATS or not m:
         return ""
     groups = fixed(tensor_of(weight).shape[0]) or 1
-    rates = rates_of(value.device)
-    return experts_cost_reason(m, n, k, groups, recipe, value.requires_grad, rates, is_kept(weight), value.dtype)
+    missing, inner = _paddings(tensor_of(weight).shape, recipe, _stored_transposed(node, weight))
+    copied = groups * n * k * bool(missing or inner) + m * k * bool(inner)
+    return experts_cost_reason(
+        m,
+        n + missing,
+        k + inner,
+        groups,
+        recipe,
+        value.requires_grad,
+        rates_of(value.device),
+        is_kept(weight) and not copied,
+        value.dtype,
+        copied,
+    )
 
 
 def recipe_reason(recipe: Recipe) -> str:
@@ -257,10 +278,10 @@ def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored
     groups, k, n = map(fixed, weight)
     if groups is None or n is None or k is None:
         return f"its weight has the dynamic shape {list(weight)}; te.grouped_linear needs G, N and K fixed"
-    if n % recipe.alignment or k % recipe.alignment or not n or not k:
+    if any((size + padding(size, recipe.alignment)) % recipe.alignment or not size for size in (n, k)):
         return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
-    name, rows, multiple = *(("K", k) if stored_transposed else ("N", n)), recipe.weight_quantizer().experts_begin_at
-    if rows % multiple:
+    name, rows, multiple = *(("K", k) if stored_transposed else ("N", n)), _first_multiple(recipe)
+    if (rows + padding(rows, multiple)) % multiple:
         return (
             f"{name} = {rows}: {recipe.gemms} of experts need {name} to be a multiple of {multiple}, where experts share no block of "
             "scales"
@@ -268,3 +289,16 @@ def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored
     if not groups or any(fixed(size) == 0 for size in x[:-1]):
         return "its input has no rows"
     return ""
+
+
+def _first_multiple(recipe: Recipe) -> int:
+    """What the second dimension of the weights as they lie in memory is a multiple of: no two experts have a part of one block of scales."""
+    return math.lcm(recipe.alignment, recipe.weight_quantizer().experts_begin_at)
+
+
+def _paddings(weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> tuple[int, int]:
+    """What is missing of N and K; the arguments are those of `shape_reason`."""
+    _, k, n = map(fixed, weight)
+    first, other = _first_multiple(recipe), recipe.alignment
+    of_n, of_k = (other, first) if stored_transposed else (first, other)
+    return padding(n or 0, of_n), padding(k or 0, of_k)

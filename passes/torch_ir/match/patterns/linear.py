@@ -183,8 +183,7 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
             bias = bias and padded(bias, missing, 0, node)
         saved = emit(graph, torch.ops.te.linear.default, (x, weight, bias, config), node)
         new = emit_getitem(graph, saved, 0)
-        if missing:
-            new = columns_of(new, n, node)
+        new = columns_of(new, node)
         if batch_first is not None:
             new = emit_method(graph, "contiguous", (emit_method(graph, "transpose", (new, 0, 1), node),), node)
     replace(node, new)

@@ -1,4 +1,4 @@
-"""Linears whose N or K is no multiple of what the GEMMs take: GPT-2's head of 50257 columns, Mixer's 196 patches, DLRM's 479 features.
+"""Linears and experts whose N or K is no multiple of what the GEMMs take: GPT-2's head of 50257 columns, Mixer's 196 patches, DLRM's 479 features.
 
     before    y = F.linear(x, weight, bias)                                             weight [N, K], bias [N]
     after     p = torch.cat([weight, weight.new_zeros(P, K)]);  b = torch.cat([bias, bias.new_zeros(P)])
@@ -44,7 +44,10 @@ def padded_rows(x: fx.Node, missing: int, like: fx.Node) -> fx.Node:
     return emit(like.graph, F.pad, (x, (0, missing)), like)
 
 
-def columns_of(whole: fx.Node, n: int, node: fx.Node) -> fx.Node:
-    """whole[..., :n], to stand in the place of `node`."""
+def columns_of(whole: fx.Node, node: fx.Node) -> fx.Node:
+    """whole[..., :n], to stand in the place of `node`, whose rows have n columns; `whole` where it has no more."""
+    n = tensor_of(node).shape[-1]
+    if tensor_of(whole).shape[-1] == n:
+        return whole
     part = emit(node.graph, operator.getitem, (whole, (Ellipsis, slice(None, n))), node)
     return readable(node, part)
