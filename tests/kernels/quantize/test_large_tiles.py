@@ -38,10 +38,10 @@ def test_quantize(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
     (x,), weight = tensors(1, shape, dtype), make_input("normal", shape[-1:], dtype, "cuda", seed=9)
     y, rstd = norm.rms_norm(x, weight, 1e-5, True, False)
-    fused = norm.rms_norm_quantize(x, weight, 1e-5, True, False, *BOTH, True, kernels.CAST_TILE)
+    fused = norm.rms_norm_quantize(x, weight, 1e-5, True, False, *BOTH, True, tile=kernels.CAST_TILE)
     assert_same_bits(fused, [y, rstd, *quantize.quantize_reference(y, *BOTH)])
     y, mean, rstd = norm.layer_norm(x, weight, weight, 1e-5)
-    fused = norm.layer_norm_quantize(x, weight, weight, 1e-5, *BOTH, True, kernels.CAST_TILE)
+    fused = norm.layer_norm_quantize(x, weight, weight, 1e-5, *BOTH, True, tile=kernels.CAST_TILE)
     assert_same_bits(fused, [y, mean, rstd, *quantize.quantize_reference(y, *BOTH)])
 
 
