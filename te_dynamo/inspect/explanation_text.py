@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from te_dynamo.inspect.report import WorkspaceRecord
 from te_dynamo.inspect.tables import FittedTable, paragraph
+from te_dynamo.report import WorkspaceRecord
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation

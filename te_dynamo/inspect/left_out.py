@@ -13,7 +13,7 @@ from torch import nn
 
 from te_dynamo.inspect.dynamo import GraphBreak, Seen
 from te_dynamo.inspect.flops import MatrixFlops, share_with_rows
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 __all__ = ["begins_in", "breaks_and_skips", "linears_of", "rows_left_out", "why_in_no_graph"]
 

@@ -158,7 +158,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 # A graph holds a call of this function: the compiler cannot look into the making of a tensor subclass, and need not.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def from_buffers(
     buffers: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, requires_grad: bool
 ) -> QuantizedTensor:

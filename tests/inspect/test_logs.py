@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from te_dynamo.inspect import capture, logs
-from te_dynamo.inspect.report import MatchRecord, Report
+from te_dynamo.report import MatchRecord, Report
 
 PROGRAM = """
 import torch

@@ -4,7 +4,7 @@ from expecttest import assert_expected_inline
 from helpers.comparisons import comparison
 
 from te_dynamo.inspect.page.numerics import numerics
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 LAYERS = [f"layers.{i}.fc" for i in range(6)]
 

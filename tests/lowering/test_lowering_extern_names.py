@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from te_dynamo.kernels.gemm.current import gemm_reference
 from te_dynamo.lowering.extern import gemm as extern_gemm
-from te_dynamo.lowering.inductor.tracing import named_in_profiles
+from te_dynamo.torch_private.tracing import named_in_profiles
 
 
 class Block(nn.Module):

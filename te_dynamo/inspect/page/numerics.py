@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 if TYPE_CHECKING:
     from te_dynamo.accuracy.comparison import Comparison

@@ -28,7 +28,7 @@ import sympy
 import torch
 from torch import fx
 
-from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.torch_private.private import compiling_ours
 
 NAME = "te_dynamo_name"
 """Key of a placeholder's meta: the name to print it under."""
@@ -82,7 +82,7 @@ def graph_text(graph: fx.Graph | fx.GraphModule, color: bool | Literal["auto"] =
     text = "\n".join(_Printer(graph, _Symbols()).lines())
     if not color:
         return text
-    from te_dynamo.inspect.graph_colors import colored, terminal_shows_colors
+    from te_dynamo.inspect.graphs.graph_colors import colored, terminal_shows_colors
 
     return colored(text) if color is True or terminal_shows_colors() else text
 
