@@ -20,7 +20,7 @@ from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
-from te_dynamo.inspect.explanation_text import parts_of
+from te_dynamo.inspect.explanation_text import gpu_name, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
@@ -36,11 +36,6 @@ from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
 _DEFAULT_GPU = "h200"
-
-
-def gpu_name(device: str) -> str:
-    """What a sentence calls one of `TARGETS`."""
-    return f"an NVIDIA {TARGETS[device].name}"
 
 
 class Explanation(Printed):

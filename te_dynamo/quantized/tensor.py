@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_map_only
 import te_dynamo.quantized.storages  # noqa: F401  # registers them
 from te_dynamo.cache_key import sources_digest
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.saved import load, storable
 from te_dynamo.quantized.storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from te_dynamo.quantized.quantizers import Quantizer
 
 aten = torch.ops.aten
 
