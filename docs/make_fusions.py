@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pathlib
-import pkgutil
 import re
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ KINDS = {
 INTRO = """\
 # Fusions
 
-These are the fusions that te_dynamo ships. Those of `passes/dialect/fusions` rewrite the compiler's graphs. Those of
+These are the fusions that te_dynamo ships. Those of `passes/dialect` rewrite the compiler's graphs. Those of
 `te_dynamo/operations/fused` rewrite the list of operations of a `te_dynamo.Sequential`. `options={"fusions": False}` turns all of them off.
 `options={"fusions": ["-fuse_gemm_bias"]}` turns one of the graph's off. [Writing a fusion](writing-a-fusion.md) says how to add one.
 
@@ -63,23 +63,12 @@ def name(fusion: Fusion) -> str:
 
 
 def _modules(package: str) -> list[tuple[ModuleType, dict[Fusion, list[str]]]]:
-    """The package's modules that hold a shipped fusion, by name, each with {fusion: its kinds}."""
-    home = importlib.import_module(package)
-    found = []
-    for info in sorted(pkgutil.iter_modules(home.__path__), key=lambda info: info.name):
-        module = importlib.import_module(f"{package}.{info.name}")
-        fusions: dict[Fusion, list[str]] = {}
-        for kind, shipped in home.SHIPPED.items():
-            for fusion in shipped:
-                if _is_from(fusion, module):
-                    fusions.setdefault(fusion, []).append(kind)
-        if fusions:
-            found.append((module, fusions))
-    return found
-
-
-def _is_from(fusion: object, module: ModuleType) -> bool:
-    return getattr(fusion, "__module__", None) == module.__name__
+    """The modules of the fusions that the package ships, by name, each with {fusion: its kinds}."""
+    found: dict[str, dict[Fusion, list[str]]] = {}
+    for kind, shipped in importlib.import_module(package).SHIPPED.items():
+        for fusion in shipped:
+            found.setdefault(fusion.__module__, {}).setdefault(fusion, []).append(kind)
+    return [(sys.modules[of], found[of]) for of in sorted(found, key=lambda of: of.rpartition(".")[2])]
 
 
 def _section(module: ModuleType, fusions: dict[Fusion, list[str]]) -> str:

@@ -23,8 +23,8 @@ from te_dynamo.kernels.runtime import availability
 from te_dynamo.lowering.extern.gemm import is_extern
 from te_dynamo.lowering.inductor.fake_values import values_are_right
 from te_dynamo.lowering.inductor.install import install
-from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.trace import Traces, where
+from te_dynamo.torch_private.private import compiling_ours
 
 
 @compiling_ours()

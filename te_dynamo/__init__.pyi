@@ -20,7 +20,7 @@ from te_dynamo.fusion_registry import (
     register_graph_fusion as register_graph_fusion,
     unregister_fusion as unregister_fusion,
 )
-from te_dynamo.inspect.capture import capture as capture
+from te_dynamo.inspect.graphs.capture import capture as capture
 from te_dynamo.inspect.explain import explain as explain
 from te_dynamo.operations import (
     BasicOperation as BasicOperation,

@@ -29,33 +29,29 @@ from te_dynamo.distributed.check_ranks import tell_compiled
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.inspect.advice import advise, warn_if_emulated, warn_if_left_for_cost
-from te_dynamo.inspect.capture import GraphInProgress, abandon, publish, record, record_before, uncached
+from te_dynamo.inspect.graphs.capture import GraphInProgress, abandon, publish, record, record_before, uncached
 from te_dynamo.inspect.left_out import begins_in
 from te_dynamo.inspect.logs import tell_decisions, tell_fusions, tell_lowered
-from te_dynamo.inspect.report import Report
 from te_dynamo.inspect.required_coverage import counted, require_coverage
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
-from te_dynamo.lowering.inductor.install import SAVED_HOOKS, inductor_options, install
-from te_dynamo.lowering.inductor.private import compiling_ours
-from te_dynamo.lowering.inductor.recompile_limit import compiled_here
+from te_dynamo.lowering.inductor.install import inductor_options, install
 from te_dynamo.lowering.inductor.saved_hooks import saves_bytes
-from te_dynamo.lowering.inductor.tracing import timed
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
 from te_dynamo.options import Options
-from te_dynamo.passes.dialect.async_tp import overlap_collectives
+from te_dynamo.passes.dialect.collectives.async_tp import overlap_collectives
+from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
+from te_dynamo.passes.dialect.collectives.regather import gather_again_in_backward
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
-from te_dynamo.passes.dialect.fusions.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.late_weight_gradients import make_weight_gradients_late
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
-from te_dynamo.passes.dialect.regather import gather_again_in_backward
 from te_dynamo.passes.dialect.saved_inputs import save_inputs_themselves
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
 from te_dynamo.passes.dialect.shared_amaxes import share_amaxes
@@ -72,6 +68,11 @@ from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
 from te_dynamo.passes.torch_ir.quantized_weights import read_buffers
 from te_dynamo.passes.torch_ir.workspaces import use_workspaces
+from te_dynamo.report import Report
+from te_dynamo.torch_private.private import compiling_ours
+from te_dynamo.torch_private.recompile_limit import compiled_here
+from te_dynamo.torch_private.table import SAVED_HOOKS
+from te_dynamo.torch_private.tracing import timed
 from te_dynamo.user_code import traced_code
 from te_dynamo.weights.cache import WeightSupply
 from te_dynamo.weights.freeze import watch

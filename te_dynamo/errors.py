@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_dynamo.inspect.report import MatchRecord
+    from te_dynamo.report import MatchRecord
 
 __all__ = [
     "CoverageError",

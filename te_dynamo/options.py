@@ -218,13 +218,13 @@ def _margin(value: Any) -> int:
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
     """Inductor's share: the mode's expansion, then every option that is Inductor's own."""
-    import torch._inductor as inductor
+    from torch._inductor import list_mode_options, list_options
 
-    modes = inductor.list_mode_options()
+    modes = list_mode_options()
     if mode is not None and mode != "default" and mode not in modes:
         raise InvalidOptionError.unknown("mode", mode, {*modes, "default"})
     result: dict[str, Any] = dict(modes.get(mode or "default", {}))
-    known = inductor.list_options()
+    known = list_options()
     for name, value in options.items():
         if name in _OWN:
             continue

@@ -71,7 +71,9 @@ def but_for_tests_of_that_rule(request: pytest.FixtureRequest, monkeypatch: pyte
         from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason
         from te_dynamo.passes.torch_ir.match.cpu_bound import cpu_known
 
-        monkeypatch.setattr("te_dynamo.passes.torch_ir.match.patterns.linear.linear_cost_reason", linear_cost_reason)
+        monkeypatch.setattr(
+            "te_dynamo.passes.torch_ir.match.patterns.linears.linear.linear_cost_reason", linear_cost_reason
+        )
         monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_known", cpu_known)
 
 

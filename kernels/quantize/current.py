@@ -32,7 +32,7 @@ from te_dynamo.kernels.tiles.fp8 import cast_launches, program_count, zero_padde
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""

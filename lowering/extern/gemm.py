@@ -30,7 +30,7 @@ from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead
-from te_dynamo.lowering.inductor.tracing import named_in_profiles
+from te_dynamo.torch_private.tracing import named_in_profiles
 from te_dynamo.user_code import clean_path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.runtime.launch import compiling_only
-from te_dynamo.lowering.inductor.install import AHEAD
+from te_dynamo.torch_private.table import AHEAD
 
 _MOST_THREADS = 16
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 from te_dynamo._compat import nodes_of_updater
-from te_dynamo.lowering.inductor.private import warn_skipped
+from te_dynamo.torch_private.private import warn_skipped
 
 _RIGHT_FOR = "te_value_is_right_for"
 """In a node's meta: the (target, args, kwargs) that its value belongs to, the node's own objects."""

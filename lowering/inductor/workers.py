@@ -16,8 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
-"""Inductor's option."""
+from te_dynamo.torch_private.table import STATIC_LAUNCH
 
 _TOLD = "use_static_triton_launcher"
 """Of the options with which a worker compiles a kernel, the one that is always there."""

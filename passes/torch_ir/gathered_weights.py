@@ -12,11 +12,11 @@ from torch import fx
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS, weight_of
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.inspect.report import RECORD, Report
-from te_dynamo.passes.torch_ir.match.patterns.shards import local, of_shards
+from te_dynamo.passes.torch_ir.match.patterns.linears.shards import local, of_shards
 from te_dynamo.passes.torch_ir.match.where import source_line
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.report import RECORD, Report
 
 
 def check_gathered(gm: fx.GraphModule, example_inputs: Sequence[Any], report: Report) -> None:

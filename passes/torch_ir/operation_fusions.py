@@ -21,7 +21,6 @@ from torch import fx
 
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.fusion_registry import operation_fusions_digest
-from te_dynamo.inspect.report import Report
 from te_dynamo.operations import FusedOperation, OperationFuser
 from te_dynamo.operations.fuser import FusedOps, Group
 from te_dynamo.operations.run import Call, first_needing_grad
@@ -30,6 +29,7 @@ from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.values import emit, emit_getitem, erase_unused, replace, tensor_of
 from te_dynamo.passes.torch_ir.operation_chains import Link, chains
+from te_dynamo.report import Report
 
 
 @dataclasses.dataclass

@@ -29,13 +29,13 @@ from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
 from te_dynamo.dialect.stacked import segments_stack
 from te_dynamo.errors import KeptWeightError
-from te_dynamo.inspect.report import Report, WorkspaceRecord
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.mutation import reads_through, written_inputs
 from te_dynamo.passes.torch_ir.match.values import calls, emit, emit_getitem, emit_method, replace, tensor_of
 from te_dynamo.passes.torch_ir.match.where import parameter_name, source_line
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.report import Report, WorkspaceRecord
 from te_dynamo.weights.cache import Workspace, entry_of
 from te_dynamo.weights.frozen import FROZEN, frozen_name, is_dropped, is_part, restore
 

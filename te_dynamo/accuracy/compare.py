@@ -21,10 +21,10 @@ from te_dynamo.accuracy.whole import Difference, Outcome, run_step
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
-from te_dynamo.inspect.report import coverage
 from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, unwrap
 from te_dynamo.options import UNSET, Options
 from te_dynamo.recipe import Recipe, names
+from te_dynamo.report import coverage
 
 __all__ = ["compare", "compare_recipes"]
 

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from te_dynamo.accuracy.products import ExpertsProduct, LinearProduct, backward_sums, forward_sums
 from te_dynamo.accuracy.rows import Row
-from te_dynamo.inspect.report import RECORD, MatchRecord, Report
 from te_dynamo.options import Options
+from te_dynamo.report import RECORD, MatchRecord, Report
 
 __all__ = ["Graphs", "Mode", "Session", "is_out_of_memory"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_dynamo.accuracy.sums import ERROR, QUANTIZED
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 __all__ = ["EXACT", "PRODUCTS", "TENSORS", "LinearAccuracy", "Row", "TensorAccuracy", "decibels"]
 

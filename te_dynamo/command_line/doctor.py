@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints a Diagnosis. 1 for a broken installation."""
-    from te_dynamo.inspect.doctor import diagnose
+    from te_dynamo.command_line.diagnosis import diagnose
 
     diagnosis = diagnose()
     print(diagnosis.text(parsed.verbose))

@@ -25,7 +25,7 @@ from te_dynamo.fusion_registry import PHASES, fusion_name, registered
 from te_dynamo.options import Options
 
 if TYPE_CHECKING:
-    from te_dynamo.inspect.report import Report
+    from te_dynamo.report import Report
 
 __all__ = ["assert_same", "assert_same_where_checked", "check_ranks", "differences", "not_compared", "tell_compiled"]
 

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx, nn
 
-from te_dynamo.inspect.report import MatchRecord, Report
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.options import Options
+from te_dynamo.report import MatchRecord, Report
 from te_dynamo.user_code import has_own_path
 
 __all__ = ["advise", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]

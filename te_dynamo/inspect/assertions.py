@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from te_dynamo.errors import CoverageError, GraphBreakError
-from te_dynamo.inspect.report import MatchRecord, coverage
+from te_dynamo.report import MatchRecord, coverage
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.dynamo import GraphBreak

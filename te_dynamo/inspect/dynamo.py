@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.lowering.inductor.install import DYNAMO_STATE
-from te_dynamo.lowering.inductor.recompile_limit import the_rest
+from te_dynamo.torch_private.recompile_limit import the_rest
+from te_dynamo.torch_private.table import DYNAMO_STATE
 from te_dynamo.user_code import traced_code
 
 __all__ = ["GraphBreak", "Seen", "cause_of", "dynamo_untouched", "place_of"]

@@ -19,28 +19,23 @@ from te_dynamo.distributed.check_ranks import not_compared
 from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
-from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
-from te_dynamo.inspect.explanation_text import parts_of
+from te_dynamo.inspect.explanation_text import gpu_name, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
+from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
-from te_dynamo.inspect.report import MatchRecord, Report, WorkspaceRecord, coverage
 from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET
 from te_dynamo.recipe import Recipe
+from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
 _DEFAULT_GPU = "h200"
-
-
-def gpu_name(device: str) -> str:
-    """What a sentence calls one of `TARGETS`."""
-    return f"an NVIDIA {TARGETS[device].name}"
 
 
 class Explanation:
@@ -78,7 +73,7 @@ class Explanation:
 
     @property
     def coverage(self) -> float:
-        """The share of linear FLOPs that runs in a recipe, 0 to 1: `coverage` in te_dynamo/inspect/report.py."""
+        """The share of linear FLOPs that runs in a recipe, 0 to 1: `coverage` in te_dynamo/report.py."""
         return coverage(self.linears)
 
     @property

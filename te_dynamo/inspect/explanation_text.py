@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from te_dynamo.inspect.report import WorkspaceRecord
 from te_dynamo.inspect.tables import FittedTable, paragraph
+from te_dynamo.kernels.runtime.target import TARGETS
+from te_dynamo.report import WorkspaceRecord
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
 
 __all__ = ["parts_of"]
+
+
+def gpu_name(device: str) -> str:
+    """What a sentence calls one of `TARGETS`."""
+    return f"an NVIDIA {TARGETS[device].name}"
 
 
 def parts_of(explanation: Explanation) -> Iterator[RenderableType]:

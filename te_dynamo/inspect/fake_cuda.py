@@ -33,6 +33,7 @@ from te_dynamo.inspect.device_guard import ensure_device_guard
 from te_dynamo.inspect.dynamo import dynamo_untouched
 from te_dynamo.inspect.fake_autocast import autocast_on_cuda
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
+from te_dynamo.torch_private.table import FAKE_CUDA
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
 __all__ = ["fake_cuda", "grad", "move", "moved"]
@@ -55,7 +56,9 @@ def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
     """Inside, tensors are fake, and `torch.compile` traces forward and backward graphs for "cuda".
 
     device: a GPU, or the name of one in `TARGETS` (kernels/runtime/target.py), whose properties torch and Triton then tell.
+    Raises UnsupportedError on a torch without a name that is patched.
     """
+    FAKE_CUDA.require()
     import torch._functorch.config
     import torch._inductor.config
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 __all__ = ["MatrixFlops", "count_matrix_flops", "share_with_rows"]
 

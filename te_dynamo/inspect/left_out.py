@@ -13,8 +13,8 @@ from torch import nn
 
 from te_dynamo.inspect.dynamo import GraphBreak, Seen
 from te_dynamo.inspect.flops import MatrixFlops, share_with_rows
-from te_dynamo.inspect.report import MatchRecord
-from te_dynamo.lowering.inductor.recompile_limit import past_limit, the_rest
+from te_dynamo.report import MatchRecord
+from te_dynamo.torch_private.recompile_limit import past_limit, the_rest
 
 __all__ = ["begins_in", "breaks_and_skips", "linears_of", "rows_left_out", "why_in_no_graph"]
 

@@ -15,8 +15,8 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from te_dynamo.inspect.report import MatchRecord, Report, coverage
-from te_dynamo.lowering.inductor.tracing import artifact, is_traced
+from te_dynamo.report import MatchRecord, Report, coverage
+from te_dynamo.torch_private.tracing import artifact, is_traced
 
 __all__ = ["is_heard", "tell_decisions", "tell_fusions", "tell_graph", "tell_lowered"]
 

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from te_dynamo.errors import CoverageError
-from te_dynamo.inspect.capture import reports_heard
 from te_dynamo.inspect.dynamo import Seen, cause_of
+from te_dynamo.inspect.graphs.capture import reports_heard
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
-from te_dynamo.inspect.report import Report, coverage
 from te_dynamo.inspect.target import unwrap
 from te_dynamo.options import Options
+from te_dynamo.report import Report, coverage
 
 __all__ = ["counted", "hold_coverage", "require_coverage"]
 

@@ -17,7 +17,7 @@ __all__ = ["not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwra
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         return model._orig_mod, _given_to_backend(getattr(model.dynamo_ctx, "callback", None))
     compiled = (
         getattr(model, "_compiled_call_impl", None) or model

@@ -22,7 +22,7 @@ from te_dynamo.errors import OperationError
 from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fuser import Group, grouped
-from te_dynamo.operations.op import FusibleOperation
+from te_dynamo.operations.op import DEFINED, ON_DEFINITION, FusibleOperation
 from te_dynamo.operations.program import Program, gradients, split_tensors, unaliased
 from te_dynamo.operations.run import Call, contexts, run_backward
 from te_dynamo.operations.value import Value
@@ -46,7 +46,7 @@ OVERLOADS: set[torch._ops.OpOverload] = set()
 _defined: dict[str, str] = {}
 
 
-def register(cls: type[FusibleOperation]) -> None:
+def _register(cls: type[FusibleOperation]) -> None:
     """Defines the operations of `cls`, or anew those of a class that is defined again. TypeError for a name that another has."""
     name, where = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
     if _defined.setdefault(name, where) != where:
@@ -55,10 +55,10 @@ def register(cls: type[FusibleOperation]) -> None:
         )
     overloads: list[tuple[torch._ops.OpOverload, Any]] = []
     if cls.has_forward:
-        cls.forward_overload = _define_forward(name)
+        cls.forward_overload, cls.forward_node = _define_forward(name), _forward_node
         overloads.append((cls.forward_overload, _expand_forward))
     if cls.has_backward:
-        cls.backward_overload = _define_backward(name)
+        cls.backward_overload, cls.backward_node = _define_backward(name), _backward_node
         overloads.append((cls.backward_overload, _expand_backward))
     for overload, expansion in overloads:
         OVERLOADS.add(overload)
@@ -110,7 +110,7 @@ def _define_forward(name: str) -> torch._ops.OpOverload:
     return te_op(reference=_run_forward, setup_context=_setup_context, backward=_backward)(fake)
 
 
-def forward_node(
+def _forward_node(
     op: FusibleOperation,
     call: Call,
     input: torch.Tensor,
@@ -185,7 +185,7 @@ def _define_backward(name: str) -> torch._ops.OpOverload:
     return te_op(reference=_run_backward)(fake)
 
 
-def backward_node(
+def _backward_node(
     op: FusibleOperation,
     call: Call,
     ctxs: Sequence[OperationContext],
@@ -216,3 +216,12 @@ def backward_node(
     grads = [next(given) if needed else None for needed in call.flags()]
     count = sum(len(ctx.params) for ctx in ctxs)
     return grads[0], *split_tensors(op.basic_ops, grads[1 : 1 + count], grads[1 + count :])
+
+
+def _register_defined() -> None:
+    while DEFINED:
+        _register(DEFINED.pop(0))
+
+
+_register_defined()
+ON_DEFINITION.append(_register_defined)

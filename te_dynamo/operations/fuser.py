@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from te_dynamo.errors import FusionError
 from te_dynamo.fusion_registry import Fusion, Phase, fusion_error, operation_fusions, registered
+from te_dynamo.operations.fused import SHIPPED
 from te_dynamo.operations.op import BasicOperation, FusedOperation, FusibleOperation
 from te_dynamo.recipe import Recipe
 
@@ -109,8 +110,6 @@ def grouped(ops: Sequence[FusibleOperation], first: int = 0) -> tuple[Group, ...
 
 
 def _pass(phase: Phase, ops: Ops, recipe: Optional[Recipe], shipped: bool = True) -> Ops:
-    from te_dynamo.operations.fused import SHIPPED  # their classes are defined on top of this module
-
     for fusion in (*registered("ops", phase), *(SHIPPED[phase] if shipped else ())):
         changed = True
         while changed:  # ends: each round puts at least one basic operation into a fused one, which stays
@@ -174,33 +173,3 @@ def _error(fusion: Fusion, phase: Phase, problem: str) -> FusionError:
         'options={"fusions": False} under torch.compile'
     )
     return fusion_error("ops", phase, fusion, f"{problem}. {without}")
-
-
-def sliding_window(
-    ops: Sequence[FusibleOperation],
-    types: Sequence[type | tuple[type, ...]],
-    fuse: Callable[[tuple[Any, ...]], Optional[FusibleOperation]],
-) -> list[FusibleOperation]:
-    """The list with every run of operations of these types replaced by what `fuse(run)` gives, unless that is None.
-
-    From the left, without overlaps. `fuse` is called with exactly len(types) operations whose types are right already. A class of
-    operations stands for itself alone, since a subclass may compute something else; an abstract base stands for all of its subclasses.
-    """
-    result: list[FusibleOperation] = []
-    rest = list(ops)
-    while rest:
-        window = tuple(rest[: len(types)])
-        fits = len(window) == len(types) and all(map(_is_of, window, types))
-        fused = fuse(window) if fits else None
-        result.append(rest[0] if fused is None else fused)
-        rest = rest[1 if fused is None else len(types) :]
-    return result
-
-
-def _is_of(op: FusibleOperation, types: type | tuple[type, ...]) -> bool:
-    several = types if isinstance(types, tuple) else (types,)
-    return any(type(op) is cls or (_is_abstract(cls) and isinstance(op, cls)) for cls in several)
-
-
-def _is_abstract(cls: type) -> bool:
-    return not ({"forward_overload", "backward_overload"} & set(vars(cls)))

@@ -31,11 +31,18 @@ class Parameter:
     init: Callable[[torch.Tensor], Any]
 
 
+DEFINED: list[type[FusibleOperation]] = []
+"""Classes that are to be registered as `te::` operations."""
+
+ON_DEFINITION: list[Callable[[], None]] = []
+"""Called when a class has been added: define.py registers it, and takes it out."""
+
+
 class FusibleOperation(Value):
     """Base of both kinds of operation: values (value.py), equal when their classes and fields are.
 
     opaque: under the compiler the operation stays one node of its own class until lowering, instead of its parts.
-    forward_overload, backward_overload: the class's `te::` operations.
+    forward_overload, backward_overload: the class's `te::` operations. forward_node, backward_node: what calls them (define.py).
     """
 
     opaque: ClassVar[bool] = False
@@ -45,6 +52,8 @@ class FusibleOperation(Value):
 
     forward_overload: ClassVar[torch._ops.OpOverload]
     backward_overload: ClassVar[torch._ops.OpOverload]
+    forward_node: ClassVar[Callable[..., types.FuserForward]]
+    backward_node: ClassVar[Callable[..., types.FuserBackward]]
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -56,9 +65,9 @@ class FusibleOperation(Value):
             cls._use_split_forward = uses_split_forward(cls, framework)
             cls.has_forward, cls.has_backward = halves(cls, framework)
             if cls._use_split_forward:
-                from te_dynamo.operations.define import register  # defined on top of this module
-
-                register(cls)
+                DEFINED.append(cls)
+                for defined in ON_DEFINITION:
+                    defined()
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:

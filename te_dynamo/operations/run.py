@@ -96,9 +96,7 @@ def compute(
         raise UnsupportedError(f"{type(group.op).__qualname__} has the legacy fuser_forward, which cannot be traced")
     mine = slice(group.indices.start, group.indices.stop)
     if group.op.opaque and not parts:
-        from te_dynamo.operations.define import forward_node  # defined on top of this module
-
-        return forward_node(group.op, call.of_group(group), input, params[mine], extra_inputs[mine])
+        return group.op.forward_node(call.of_group(group), input, params[mine], extra_inputs[mine])
     results = group.op.fuser_forward_compute(input, params[mine], extra_inputs[mine], **call.keywords(group))
     return _checked(group, call, results)
 
@@ -248,9 +246,7 @@ def _backward(
     parts: bool,
 ) -> Any:
     if group.op.opaque and not parts:
-        from te_dynamo.operations.define import backward_node  # defined on top of this module
-
-        return backward_node(group.op, call.of_group(group), ctxs, grad, grad_extra_outputs)
+        return group.op.backward_node(call.of_group(group), ctxs, grad, grad_extra_outputs)
     return group.op.fuser_backward(ctxs, grad, grad_extra_outputs)
 
 

@@ -114,7 +114,7 @@ def _check_tensor(value: object) -> None:
         raise InputError(f"Sequential: expected tensors as its input and extra inputs, got a {type(value).__name__}")
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _legacy_fused(sequence: OperationSequence, requires_grad: tuple[bool, ...], training: bool, fusions: str) -> str:
     """Why what registered fusions make of the list cannot be traced, "" where it can. Dynamo asks while it traces."""
     program = sequence.fake_program(requires_grad, training)

@@ -1,7 +1,7 @@
 """A `QuantizedTensor` in a file: what is written, and the function that torch.load calls.
 
-`import te_dynamo` imports this file, so that `torch.load(path, weights_only=True)` reads such a file from then on. It imports no other
-part of the package until a tensor is read.
+`import te_dynamo` imports this file, so that `torch.load(path, weights_only=True)` reads such a file from then on. The
+rest of the package is imported, by its public names, when a tensor is read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import te_dynamo
 from te_dynamo.errors import QuantizationError
 
 if TYPE_CHECKING:
@@ -38,20 +39,16 @@ def load(
     is_parameter: bool,
 ) -> QuantizedTensor:
     """What a pickle calls; it names the quantizer, so that a file may be read with weights_only=True."""
-    from te_dynamo.quantized import quantizers
-    from te_dynamo.quantized.tensor import QuantizedTensor
-    from te_dynamo.quantized.tensor_proto import TensorProto, check_layout
-
-    cls = getattr(quantizers, quantizer, None)
-    if not (isinstance(cls, type) and issubclass(cls, quantizers.Quantizer)):
+    cls = getattr(te_dynamo, quantizer) if quantizer in dir(te_dynamo) else None
+    if not (isinstance(cls, type) and issubclass(cls, te_dynamo.Quantizer)):
         raise QuantizationError(
             f"QuantizedTensor: a file names the quantizer {quantizer!r}, which te_dynamo does not have"
         )
     made = cls(**fields)
     dtypes = {name: dtype for name, (_, dtype) in made._describe_buffers(shape).items()}
     buffers = {name: _stored(buffer, dtypes.get(name)) for name, buffer in buffers.items()}
-    check_layout(TensorProto(shape, dtype, made), buffers)
-    tensor = QuantizedTensor(buffers, shape, dtype, made, requires_grad)
+    te_dynamo.TensorProto(shape, dtype, made).check_layout(buffers)
+    tensor = te_dynamo.QuantizedTensor(buffers, shape, dtype, made, requires_grad)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 

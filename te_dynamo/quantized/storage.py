@@ -7,13 +7,15 @@ to carry only tensors and constants. One file a format in `te_dynamo/quantized/s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
-from te_dynamo.quantized.quantizers import Quantizer
+
+if TYPE_CHECKING:
+    from te_dynamo.quantized.quantizers import Quantizer
 
 _REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_map_only
 import te_dynamo.quantized.storages  # noqa: F401  # registers them
 from te_dynamo.cache_key import sources_digest
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.saved import load, storable
 from te_dynamo.quantized.storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from te_dynamo.quantized.quantizers import Quantizer
 
 aten = torch.ops.aten
 
@@ -158,7 +160,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 # A graph holds a call of this function: the compiler cannot look into the making of a tensor subclass, and need not.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def from_buffers(
     buffers: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, requires_grad: bool
 ) -> QuantizedTensor:

@@ -81,6 +81,18 @@ class TensorProto:
         """Keeps or drops the rowwise or columnwise buffers of the described tensor; None leaves a usage as it is."""
         self.quantizer = self._quantizer().with_usage(rowwise_usage, columnwise_usage)
 
+    def check_layout(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raises QuantizationError, naming the slot, unless `buffers` are what this describes.
+
+        Names and their order, and what `check_buffers` compares.
+        """
+        quantizer, described = self._quantizer(), self._buffers()
+        if list(buffers) != list(described):
+            raise QuantizationError(
+                f"{quantizer.describe()} of shape {self.shape}: expected the buffers {list(described)}, got {list(buffers)}"
+            )
+        check_buffers(quantizer, self.shape, described, buffers, self.device)
+
     def _buffers(self) -> dict[str, Any]:
         return self._quantizer()._describe_buffers(self.shape)
 
@@ -101,16 +113,3 @@ def to_tensor_proto(tensor: torch.Tensor | QuantizedTensorStorage) -> TensorProt
 def buffer_protos(proto: TensorProto) -> list[TensorProto]:
     """A plain proto for each buffer of a quantized tensor, in the order of `inner_names`."""
     return [TensorProto(shape, dtype, device=proto.device) for shape, dtype in proto._buffers().values()]
-
-
-def check_layout(proto: TensorProto, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raises QuantizationError, naming the slot, unless `buffers` are what `proto` describes.
-
-    Names and their order, and what `check_buffers` compares.
-    """
-    quantizer, described = proto._quantizer(), proto._buffers()
-    if list(buffers) != list(described):
-        raise QuantizationError(
-            f"{quantizer.describe()} of shape {proto.shape}: expected the buffers {list(described)}, got {list(buffers)}"
-        )
-    check_buffers(quantizer, proto.shape, described, buffers, proto.device)

@@ -1,6 +1,6 @@
 """Helpers for tests: graphs' text, snapshots and differences, graphs for CUDA without a GPU, bytes of collectives."""
 
-from te_dynamo.inspect.graph_text import graph_text
+from te_dynamo.inspect.graphs.graph_text import graph_text
 from te_dynamo.testing.fake_cuda import capture_on_fake_cuda, fake_cuda
 from te_dynamo.testing.graph_diff import graph_diff
 from te_dynamo.testing.snapshot import assert_graph

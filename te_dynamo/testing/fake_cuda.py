@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from te_dynamo.inspect.capture import Captured, capture
 from te_dynamo.inspect.dynamo import dynamo_untouched
 from te_dynamo.inspect.fake_cuda import fake_cuda, grad, move
+from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.kernels.runtime.target import Target
 
 __all__ = ["capture_on_fake_cuda", "fake_cuda"]

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 
 from torch import fx
 
-from te_dynamo.inspect.graph_text import graph_text
+from te_dynamo.inspect.graphs.graph_text import graph_text
 
 __all__ = ["graph_diff"]
 

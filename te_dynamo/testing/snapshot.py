@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from te_dynamo.inspect.graph_text import graph_text
+from te_dynamo.inspect.graphs.graph_text import graph_text
 
 __all__ = ["assert_graph"]
 

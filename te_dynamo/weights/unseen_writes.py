@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from te_dynamo.torch_private.table import UNSEEN_WRITES
+
 Written = Callable[[Iterable[Tensor]], None]
 
 _WRITES_NO_WEIGHT = {
@@ -35,8 +37,10 @@ _known: set[str] = set()
 def tell_of_unseen_writes(written: Written) -> None:
     """From here on `written` is called with the tensors that an operator or an optimizer wrote without raising a counter.
 
-    Called again it looks for operators that were defined since. A process has one `written`, that of its first call.
+    Called again it looks for operators that were defined since. A process has one `written`, that of its first call. Raises
+    UnsupportedError on a torch without the names that this needs: a kept weight would be read after a write to it.
     """
+    UNSEEN_WRITES.require()
     if not _libraries:
         register_optimizer_step_post_hook(lambda optimizer, *_: _tell_of_step(optimizer, written))
         _libraries["aten"] = torch.library.Library("aten", "IMPL")

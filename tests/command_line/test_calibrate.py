@@ -12,9 +12,9 @@ import torch
 
 from te_dynamo import remembered as files
 from te_dynamo.command_line import calibrate
+from te_dynamo.command_line import diagnosis as doctor
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.main import main
-from te_dynamo.inspect import doctor
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.availability import Availability
 from te_dynamo.kernels.runtime.target import TARGETS

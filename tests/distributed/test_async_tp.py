@@ -14,7 +14,7 @@ from helpers.distributed.ranks import SIZE, Ranks
 
 import te_dynamo
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 

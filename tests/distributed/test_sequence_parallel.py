@@ -13,7 +13,7 @@ from helpers.distributed import sequence_bodies
 from helpers.distributed.ranks import SIZE, Ranks
 from torch.fx import Graph
 
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.passes.dialect.live_memory import peak_bytes, saved_bytes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -19,7 +19,7 @@ def few_rows_too() -> Iterator[None]:
     """On (fake) CUDA tensors a linear of few rows would stay in bf16, for it is faster there; tests are of few rows."""
     match = "te_dynamo.passes.torch_ir.match"
     with (
-        mock.patch(f"{match}.patterns.linear.linear_cost_reason", lambda *_, **__: ""),
+        mock.patch(f"{match}.patterns.linears.linear.linear_cost_reason", lambda *_, **__: ""),
         mock.patch(f"{match}.cpu_known", lambda *_: nullcontext()),
     ):
         yield

@@ -16,7 +16,7 @@ import te_dynamo
 from te_dynamo.errors import CoverageError, GraphBreakError
 from te_dynamo.inspect.dynamo import GraphBreak
 from te_dynamo.inspect.explain import Explanation
-from te_dynamo.inspect.report import MatchRecord, Report
+from te_dynamo.report import MatchRecord, Report
 from te_dynamo.testing import assert_graph
 
 RULE = "rule 'head' leaves it in the model's precision"

@@ -14,12 +14,12 @@ from helpers.graphs.fake_backend import recording_backend
 from torch import nn
 
 from te_dynamo.errors import MissingStageError
-from te_dynamo.inspect.capture import capture
 from te_dynamo.inspect.fake_cuda import show_dynamo_torch
+from te_dynamo.inspect.graphs.capture import capture
 from te_dynamo.testing import capture_on_fake_cuda, fake_cuda, graph_text
 
 # The package's attribute of that name is the function.
-producer = importlib.import_module("te_dynamo.inspect.capture")
+producer = importlib.import_module("te_dynamo.inspect.graphs.capture")
 
 
 def compiled(model=None):

@@ -7,8 +7,8 @@ from helpers.models.snapshot_models import GeluMLP, capture_training
 from torch import nn
 
 import te_dynamo
-from te_dynamo.inspect.graph_names import name_inputs
-from te_dynamo.inspect.graph_text import NAME
+from te_dynamo.inspect.graphs.graph_names import name_inputs
+from te_dynamo.inspect.graphs.graph_text import NAME
 from te_dynamo.testing import capture_on_fake_cuda, graph_text
 
 

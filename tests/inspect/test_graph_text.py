@@ -285,5 +285,5 @@ def test_colors(monkeypatch):
     colored = graph_text(graph, color=True)
     assert "\x1b[34mtorch.relu\x1b[0m" in colored
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
-    monkeypatch.setattr("te_dynamo.inspect.graph_colors.terminal_shows_colors", lambda: True)
+    monkeypatch.setattr("te_dynamo.inspect.graphs.graph_colors.terminal_shows_colors", lambda: True)
     assert graph_text(graph, color="auto") == colored

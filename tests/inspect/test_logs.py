@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from te_dynamo.inspect import capture, logs
-from te_dynamo.inspect.report import MatchRecord, Report
+from te_dynamo.inspect import logs
+from te_dynamo.inspect.graphs import capture
+from te_dynamo.report import MatchRecord, Report
 
 PROGRAM = """
 import torch

@@ -15,7 +15,7 @@ import te_dynamo
 from te_dynamo.inspect.page.data import page_data
 from te_dynamo.inspect.page.layers import Layers
 from te_dynamo.inspect.page.modules import module_rows
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from torch import Tensor, nn
 
 from te_dynamo.lowering.extern import gemm as extern_gemm
-from te_dynamo.lowering.inductor.tracing import named_in_profiles
+from te_dynamo.torch_private.tracing import named_in_profiles
 
 
 class Block(nn.Module):

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.lowering.inductor.fake_values import _is_right
 from te_dynamo.lowering.inductor.install import install
-from te_dynamo.lowering.inductor.private import compiling_ours
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.torch_private.private import compiling_ours
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launches need Triton")
 te, aten = torch.ops.te, torch.ops.aten

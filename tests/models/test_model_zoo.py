@@ -17,7 +17,7 @@ from te_dynamo.inspect.dynamo import Seen
 from te_dynamo.inspect.explain import Explanation
 from te_dynamo.inspect.flops import count_matrix_flops
 from te_dynamo.inspect.left_out import rows_left_out
-from te_dynamo.inspect.report import Report
+from te_dynamo.report import Report
 
 transformers = pytest.importorskip("transformers")
 

@@ -49,7 +49,7 @@ Ops = list[FusibleOperation]
 @pytest.fixture(autouse=True)
 def only_the_fusions_of_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The shipped fusions have tests of their own."""
-    monkeypatch.setattr("te_dynamo.operations.fused.SHIPPED", {"joint": (), "forward": (), "backward": ()})
+    monkeypatch.setattr("te_dynamo.operations.fuser.SHIPPED", {"joint": (), "forward": (), "backward": ()})
     fuser_module._fused.cache_clear()
     yield
     for fusion in [fusion for fusions in fusion_registry._lists() for fusion in fusions]:
@@ -401,7 +401,7 @@ def test_any_list_fuses_and_maps_back(ops: Ops, fusions: Any, shipped: bool, fir
     for phase, types in fusions:
         table[phase] += (pairing(classes[phase], *types),)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("te_dynamo.operations.fused.SHIPPED", table)
+        patch.setattr("te_dynamo.operations.fuser.SHIPPED", table)
         first_backward = min(first_backward, len(ops))
         fused = fuser_module._fused.__wrapped__(tuple(ops), None, first_backward, "")
         again = fuser_module._pass("forward", [group.op for group in fused.forward], None)

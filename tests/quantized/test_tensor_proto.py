@@ -25,7 +25,6 @@ from te_dynamo import (
 from te_dynamo._compat import torch_version
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.testing.fake_cuda import fake_cuda
 
 # Around every boundary that a layout rounds up to: 4, 16, 32, 128.
@@ -47,11 +46,11 @@ def check_all_ways(quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dt
     """The layout of what te.quantize, its fake and create_tensor make, against the proto."""
     x = torch.randn(shape).to(dtype).to(device)
     proto = TensorProto(shape, dtype, quantizer, device=x.device)
-    check_layout(proto, named(proto, quantize_tensor(x, quantizer)))
-    check_layout(proto, proto.create_tensor().named_buffers())
+    proto.check_layout(named(proto, quantize_tensor(x, quantizer)))
+    proto.check_layout(proto.create_tensor().named_buffers())
     with FakeTensorMode() as mode:
-        check_layout(proto, named(proto, quantize_tensor(mode.from_tensor(x), quantizer)))
-        check_layout(proto, proto.create_tensor().named_buffers())
+        proto.check_layout(named(proto, quantize_tensor(mode.from_tensor(x), quantizer)))
+        proto.check_layout(proto.create_tensor().named_buffers())
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,7 +93,7 @@ def test_the_layout_in_a_graph(configuration: Quantizer, backend: str) -> None:
             proto = TensorProto(shape, torch.bfloat16, quantizer, device=torch.device("cpu"))
             for made in compiled(torch.randn(shape).to(torch.bfloat16)):
                 assert type(made) is QuantizedTensor and to_tensor_proto(made) == proto
-                check_layout(proto, made.named_buffers())
+                proto.check_layout(made.named_buffers())
 
 
 @settings(max_examples=10, deadline=None)
@@ -109,7 +108,7 @@ def test_create_tensor_in_a_graph_of_any_shape(shapes: list[tuple[int, int]], qu
     )
     for shape in shapes:
         proto = TensorProto(shape, torch.float32, quantizer)
-        check_layout(proto, named(proto, create(torch.empty(shape))))
+        proto.check_layout(named(proto, create(torch.empty(shape))))
 
 
 # The check itself: it names the slot and the fact.
@@ -137,9 +136,9 @@ def test_create_tensor_in_a_graph_of_any_shape(shapes: list[tuple[int, int]], qu
 )
 def test_a_wrong_layout_is_named(change: Any, message: str) -> None:
     held = Float8CurrentScalingQuantizer().quantize(torch.randn(20, 48))
-    check_layout(to_tensor_proto(held), held.named_buffers())
+    to_tensor_proto(held).check_layout(held.named_buffers())
     with pytest.raises(QuantizationError, match=r"e4m3\[row\+column\] of shape \(20, 48\): .*" + message):
-        check_layout(to_tensor_proto(held), change(held.named_buffers()))
+        to_tensor_proto(held).check_layout(change(held.named_buffers()))
 
 
 # to_tensor_proto and create_tensor.
@@ -208,7 +207,7 @@ def test_update_usage_touches_only_the_protos_own_quantizer(quantizer: Quantizer
     assert set(one.inner_names()) < set(every) and one.quantizer == quantizer.with_usage(True, False)
     one.update_usage(rowwise_usage=False, columnwise_usage=True)
     assert one.quantizer == quantizer.with_usage(False, True)
-    check_layout(one, one.create_tensor().named_buffers())
+    one.check_layout(one.create_tensor().named_buffers())
     assert quantizer == before and other.quantizer is quantizer and other.inner_names() == every
     with pytest.raises(QuantizationError, match="neither"):
         one.update_usage(columnwise_usage=False)
@@ -246,12 +245,12 @@ def test_what_is_no_tensor(shape: Any, dtype: Any, error: type[Exception], messa
 def test_a_device_by_name_and_without_an_index() -> None:
     proto = TensorProto((4, 4), torch.float32, Float8CurrentScalingQuantizer(), device="cpu")  # type: ignore[arg-type]
     assert proto == dataclasses.replace(proto, device=torch.device("cpu"))
-    check_layout(proto, proto.create_tensor().named_buffers())
+    proto.check_layout(proto.create_tensor().named_buffers())
     with FakeTensorMode(), fake_cuda():
         on_cuda = dataclasses.replace(proto, device=torch.device("cuda"))
         made = on_cuda.create_tensor()
         assert made.device == torch.device("cuda", 0)
-        check_layout(on_cuda, made.named_buffers())
+        on_cuda.check_layout(made.named_buffers())
 
 
 @pytest.mark.parametrize("quantizer", [None, Float8CurrentScalingQuantizer()])

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import kernels_everywhere, launches
 from torch import nn
 
-from te_dynamo.inspect.capture import Captured, capture
+from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.testing import capture_on_fake_cuda
 
 

@@ -10,7 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import SwigluMLP, capture_inference, capture_training, kernels_everywhere, launches
 
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 
 SHAPE = (32, 64)
 

@@ -1,13 +1,13 @@
 """The fusions that te_dynamo ships, one file each, and the order in which they run."""
 
+from te_dynamo.passes.dialect.collectives.all_to_all_quantize import fuse_all_to_all_quantize
+from te_dynamo.passes.dialect.collectives.gather_quantize import fuse_gather_quantize
 from te_dynamo.passes.dialect.fusions.activation_backward_quantize import (
     fuse_activation_backward_quantize,
     fuse_gated_backward_quantize,
 )
 from te_dynamo.passes.dialect.fusions.activation_quantize import fuse_activation_quantize
-from te_dynamo.passes.dialect.fusions.all_to_all_quantize import fuse_all_to_all_quantize
 from te_dynamo.passes.dialect.fusions.gated_backward_quantize_halves import fuse_gated_backward_quantize_halves
-from te_dynamo.passes.dialect.fusions.gather_quantize import fuse_gather_quantize
 from te_dynamo.passes.dialect.fusions.gemm_add import fuse_gemm_add
 from te_dynamo.passes.dialect.fusions.gemm_amax import fuse_gemm_amax
 from te_dynamo.passes.dialect.fusions.gemm_bias import fuse_gemm_bias

@@ -59,7 +59,6 @@ from typing import Any
 
 from torch import fx
 
-from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.bodies import Matcher
 from te_dynamo.passes.torch_ir.match.cost import kept_weights_known
@@ -68,6 +67,7 @@ from te_dynamo.passes.torch_ir.match.mutation import facts_known
 from te_dynamo.passes.torch_ir.match.origins import origins_known
 from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
 from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
+from te_dynamo.report import Report
 
 __all__ = ["match"]
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.checkpoint import ask_for_what_was_replaced
 from te_dynamo.passes.torch_ir.match.patterns.activation import match_activation, match_written_activation
@@ -23,7 +22,7 @@ from te_dynamo.passes.torch_ir.match.patterns.compounds import match_compound
 from te_dynamo.passes.torch_ir.match.patterns.experts import match_expert_loop
 from te_dynamo.passes.torch_ir.match.patterns.gated import match_gated
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, match_linear
+from te_dynamo.passes.torch_ir.match.patterns.linears.linear import RecipeFor, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.modulated_norm import match_modulated_norm
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
@@ -31,6 +30,7 @@ from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_
 from te_dynamo.passes.torch_ir.match.root import also_named, also_run_at, tell_apart
 from te_dynamo.passes.torch_ir.match.where import SOURCE, module_path
 from te_dynamo.recipe import Recipe
+from te_dynamo.report import MatchRecord
 
 __all__ = ["Matcher"]
 

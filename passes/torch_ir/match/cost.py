@@ -29,7 +29,7 @@ from torch import fx
 from te_dynamo.kernels.gemm.block_scales import multiplies_codes
 from te_dynamo.kernels.gemm.choose import Product, product_us
 from te_dynamo.kernels.runtime.target import Target
-from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_casts
 from te_dynamo.passes.torch_ir.match.values import dtype_name
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.rates import Rates

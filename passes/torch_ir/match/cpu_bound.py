@@ -29,19 +29,25 @@ import torch
 from torch import fx
 
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
-from te_dynamo.inspect.report import Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYTES_PER_US, is_kept, waiting_for_cpu
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, becomes_fp8, estimated_times, hint, named_by_rule
-from te_dynamo.passes.torch_ir.match.patterns.products import Product, is_parameter, product_of
-from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared
+from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
+    RecipeFor,
+    becomes_fp8,
+    estimated_times,
+    hint,
+    named_by_rule,
+)
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, is_parameter, product_of
+from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared
 from te_dynamo.passes.torch_ir.match.values import tensor_of
 from te_dynamo.passes.torch_ir.match.where import linear_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import Rates, rates_of
 from te_dynamo.recipe import Float8CurrentScaling
+from te_dynamo.report import Report
 
 __all__ = ["cpu_known"]
 

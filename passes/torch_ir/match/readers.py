@@ -12,7 +12,7 @@ from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.passes.torch_ir.match.autocast import is_body
-from te_dynamo.passes.torch_ir.match.patterns.shards import keeps_shards
+from te_dynamo.passes.torch_ir.match.patterns.linears.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
 __all__ = [

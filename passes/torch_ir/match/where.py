@@ -10,7 +10,7 @@ from torch import fx
 
 from te_dynamo import _compat
 from te_dynamo.passes.torch_ir.match.origins import parameters_below
-from te_dynamo.passes.torch_ir.match.patterns.products import without_casts
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_casts
 from te_dynamo.user_code import OWNERS, clean_path, has_own_path, source_line
 
 __all__ = [

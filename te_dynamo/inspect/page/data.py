@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from te_dynamo.inspect.explain import Explanation, gpu_name
+from te_dynamo.inspect.explanation_text import gpu_name
 from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
 from te_dynamo.inspect.page.head import head
 from te_dynamo.inspect.page.modules import module_rows
 from te_dynamo.inspect.page.numerics import numerics
+
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import Explanation
 
 __all__ = ["overview_data", "page_data"]
 

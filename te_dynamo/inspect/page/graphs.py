@@ -20,8 +20,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from te_dynamo.inspect.capture import Captured
-from te_dynamo.inspect.graph_text import statements
+from te_dynamo.inspect.graphs.capture import Captured
+from te_dynamo.inspect.graphs.graph_text import statements
 from te_dynamo.inspect.page.layers import Layers
 from te_dynamo.user_code import clean_path, source_line
 

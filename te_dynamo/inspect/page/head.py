@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 import te_dynamo
-from te_dynamo.inspect.explain import Explanation, gpu_name
+from te_dynamo.inspect.explanation_text import gpu_name
+
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import Explanation
 
 __all__ = ["head"]
 

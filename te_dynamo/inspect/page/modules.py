@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from te_dynamo.inspect.report import MatchRecord
+from te_dynamo.report import MatchRecord
 
 __all__ = ["module_rows"]
 

@@ -25,8 +25,8 @@ from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fused.backward_chain import backward_chain
 from te_dynamo.operations.fused.quantized import DIALECT, activation_gradient_quantized
-from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.window import sliding_window
 from te_dynamo.recipe import Recipe
 
 

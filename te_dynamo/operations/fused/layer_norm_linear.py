@@ -26,9 +26,9 @@ from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.backward_chain import backward_chain
 from te_dynamo.operations.fused.quantized import NORMS, norm_quantized
-from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.saves import FuserSavesAll
+from te_dynamo.operations.window import sliding_window
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.recipe import Recipe

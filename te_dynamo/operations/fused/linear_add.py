@@ -20,9 +20,9 @@ import torch
 from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import AddExtraInput, check_same_shape
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
-from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
 from te_dynamo.operations.saves import FuserSavesAll
+from te_dynamo.operations.window import sliding_window
 from te_dynamo.recipe import Recipe
 
 

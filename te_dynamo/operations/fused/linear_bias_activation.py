@@ -22,8 +22,8 @@ from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.fuser import sliding_window
 from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.operations.window import sliding_window
 from te_dynamo.recipe import Recipe
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from te_dynamo.kernels.layouts import block
 from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
+
+if TYPE_CHECKING:
+    from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 
 
 class Float8BlockTensorStorage(QuantizedTensorStorage):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from te_dynamo.kernels.layouts import mxfp8
 from te_dynamo.kernels.layouts.mxfp8 import BLOCK
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
-from te_dynamo.quantized.quantizers import MXFP8Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
+
+if TYPE_CHECKING:
+    from te_dynamo.quantized.quantizers import MXFP8Quantizer
 
 
 class MXFP8TensorStorage(QuantizedTensorStorage):

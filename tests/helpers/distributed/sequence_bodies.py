@@ -14,7 +14,7 @@ from helpers.models.small_models import GeluMLP, Residual, SwiGLU
 from torch import nn
 
 import te_dynamo
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.testing import count_wire
 
 __all__ = ["block", "capture_step", "operations_on_cpu", "steps", "steps_with_operations", "without_multicast"]

@@ -5,8 +5,8 @@ import os
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from te_dynamo.inspect.capture import GraphInProgress, publish, record
-from te_dynamo.inspect.report import MatchRecord, Report
+from te_dynamo.inspect.graphs.capture import GraphInProgress, publish, record
+from te_dynamo.report import MatchRecord, Report
 
 
 def recording_backend(gm, example_inputs, options=None, mode=None):

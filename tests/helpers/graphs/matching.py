@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.inspect.report import MatchRecord, Report
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match import match
+from te_dynamo.report import MatchRecord, Report
 
 FP8 = "float8_current_scaling"
 

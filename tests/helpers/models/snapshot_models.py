@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_dynamo import capture
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.testing import capture_on_fake_cuda

@@ -25,7 +25,7 @@ from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import current_kernels
 from te_dynamo.kernels.tiles import fp8
 from te_dynamo.lowering.inductor.install import install
-from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.torch_private.private import compiling_ours
 
 E4M3 = torch.float8_e4m3fn
 OPTIONS = (E4M3, True, True, False, 0.0)

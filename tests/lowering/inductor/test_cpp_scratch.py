@@ -5,7 +5,7 @@ from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrid
 
 from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
 from te_dynamo.lowering.inductor.install import install
-from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.torch_private.private import compiling_ours
 
 
 def test_torch_allocates_for_the_whole_grid() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from te_dynamo.lowering.inductor import define_kernel
 from te_dynamo.lowering.inductor.install import install
-from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.torch_private.private import compiling_ours
 
 SOURCE = """
 import triton

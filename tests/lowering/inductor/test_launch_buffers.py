@@ -17,7 +17,7 @@ from torch import nn
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.utils import run_and_get_code
 
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.lowering.inductor import install
 from te_dynamo.lowering.inductor.launch_buffers import allocate_late
 from te_dynamo.passes.dialect import live_memory
@@ -106,7 +106,7 @@ def test_without_it_the_code_needs_more(monkeypatch: pytest.MonkeyPatch) -> None
     """So that the test above is one."""
     install.install()
     own = torch._inductor.memory.reorder_for_peak_memory.__wrapped__
-    monkeypatch.setattr("te_dynamo.lowering.inductor.private.Private.wrap", lambda self: None)
+    monkeypatch.setattr("te_dynamo.torch_private.private.Private.wrap", lambda *_: None)
     with mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", own):
         (_, graph), (_, code) = peaks("float8_block_scaling")
     assert code - graph >= WIDE - WIDE / 16, (graph, code)
@@ -131,4 +131,4 @@ def test_only_buffers_without_operands_move() -> None:
     first, reader = node(object, "b"), node(object, "c", "b", "a", "cat")
     nodes = [unread, empty, parts, first, reader]
     assert allocate_late(lambda given: given, nodes) == [parts, first, empty, reader, unread]
-    assert any(row.wrapper is allocate_late for row in install.TABLE)
+    assert allocate_late in install.WRAPPERS.values()

@@ -12,7 +12,7 @@ from torch._inductor.runtime.triton_heuristics import TritonCompileResult
 from te_dynamo.kernels.runtime._triton import INSTALLED, tl, triton
 from te_dynamo.kernels.runtime.scratch import fresh, scratch
 from te_dynamo.lowering.inductor.install import install
-from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.torch_private.private import compiling_ours
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="launchers are Triton's")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,14 +18,15 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor import select_algorithm
 from torch.nn import functional as F
 
+import te_dynamo
 from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.lowering.inductor import install as door
-from te_dynamo.lowering.inductor import private
-from te_dynamo.lowering.inductor.private import Private, compiling_ours
+from te_dynamo.torch_private import private
+from te_dynamo.torch_private.private import Private, compiling_ours
+from te_dynamo.torch_private.table import TABLE
 
 PROGRAM = textwrap.dedent(
     """
@@ -102,13 +104,13 @@ def test_a_plain_models_code_is_what_it_is_without_us(tmp_path: Path) -> None:
     assert len(alone["codes"]) == 2
     assert beside_us["codes"] == alone["codes"]
     assert beside_us["imported"] and not alone["imported"]
-    assert set(beside_us["ours"]) == {"te_dynamo.lowering.inductor.private.ours_or_own"}
+    assert set(beside_us["ours"]) == {"te_dynamo.torch_private.private.ours_or_own"}
 
 
 def test_wrappers_act_on_their_own_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd compiles a backward graph on a thread of its own; another may compile somebody else's model meanwhile."""
     monkeypatch.setattr(sys.modules[__name__], "_doubled", _doubled)
-    Private(f"{__name__}._doubled", "a test", wrapper=lambda own, x: own(x) + 1).wrap()
+    Private(f"{__name__}._doubled", "", "a test").wrap(lambda own, x: own(x) + 1)
     elsewhere: list[int] = []
     with compiling_ours():
         other = threading.Thread(target=lambda: elsewhere.append(_doubled(2)))
@@ -127,7 +129,7 @@ def _doubled(x: int) -> int:
 
 def test_a_second_installation_changes_nothing() -> None:
     door.install()
-    wrapped = [entry for entry in door.TABLE if entry.wrapper is not None and entry.active]
+    wrapped = [entry for entry in TABLE if entry.name in door.WRAPPERS and entry.active]
     before = [pkgutil.resolve_name(entry.name) for entry in wrapped]
     door.install()
     assert [pkgutil.resolve_name(entry.name) for entry in wrapped] == before and len(before) >= 4
@@ -155,21 +157,49 @@ def test_a_speed_up_whose_name_is_gone_is_skipped_with_one_warning(monkeypatch: 
         torch._dynamo.reset()
         assert compiled_linear().shape == (16, 64)
     assert len([w for w in warned if name in str(w.message)]) == 1
-    (entry,) = [entry for entry in door.TABLE if entry.name.endswith(name)]
+    (entry,) = [entry for entry in TABLE if entry.name.endswith(name)]
     assert entry.state == f"skipped: {entry.name} is gone"
 
 
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
-def test_nothing_compiles_without_what_results_depend_on(monkeypatch: pytest.MonkeyPatch, codegen: str) -> None:
-    monkeypatch.delattr(select_algorithm, "extern_kernels")
-    gone = r"has no torch\._inductor\.select_algorithm\.extern_kernels, without which graphs would fail or be wrong .* 2\.11 to 2\.15 are tested"
+@pytest.mark.parametrize(
+    "name", ["torch._inductor.select_algorithm.extern_kernels", "torch._inductor.decomposition.select_decomp_table"]
+)
+def test_nothing_compiles_without_what_results_depend_on(
+    monkeypatch: pytest.MonkeyPatch, name: str, codegen: str
+) -> None:
+    monkeypatch.delattr(name)
+    gone = rf"has no {re.escape(name)}, without which graphs would fail or be wrong .* 2\.11 to 2\.15 are tested"
     with pytest.raises(BackendCompilerFailed, match=gone) as raised:
         compiled_linear(codegen=codegen)
     assert isinstance(raised.value.inner_exception, UnsupportedError)
-    (entry,) = [entry for entry in door.TABLE if entry.name.endswith("extern_kernels")]
-    assert entry.state == f"cannot compile: {entry.name} is gone"
+    (entry,) = [entry for entry in TABLE if name in entry.names]
+    assert entry.state == f"cannot compile: {name} is gone"
+
+
+@pytest.mark.usefixtures("warned_afresh")
+def test_weights_are_not_kept_where_a_write_to_them_would_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._C._after_ADInplaceOrView_keyset")
+    with (
+        pytest.warns(UserWarning, match=r"no torch\._C\._after_ADInplaceOrView_keyset, .*'weight_cache': 'step'"),
+        pytest.raises(
+            BackendCompilerFailed,
+            match=r"no torch\._C\._after_ADInplaceOrView_keyset, without which there is no .*'weight_cache': 'step'",
+        ) as raised,
+    ):
+        torch.compile(torch.nn.Linear(32, 64), backend="te", options={"weight_cache": "step"})(torch.randn(16, 32))
+    assert isinstance(raised.value.inner_exception, UnsupportedError)
+
+
+def test_no_graph_is_made_for_a_gpu_that_is_not_here_without_what_it_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._inductor.compile_fx._recursive_post_grad_passes")
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no torch\._inductor\.compile_fx\._recursive_post_grad_passes, without which there is no explain\(device",
+    ):
+        te_dynamo.explain(torch.nn.Linear(32, 64), torch.randn(16, 32), device="h200")
 
 
 def test_what_only_an_older_torch_needs_may_be_gone() -> None:
-    entry = Private("torch._inductor.not_there", "a test", last=(2, 10))
+    entry = Private("torch._inductor.not_there", "", "a test", last=(2, 10))
     assert not entry.needed and not entry.active and entry.state == "not needed"

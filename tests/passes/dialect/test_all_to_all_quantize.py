@@ -15,8 +15,8 @@ from torch import fx
 
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.parts import amax_bits_of_parts, quantize_parts
+from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.fuser import fuse
-from te_dynamo.passes.dialect.fusions.gather_quantize import gathers_left
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from te_dynamo.testing import fake_cuda, graph_text
 

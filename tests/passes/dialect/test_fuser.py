@@ -28,7 +28,7 @@ from te_dynamo import (
 )
 from te_dynamo.errors import FusionError, InvalidOptionError
 from te_dynamo.fusion_registry import fusion_key
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.passes.dialect import fuser
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.recipe import Float8CurrentScaling

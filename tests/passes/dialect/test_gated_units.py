@@ -15,7 +15,7 @@ from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.dialect import is_te
-from te_dynamo.inspect.capture import Captured
+from te_dynamo.inspect.graphs.capture import Captured
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

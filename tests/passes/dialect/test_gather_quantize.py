@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.fuser import fuse
-from te_dynamo.passes.dialect.fusions.gather_quantize import gathers_left
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from te_dynamo.testing import fake_cuda, graph_text
 

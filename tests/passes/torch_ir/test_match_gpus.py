@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
+from te_dynamo.report import MatchRecord
 from te_dynamo.testing import capture_on_fake_cuda
 
 A100 = described("NVIDIA A100", (8, 0), 108, 163 * 1024)

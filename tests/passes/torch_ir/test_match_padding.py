@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_dynamo
-from te_dynamo.passes.torch_ir.match.patterns.padding import padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import padding
 
 EAGER = {"codegen": "eager"}
 

@@ -121,7 +121,7 @@ def test_paths_in_a_wrapped_checkpoint() -> None:
 def test_linears_of_one_dtensor_share_what_its_quantization_costs(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear, readers = "te_dynamo.passes.torch_ir.match.patterns.linear", []
+    linear, readers = "te_dynamo.passes.torch_ir.match.patterns.linears.linear", []
     monkeypatch.setattr(f"{linear}._has_times", lambda *_: True)  # as on a GPU
     monkeypatch.setattr(f"{linear}.linear_cost_reason", lambda **given: readers.append(given["x_readers"]) or "")
     weights = [shared(mesh, torch.randn(64, 32), Shard(0)) for _ in range(3)]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.formulas import MUL, RELU, written_formula
 from te_dynamo.passes.torch_ir.match.readers import (
@@ -33,6 +32,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.report import MatchRecord
 
 __all__ = [
     "GELU",

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import may_be_autocast
 from te_dynamo.passes.torch_ir.match.inline import CannotInline, inline_call
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record
-from te_dynamo.passes.torch_ir.match.patterns.products import LINEAR, Sizes
+from te_dynamo.passes.torch_ir.match.patterns.linears.linear import RecipeFor, linear_record
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import LINEAR, Sizes
 from te_dynamo.passes.torch_ir.match.values import calls, is_number, left_as_plain, tensor_of
 from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
+from te_dynamo.report import MatchRecord
 from te_dynamo.user_code import clean_path
 
 __all__ = ["match_attention"]

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
-from te_dynamo.passes.torch_ir.match.patterns.letters import einsum_steps, emit_steps
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, linear_record, match_linear
-from te_dynamo.passes.torch_ir.match.patterns.products import Sizes, contraction_by_weight, is_parameter
+from te_dynamo.passes.torch_ir.match.patterns.linears.letters import einsum_steps, emit_steps
+from te_dynamo.passes.torch_ir.match.patterns.linears.linear import RecipeFor, linear_record, match_linear
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import Sizes, contraction_by_weight, is_parameter
 from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, replace, tensor_of
+from te_dynamo.report import RECORD, MatchRecord
 
 __all__ = ["match_compound"]
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.patterns.grouped import emit_grouped_linear, recipe_reason, shape_reason
-from te_dynamo.passes.torch_ir.match.patterns.linear import RecipeFor, cast, dtype_reason, linear_record
-from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of
-from te_dynamo.passes.torch_ir.match.patterns.products import LINEAR
+from te_dynamo.passes.torch_ir.match.patterns.linears.linear import RecipeFor, cast, dtype_reason, linear_record
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import LINEAR
 from te_dynamo.passes.torch_ir.match.values import (
     arguments,
     calls,
@@ -36,6 +35,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     tensor_of,
 )
 from te_dynamo.recipe import Recipe
+from te_dynamo.report import RECORD, MatchRecord
 
 __all__ = ["match_expert_loop"]
 

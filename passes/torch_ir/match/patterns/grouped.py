@@ -23,14 +23,13 @@ from torch import fx
 
 from te_dynamo._compat import attribute_read
 from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
-from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST, experts_cost_reason, is_kept
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
-from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
-from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
-from te_dynamo.passes.torch_ir.match.patterns.linear import (
+from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import emit_contraction
+from te_dynamo.passes.torch_ir.match.patterns.linears.fp32 import kept_in_fp32
+from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
     RecipeFor,
     cast,
     dtype_reason,
@@ -38,8 +37,8 @@ from te_dynamo.passes.torch_ir.match.patterns.linear import (
     linear_record,
     named_by_rule,
 )
-from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padded_rows, padding
-from te_dynamo.passes.torch_ir.match.patterns.products import (
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows, padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import (
     Sizes,
     contraction_by_weight,
     is_parameter,
@@ -61,6 +60,7 @@ from te_dynamo.passes.torch_ir.match.values import (
 )
 from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
+from te_dynamo.report import RECORD, MatchRecord
 
 __all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reason"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, called_norm, left_norm, replace_norm
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, sole_user, tensor_of
+from te_dynamo.report import MatchRecord
 
 __all__ = ["match_modulated_norm"]
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.mutation import refuses
 from te_dynamo.passes.torch_ir.match.readers import rounds_to_16_bits, why_its_strides_stay, why_not_read_by_linear
 from te_dynamo.passes.torch_ir.match.values import (
@@ -39,6 +38,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     tensor_of,
 )
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.report import MatchRecord
 
 __all__ = [
     "Norm",

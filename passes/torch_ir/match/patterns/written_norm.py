@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.inspect.report import MatchRecord
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, DIV, MUL, POW, SQUARE
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, is_cast, left_norm, replace_norm
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, dtype_name, fixed, sole_user, tensor_of
+from te_dynamo.report import MatchRecord
 
 __all__ = ["match_written_norm", "written_norm"]
 

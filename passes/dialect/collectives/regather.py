@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_dynamo.passes.dialect.fusions.gather_quantize import (
+from te_dynamo.passes.dialect.collectives.gather_quantize import (
     gather_codes,
     gather_own,
     gathered_quantizations,

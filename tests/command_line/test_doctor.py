@@ -10,7 +10,7 @@ import te_dynamo.__main__ as command_line
 import te_dynamo.remembered as remembered_module
 from te_dynamo import recipe
 from te_dynamo._compat import torch_version
-from te_dynamo.inspect import doctor
+from te_dynamo.command_line import diagnosis as doctor
 from te_dynamo.kernels.runtime.target import described
 from te_dynamo.lowering import device
 from te_dynamo.lowering.tune import PRODUCTS
@@ -153,9 +153,12 @@ def test_privates_of_torch_are_listed():
     found = doctor.diagnose()
     rows = {name.rpartition(".")[2]: row for name, *row in found.privates}
     what_for, lost, releases, state = rows["define_kernel"]
-    assert what_for.startswith("wrapped: ") and "0.8 s of a cold compile" in lost
+    assert what_for.startswith("wrapped in lowering/inductor: ") and "0.8 s of a cold compile" in lost
     assert (releases, state) == ("2.11 to 2.15", "active")
-    assert rows["extern_kernels"][0].startswith("used: ") and rows["extern_kernels"][1] == "failure or wrong results"
+    assert (
+        rows["extern_kernels"][0].startswith("used in lowering/extern: ")
+        and rows["extern_kernels"][1] == "failure or wrong results"
+    )
     assert rows["cpp_scratch"][3] == ("active" if torch_version() <= (2, 12) else "not needed")
     assert "define_kernel" in "".join(found.text(verbose=True).split()).replace("|", "")
 

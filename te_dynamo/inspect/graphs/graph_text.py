@@ -28,26 +28,11 @@ import sympy
 import torch
 from torch import fx
 
-from te_dynamo.lowering.inductor.private import compiling_ours
+from te_dynamo.inspect.graphs.dtype_names import DTYPE_NAMES
+from te_dynamo.torch_private.private import compiling_ours
 
 NAME = "te_dynamo_name"
 """Key of a placeholder's meta: the name to print it under."""
-
-DTYPE_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e5m2: "f8e5m2",
-    torch.float8_e8m0fnu: "f8e8m0",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "b8",
-}
 
 _INFIX = {
     operator.add: "+",
@@ -82,7 +67,7 @@ def graph_text(graph: fx.Graph | fx.GraphModule, color: bool | Literal["auto"] =
     text = "\n".join(_Printer(graph, _Symbols()).lines())
     if not color:
         return text
-    from te_dynamo.inspect.graph_colors import colored, terminal_shows_colors
+    from te_dynamo.inspect.graphs.graph_colors import colored, terminal_shows_colors
 
     return colored(text) if color is True or terminal_shows_colors() else text
 

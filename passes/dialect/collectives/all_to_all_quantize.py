@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.quantize import amax_bits_of_parts, quantize_parts
-from te_dynamo.passes.dialect.fusions.gather_quantize import (
+from te_dynamo.passes.dialect.collectives.gather_quantize import (
     ALL_TO_ALL,
     Gathered,
     gather_own,

@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.inspect.report import RECORD, MatchRecord
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.passes.torch_ir.match.autocast import autocast_around, may_be_autocast
@@ -32,11 +31,11 @@ from te_dynamo.passes.torch_ir.match.cost import (
     waiting_for_cpu,
 )
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
-from te_dynamo.passes.torch_ir.match.patterns.contractions import emit_contraction
-from te_dynamo.passes.torch_ir.match.patterns.fp32 import kept_in_fp32
-from te_dynamo.passes.torch_ir.match.patterns.padding import columns_of, padded, padded_rows, padding
-from te_dynamo.passes.torch_ir.match.patterns.products import Product, Sizes, product_of, transpositions
-from te_dynamo.passes.torch_ir.match.patterns.shards import is_shared, layout_of, local, to_shards
+from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import emit_contraction
+from te_dynamo.passes.torch_ir.match.patterns.linears.fp32 import kept_in_fp32
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows, padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
+from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,
@@ -55,6 +54,7 @@ from te_dynamo.passes.torch_ir.match.where import linear_path, source_line
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
+from te_dynamo.report import RECORD, MatchRecord
 
 __all__ = [
     "RecipeFor",

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.text import Text
 
-from te_dynamo.inspect.graph_text import DTYPE_NAMES
+from te_dynamo.inspect.graphs.dtype_names import DTYPE_NAMES
 
 __all__ = ["colored", "terminal_shows_colors"]
 

@@ -18,10 +18,11 @@ from te_dynamo.inspect.tables import FittedTable, paragraph, text_of
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.target import Target, described
 from te_dynamo.lowering import device
-from te_dynamo.lowering.inductor.install import TABLE
+from te_dynamo.lowering.inductor.install import WRAPPERS
 from te_dynamo.lowering.tune import PRODUCTS
 from te_dynamo.rates import KIND
 from te_dynamo.remembered import remembered, remembered_file, why_unused
+from te_dynamo.torch_private.table import TABLE
 
 _RECIPES: tuple[recipes.Recipe, ...] = (
     *map(recipes.by_name, recipes.names()),
@@ -84,7 +85,9 @@ class Diagnosis:
         columns = ("name", "what for", "without it", "torch", "state")
         shown = [row for row in self.privates if verbose or row[-1] not in ("active", "not needed")]
         if shown:
-            yield FittedTable("\nprivate names of torch and Triton, in graphs of ours alone", columns, shown)
+            yield FittedTable(
+                "\nprivate names of torch and Triton; wrappers act in graphs of ours alone", columns, shown
+            )
         else:
             yield paragraph(
                 f"\n{len(self.privates)} private names of torch and Triton are in place; --verbose lists them"
@@ -105,7 +108,9 @@ def diagnose() -> Diagnosis:
 def _find_privates(found: Diagnosis) -> None:
     for entry in TABLE:
         lost = entry.gain or "failure or wrong results"
-        found.privates.append((entry.name, f"{entry.effect}: {entry.why}", lost, entry.releases, entry.state))
+        effect = "wrapped" if entry.name in WRAPPERS else "used"
+        why = f"{effect} in {entry.owner}: {entry.why}"
+        found.privates.append((entry.name, why, lost, entry.releases, entry.state))
         if not entry.gain and entry.needed and not entry.active:
             found.problems.append(
                 f"torch {torch.__version__} has no {entry.missing()}; install a release of torch {entry.releases}"

@@ -26,9 +26,9 @@ from te_dynamo._compat import attribute_read
 from te_dynamo.distributed.fp8_all_gather_shard import local_of
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.origins import Origin, origin_of
-from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction
-from te_dynamo.passes.torch_ir.match.patterns.convolutions import contraction_of_convolution
-from te_dynamo.passes.torch_ir.match.patterns.letters import MATMUL, MATMUL_METHODS, contraction_of, factors_of
+from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import Contraction
+from te_dynamo.passes.torch_ir.match.patterns.linears.convolutions import contraction_of_convolution
+from te_dynamo.passes.torch_ir.match.patterns.linears.letters import MATMUL, MATMUL_METHODS, contraction_of, factors_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, spells, tensor_of
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""Functions that torch and Triton do not document: how one is described, found, and wrapped for graphs of ours alone.
+"""Names that torch and Triton do not document: how one is described, found, and wrapped for graphs of ours alone.
 
-lowering/inductor/install.py is the table of them.
+table.py has them all; lowering/inductor/install.py puts the wrappers in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from te_dynamo._compat import is_newer_than
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.runtime._triton import INSTALLED
 
 _TESTED = ((2, 11), (2, 15))
@@ -37,27 +40,26 @@ def compiling_ours() -> Iterator[None]:
 class Private:
     """One name of torch's or Triton's that is used although nothing promises that it stays.
 
-    name:    dotted, with its module: "torch._inductor.ir.ExternKernel".
+    name:    dotted, with its module: "torch._inductor.ir.ExternKernel". "torch.fx.Node()._dynamo_source" is an attribute of objects alone.
+    owner:   who touches it: a file, or a folder; several with commas between.
     why:     what it is used for.
-    gain:    what is lost without it, which is time alone. "" where graphs would fail or be wrong: then none compiles.
-    wrapper: called in place of the function as wrapper(torch's own function, *args, **kwargs). None: the name is used as it is.
-    everywhere: the wrapper acts outside of `compiling_ours` too, and itself leaves what is not ours as it is.
+    gain:    what is lost without it. "" where graphs would fail or be wrong: then none compiles.
+    everywhere: its wrapper acts outside of `compiling_ours` too, and itself leaves what is not ours as it is.
     needs:   further names without which it cannot be used.
     last:    the last release of torch that needs it; None for every release.
     """
 
     name: str
+    owner: str
     why: str
     gain: str = ""
-    wrapper: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
     everywhere: bool = False
     last: tuple[int, int] | None = None
 
     @property
-    def effect(self) -> str:
-        """Whether it is "wrapped" or "used"."""
-        return "used" if self.wrapper is None else "wrapped"
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.needs)
 
     @property
     def releases(self) -> str:
@@ -67,13 +69,15 @@ class Private:
 
     @property
     def needed(self) -> bool:
-        """Whether this torch needs it, and Triton is there if it is Triton's."""
+        """Whether this torch needs it, and what it is a part of is there: Triton, torch.distributed."""
         outdated = self.last is not None and is_newer_than(self.last)
-        return not outdated and (INSTALLED or not any(name.startswith("triton.") for name in (self.name, *self.needs)))
+        absent = [] if INSTALLED else ["triton."]
+        absent += [] if torch.distributed.is_available() else ["torch.distributed."]
+        return not outdated and not any(name.startswith(tuple(absent)) for name in self.names)
 
     def missing(self) -> str:
         """The first of its names that is gone, "" where all are there."""
-        return next((name for name in (self.name, *self.needs) if not _exists(name)), "")
+        return next((name for name in self.names if not _exists(name)), "")
 
     @property
     def active(self) -> bool:
@@ -87,12 +91,21 @@ class Private:
         gone = self.missing()
         return f"{'skipped' if self.gain else 'cannot compile'}: {gone} is gone" if gone else "active"
 
-    def wrap(self) -> None:
-        """Puts the wrapper in torch's function's place, unless it is there."""
+    def require(self) -> None:
+        """Raises UnsupportedError where one of its names is gone."""
+        if gone := self.missing():
+            without = f"there is no {self.gain}" if self.gain else "graphs would fail or be wrong"
+            raise UnsupportedError(
+                f"te_dynamo: torch {torch.__version__} has no {gone}, without which {without} ({self.why}): "
+                f"install a release that has it; {self.releases} are tested"
+            )
+
+    def wrap(self, wrapper: Callable[..., Any]) -> None:
+        """Puts `wrapper(torch's own function, *args, **kwargs)` in torch's function's place, unless it is there."""
         path, _, attribute = self.name.rpartition(".")
         owner = pkgutil.resolve_name(path)
-        own, wrapper, everywhere = getattr(owner, attribute), self.wrapper, self.everywhere
-        if wrapper is None or hasattr(own, _MARK):
+        own, everywhere = getattr(owner, attribute), self.everywhere
+        if hasattr(own, _MARK):
             return
 
         @functools.wraps(own)
@@ -108,7 +121,7 @@ _MARK = "_te_dynamo_wraps"
 
 def _exists(name: str) -> bool:
     try:
-        pkgutil.resolve_name(name)
+        pkgutil.resolve_name(name.partition("()")[0])
     except (ImportError, AttributeError):
         return False
     return True

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["ARTIFACT", "PROFILED", "TIMED", "artifact", "is_traced", "named_in_profiles", "timed"]
+from te_dynamo.torch_private.private import Private
+from te_dynamo.torch_private.table import ARTIFACT, PROFILED, TIMED
 
-ARTIFACT = "torch._logging.trace_structured"
-TIMED = "torch._dynamo.utils.dynamo_timed"
-PROFILED = "torch.autograd.profiler._is_profiler_enabled"
+__all__ = ["artifact", "is_traced", "named_in_profiles", "timed"]
 
 
 def is_traced() -> bool:
@@ -42,7 +41,7 @@ def timed(name: str) -> contextlib.AbstractContextManager[object]:
 def named_in_profiles(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` with one more keyword, `name`, under which a profiler shows it. While none runs that costs the look at a flag."""
     flags = vars(torch.autograd.profiler)
-    flag = PROFILED.rpartition(".")[2]
+    flag = PROFILED.name.rpartition(".")[2]
 
     @functools.wraps(call)
     def named(*args: Any, name: str, **keywords: Any) -> Any:
@@ -54,10 +53,6 @@ def named_in_profiles(call: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def _found(name: str) -> Callable[..., contextlib.AbstractContextManager[object]] | None:
+def _found(private: Private) -> Callable[..., contextlib.AbstractContextManager[object]] | None:
     """The function, None where this torch has none of that name: `install` then says what is lost."""
-    try:
-        found: Callable[..., contextlib.AbstractContextManager[object]] = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return None
-    return found
+    return pkgutil.resolve_name(private.name) if private.active else None  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, Factor
+from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import Contraction, Factor
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, emit, fixed, spells, tensor_of
 
 __all__ = ["MATMUL", "MATMUL_METHODS", "contraction_of", "einsum_steps", "emit_steps", "factors_of"]

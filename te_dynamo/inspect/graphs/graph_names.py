@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from te_dynamo._compat import source_name
-from te_dynamo.inspect.graph_text import NAME, input_name, output_names
+from te_dynamo.inspect.graphs.graph_text import NAME, input_name, output_names
 from te_dynamo.user_code import OWNERS, clean_path
 
 _FORWARD_OF = {"backward": "forward", "lower.backward": "lower.forward"}

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect.gemm import gemm
 from te_dynamo.dialect.memory import RESHAPES, before_reshapes, is_copy
 from te_dynamo.dialect.quantize import quantize, transpose
-from te_dynamo.passes.dialect.fusions.gather_quantize import ALL_GATHER, before_moves
+from te_dynamo.passes.dialect.collectives.gather_quantize import ALL_GATHER, before_moves
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after
 from te_dynamo.user_code import source_line
 

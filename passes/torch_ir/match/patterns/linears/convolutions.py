@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.patterns.contractions import Contraction, Factor
+from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import Contraction, Factor
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
 
 __all__ = ["contraction_of_convolution"]

@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from te_dynamo.errors import MissingStageError
-from te_dynamo.inspect.graph_names import name_inputs
-from te_dynamo.inspect.graph_text import graph_text
+from te_dynamo.inspect.graphs.graph_names import name_inputs
+from te_dynamo.inspect.graphs.graph_text import graph_text
 from te_dynamo.inspect.logs import is_heard, tell_graph
-from te_dynamo.inspect.report import Report
+from te_dynamo.report import Report
 
 STAGES = (
     "match",

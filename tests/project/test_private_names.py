@@ -1,0 +1,148 @@
+"""te_dynamo/torch_private/table.py names every private part of torch and Triton that the code touches, and where."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from te_dynamo.torch_private import table
+from te_dynamo.torch_private.private import Private
+from te_dynamo.torch_private.table import DOCUMENTED, TABLE
+
+ROOT = Path(__file__).parents[2]
+
+FILES = {
+    str(file.relative_to(ROOT)): file.read_text()
+    for folder in ("te_dynamo", "kernels", "passes", "lowering")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if file.name != "table.py"
+}
+
+_DOTTED = re.compile(r"(torch|triton)(\.\w+)+")
+
+
+def is_private(name: str) -> bool:
+    """Whether a part of a dotted name begins with one underscore, and it is neither within what PyTorch documents nor a module of that."""
+    documented = any(f"{name}.".startswith(f"{known}.") or known.startswith(f"{name}.") for known in DOCUMENTED)
+    return not documented and any(re.match(r"_(?!_)", part) for part in name.split("."))
+
+
+def touched(source: str, own: set[str]) -> set[str]:
+    """The private names of a file, dotted: of torch's and Triton's modules, and "._version" of an object that may be of theirs.
+
+    own: attributes that our classes define, which count as ours on any object.
+    """
+    tree = ast.parse(source)
+    theirs: dict[str, str] = {}  # what a name of the file stands for, dotted; a module of somebody else's for itself
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                theirs[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                found.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
+            theirs |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.ops."):
+            theirs |= {ast.unparse(target): ast.unparse(node.value) for target in node.targets}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in theirs and re.fullmatch(r"[\w.]+", rest):
+                found.add(f"{theirs[root]}.{rest}")
+            elif node.attr not in own:
+                found.add(f".{node.attr}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            found.add(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            found |= {f".{a.value}" for a in node.args[1:2] if isinstance(a, ast.Constant) and a.value not in own}
+    return {name for name in found if name.startswith((".", "torch.", "triton.")) and is_private(name)}
+
+
+def attributes_of_ours(sources: Iterable[str]) -> set[str]:
+    """Names that a class of ours gives its objects: methods, fields, what is assigned on `self`."""
+    found: set[str] = set()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.ClassDef):
+            found |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            found |= {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+OURS = attributes_of_ours(FILES.values()) | {"_scale_inv"}  # a QuantizedTensor's, set by its name
+SHARED = {"_buffers", "_version"}
+"""What torch's objects have too."""
+
+TOUCHED = {file: touched(source, OURS - SHARED) for file, source in FILES.items()}
+NAMES = {name: row for row in TABLE for name in row.names}
+
+
+def known_as(name: str) -> str:
+    """The name in the table that a touched name is, or is beneath: the most special one. "" without any; of ".attribute" the object is unknown."""
+    if name.startswith("."):
+        return next((known for known in NAMES if known.endswith(name)), "")
+    return max((known for known in NAMES if name == known or name.startswith(f"{known}.")), key=len, default="")
+
+
+def is_on_the_way(name: str) -> bool:
+    """Whether it is a module of a name in the table."""
+    return any(known.startswith(f"{name}.") for known in NAMES)
+
+
+@pytest.mark.parametrize("file", [file for file, names in TOUCHED.items() if names])
+def test_each_private_name_has_a_row_that_says_where_it_is_touched(file: str) -> None:
+    unknown = sorted(name for name in TOUCHED[file] if not known_as(name) and not is_on_the_way(name))
+    assert not unknown, f"{file} touches {unknown}: te_dynamo/torch_private/table.py has no row of them"
+    rows = [NAMES[known] for known in map(known_as, TOUCHED[file]) if known in NAMES]
+    elsewhere = [row.name for row in rows if not file.startswith(tuple(row.owner.split(", ")))]
+    assert not elsewhere, f"{file} touches {elsewhere}, whose rows name other files"
+
+
+CONSTANTS = {id(value): name for name, value in vars(table).items() if isinstance(value, Private)}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_each_row_is_touched_by_its_owners(row: Private) -> None:
+    for owner in row.owner.split(", "):
+        sources = "\n".join(source for file, source in FILES.items() if file.startswith(owner))
+        words = set(re.findall(r"\w+", sources))
+        used = [name for name in row.names if name.rpartition(".")[2] in words]
+        assert used or CONSTANTS.get(id(row)) in words, f"{owner} touches nothing of the row {row.name}"
+    words = set(re.findall(r"\w+", "\n".join(FILES.values())))
+    unused = [name for name in row.names if is_private(name) and name.rpartition(".")[2] not in words]
+    assert unused in ([], [row.name] if id(row) in CONSTANTS else [])
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_this_release_has_it(row: Private) -> None:
+    assert row.state in ("active", "not needed")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch\ntorch._C._new_thing()", "torch._C._new_thing"),
+        ("from torch._inductor import new_module as m\nm.thing()", "torch._inductor.new_module.thing"),
+        ("def f(x):\n    import torch._inductor.new_module", "torch._inductor.new_module"),
+        ("def f(x):\n    return x._new_attribute", "._new_attribute"),
+        ("def f(x):\n    return getattr(x, '_new_attribute', None)", "._new_attribute"),
+        ("from unittest import mock\nmock.patch('torch.cuda._new_thing')", "torch.cuda._new_thing"),
+    ],
+)
+def test_a_private_name_is_found(source: str, name: str) -> None:
+    assert name in touched(source, OURS) and not known_as(name) and not is_on_the_way(name)
+
+
+def test_what_is_documented_or_ours_is_none() -> None:
+    source = (
+        "import sys, torch\ntorch._dynamo.config.x = torch.ops.aten._to_copy\nself._kept = sys._getframe()\nself._kept"
+    )
+    assert touched(source, attributes_of_ours([source])) == set()
