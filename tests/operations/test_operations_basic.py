@@ -137,7 +137,7 @@ def test_fake_has_the_real_layout(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling, MXFP8BlockScaling])
 def test_fake_of_a_quantized_linear_has_the_real_layout(recipe: Any, backward: str) -> None:
     op = BasicLinear(32, 64, recipe(backward=backward))
-    op.check_layout(torch.randn(3, 5, 32), [torch.randn(64, 32)], [])
+    check_layout(op, torch.randn(3, 5, 32), [torch.randn(64, 32)], [])
 
 
 def check_layout(op: BasicOperation, x: torch.Tensor, params: list[Any], extra: list[Any]) -> None:
@@ -267,7 +267,7 @@ def test_collectives_of_two_processes(two_processes: None, op: BasicOperation, r
     y = Sequential(op)(x)
     assert y.shape == (rows, 3)
     assert torch.autograd.grad(y.sum(), x)[0].shape == (4, 3)
-    op.check_layout(x.detach(), [], [])
+    check_layout(op, x.detach(), [], [])
     compiled = torch.compile(Sequential(op), backend="aot_eager", fullgraph=True)(x)
     assert compiled.shape == (rows, 3) and torch.autograd.grad(compiled.sum(), x)[0].shape == (4, 3)
 
