@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from te_dynamo.options import UNSET, Options
+from te_dynamo.options import OWN, UNSET, Options
 from te_dynamo.recipe import Recipe
 
 __all__ = ["compile"]
@@ -46,12 +46,8 @@ def compile(
     from te_dynamo.inspect.required_coverage import hold_coverage
     from te_dynamo.passes.dialect.fuser import check_choice
 
-    own = {
-        **({} if recipe is UNSET else {"recipe": recipe}), "rules": list(rules), "codegen": codegen, "fusions": fusions, "weight_cache": weight_cache,
-        "weight_cache_check": weight_cache_check, "save_weights": save_weights, "low_memory": low_memory,
-        "regather": regather, "async_tp": async_tp,
-        "require_coverage": require_coverage, "sm_margin": sm_margin,
-    }  # fmt: skip
+    given = locals() | {"rules": list(rules)}
+    own = {name: given[name] for name in OWN if given[name] is not UNSET}
     parsed = Options.parse({**(inductor or {}), **own}, mode)
     check_choice(parsed.fusions)
     # torch takes a mode or options: the mode's are among them now.

@@ -24,10 +24,6 @@ UNSET: Any = object()
 _CODEGENS = ("inductor", "eager")
 _WEIGHT_CACHES = (None, "step")
 _SAVED_WEIGHTS = (None, "original", "quantized")
-_OWN = (
-    "recipe", "rules", "codegen", "fusions", "weight_cache", "weight_cache_check", "save_weights", "low_memory",
-    "regather", "async_tp", "require_coverage", "sm_margin",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +118,10 @@ class Options:
                     "leaves it in the model's precision" if chosen is None else "chooses it"
                 )
         return self.recipe, "" if self.recipe else "TE_DYNAMO_DISABLE=1 is set" if is_disabled() else "recipe is None"
+
+
+OWN = tuple(field.name for field in dataclasses.fields(Options) if field.name != "inductor")
+"""The names of the options that are not Inductor's."""
 
 
 def is_disabled() -> bool:
@@ -226,11 +226,11 @@ def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str,
     result: dict[str, Any] = dict(modes.get(mode or "default", {}))
     known = list_options()
     for name, value in options.items():
-        if name in _OWN:
+        if name in OWN:
             continue
         theirs = str(name).replace("-", "_")
         if theirs not in known:
-            raise InvalidOptionError.unknown("option", name, _OWN, known, "those of torch._inductor.list_options()")
+            raise InvalidOptionError.unknown("option", name, OWN, known, "those of torch._inductor.list_options()")
         _check_type(theirs, value)
         result[theirs] = value
     return result

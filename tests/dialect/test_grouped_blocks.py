@@ -23,7 +23,6 @@ from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.tiles.groups import padded_reference, padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 
 RECIPES: list[Recipe] = [
@@ -94,7 +93,7 @@ def test_saves_what_the_fake_says(recipe: Recipe, transposed: bool) -> None:
         _, protos = grouped_linear_forward_fake(to_tensor_proto(x), to_tensor_proto(weight), setting)
         buffers = iter(saved)
         for proto in protos:
-            check_layout(proto, {slot: next(buffers) for slot in proto.inner_names()})
+            proto.check_layout({slot: next(buffers) for slot in proto.inner_names()})
         assert next(buffers, None) is None and len(saved) == 2 * sum(grads)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.te.grouped_linear.default, (x, weight, offs, setting), test_utils=tests)

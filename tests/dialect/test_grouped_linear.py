@@ -31,7 +31,6 @@ from te_dynamo.dialect.grouped_linear import (
     grouped_linear_forward_fake,
 )
 from te_dynamo.errors import InputError, QuantizationError, UnsupportedError
-from te_dynamo.quantized.tensor_proto import check_layout
 from te_dynamo.recipe import Float8CurrentScaling
 
 G, N, K = 3, 32, 48
@@ -113,7 +112,7 @@ def test_saves_only_what_backward_needs(transposed: bool, grads: tuple[bool, boo
     assert (out_proto.shape, out_proto.dtype, out_proto.requires_grad) == (out.shape, out.dtype, any(grads))
     buffers = iter(saved)
     for proto in protos:
-        check_layout(proto, {slot: next(buffers) for slot in proto.inner_names()})
+        proto.check_layout({slot: next(buffers) for slot in proto.inner_names()})
     assert next(buffers, None) is None
     torch.library.opcheck(
         torch.ops.te.grouped_linear.default,
@@ -162,7 +161,7 @@ def test_quantizer_holds_each_group_in_current_scaling(shape, rowwise: bool, col
     x = (torch.randn(shape) * torch.arange(1, shape[0] + 1)[:, None, None]).bfloat16()
     held = quantizer.quantize(x)
     assert isinstance(held, QuantizedTensor) and held.shape == shape
-    check_layout(to_tensor_proto(held), held.to_storage().named_buffers())
+    to_tensor_proto(held).check_layout(held.to_storage().named_buffers())
     single = Float8CurrentScalingQuantizer(rowwise, columnwise)
     assert same_bits(held.dequantize(), torch.stack([single.quantize(group).dequantize() for group in x]))
     names, metadata = held.to_storage().__tensor_flatten__()
