@@ -44,13 +44,14 @@ class Factor:
 class Contraction:
     """y[output] = the sum over the other letters of left[..] * right[..], and the bias.
 
-    spelled: what a reason calls it. bias: of a linear for each of its columns, of groups of the result's shape.
+    spelled: what a reason calls it. bias: for each column of a linear. added: what is added to the result, broadcast to its shape.
     """
 
     factors: tuple[Factor, Factor]
     output: str
     spelled: str
     bias: fx.Node | None = None
+    added: fx.Node | None = None
 
     @property
     def operands(self) -> tuple[fx.Node, fx.Node]:
@@ -135,8 +136,8 @@ def emit_contraction(node: fx.Node, contraction: Contraction, weight: int) -> tu
         if len(kept) > 1:
             y = emit_method(graph, "unflatten", (y, -1, tuple(size[c] for c in kept)), node)
     y = _permuted(y, "".join([*groups, *rows, *kept]), list(contraction.output), node)
-    if groups and contraction.bias is not None:
-        y = emit(graph, operator.add, (y, contraction.bias), node)
+    if contraction.added is not None:
+        y = emit(graph, operator.add, (y, contraction.added), node)
         if tensor_of(y).dtype != tensor_of(node).dtype:  # autocast
             y = emit_method(graph, "to", (y, tensor_of(node).dtype), node)
     return product, readable(node, y)

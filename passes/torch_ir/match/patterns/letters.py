@@ -1,4 +1,4 @@
-"""The calls that multiply two tensors, with a letter for each dimension: einsum, tensordot, inner, matmul, baddbmm.
+"""The calls that multiply two tensors, with a letter for each dimension: einsum, tensordot, inner, matmul, addmm, baddbmm.
 
 torch.einsum("btd,dn->btn", x, weight)      as it says
 torch.tensordot(x, weight, ([2], [1]))      "abc,Bc->abB"
@@ -47,11 +47,14 @@ def contraction_of(node: fx.Node) -> Contraction | None:
     if spells(node, MATMUL, MATMUL_METHODS):
         given = factors_of(node)
         return _matmul(given.get("input"), given.get("other")) if given.get("out") is None else None
-    if calls(node, {torch.baddbmm}, {"baddbmm"}):
-        given = arguments(node, "input", "batch1", "batch2", "beta", "alpha") or {}
-        if any(given.get(factor, 1) != 1 for factor in ("beta", "alpha")):
-            return None
-        return _matmul(given.get("batch1"), given.get("batch2"), given.get("input"))
+    for name, factor in (("baddbmm", "batch"), ("addmm", "mat")):
+        if calls(node, {getattr(torch, name)}, {name}):
+            given = arguments(node, "input", f"{factor}1", f"{factor}2", "beta", "alpha") or {}
+            if any(given.get(scale, 1) != 1 for scale in ("beta", "alpha")) or not isinstance(
+                given.get("input"), fx.Node
+            ):
+                return None
+            return _matmul(given.get(f"{factor}1"), given.get(f"{factor}2"), given["input"])
     if not calls(node, {torch.tensordot, torch.inner}, {"inner"}):
         return None
     names = ("a", "b", "dims", "out") if node.target is torch.tensordot else ("input", "other", "out")
@@ -64,7 +67,7 @@ def contraction_of(node: fx.Node) -> Contraction | None:
     return _by_dims(a, b, ([-1], [-1]), "torch.inner")
 
 
-def _matmul(a: Any, b: Any, bias: fx.Node | None = None) -> Contraction | None:
+def _matmul(a: Any, b: Any, added: fx.Node | None = None) -> Contraction | None:
     left, right = tensor_of(a), tensor_of(b)
     if left is None or right is None or left.dim() < 2 or right.dim() < 2:
         return None
@@ -79,7 +82,7 @@ def _matmul(a: Any, b: Any, bias: fx.Node | None = None) -> Contraction | None:
         steps = (("squeeze", tuple(map(have[i].index, spread))),) if spread else ()
         kept = "".join(c for c in have[i] if c not in spread)
         factors.append(Factor(node, kept, tuple(own[c] for c in kept), steps))
-    return Contraction((factors[0], factors[1]), batch + "NM", "a product by matmul", bias)
+    return Contraction((factors[0], factors[1]), batch + "NM", "a product by matmul", added=added)
 
 
 def _contraction(operands: Sequence[fx.Node], terms: Sequence[str], output: str, spelled: str) -> Contraction:

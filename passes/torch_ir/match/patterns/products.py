@@ -87,7 +87,7 @@ def product_of(node: fx.Node) -> Product | None:
         given = arguments(node, "input", "weight", "bias") or {}
         x, weight = given.get("input"), given.get("weight")
         found: Product | None = Product(x, weight, given.get("bias"), False, _sizes(x, weight))
-    elif spells(node, _ADDMM | _ADDMV, {"addmm", "addmv"}):
+    elif spells(node, _ADDMM | _ADDMV, {"addmm", "addmv"}) and contraction_by_weight(node) is None:
         found = _addmm(node)
     elif spells(node, MATMUL, MATMUL_METHODS) and contraction_by_weight(node) is None:
         given = factors_of(node)
@@ -225,7 +225,11 @@ def contraction_by_weight(node: fx.Node) -> tuple[Contraction, int] | None:
     index = _position_of_weight(*found.operands) if found is not None else None
     if found is None or index is None:
         return None
-    plain = spells(node, MATMUL, MATMUL_METHODS) and index == 1 and tensor_of(found.operands[1]).dim() == 2
+    plain = (
+        spells(node, MATMUL | _ADDMM, MATMUL_METHODS | {"addmm"})
+        and index == 1
+        and tensor_of(found.operands[1]).dim() == 2
+    )
     return None if plain else (found, index)
 
 
