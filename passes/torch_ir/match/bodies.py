@@ -99,7 +99,7 @@ class Matcher:
             listed = " and ".join(map(repr, sorted({path, *names})))
             return (
                 None,
-                f"one module at {listed}, behind graph breaks, and the rules treat these differently; name all in one rule",
+                f"one module or parameter at {listed}, behind graph breaks, and the rules treat these differently; name all in one rule",
             )
         alike = all(self.options.recipe_for(other, parameter)[0] == chosen[0] for other in others)
         if alike or tell_apart(1 + len(others)):

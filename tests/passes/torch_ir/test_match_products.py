@@ -208,7 +208,7 @@ def test_left_with_the_reason() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
     records = [record for record in compiled.records if record.shape != ("32", "32", "16")]  # kn @ nk of the last
-    assert compiled.reasons().count(LEFT[4][1] + ", no linear of an input") == 3
+    assert compiled.reasons().count(LEFT[3][1] + ", no linear of an input") == 3
     records = [*records[:-2], records[-1]]
     for record, (_, reason) in zip(records, LEFT, strict=True):
         assert not record.matched and record.reason.startswith(reason) and record.recipe == ""

@@ -55,6 +55,9 @@ class Helped(nn.Module):
         return x
 
 
+TOLD_APART = "one module or parameter at 'a' and 'b', behind graph breaks, and the rules treat these differently"
+
+
 class Shared(nn.Module):
     """One linear at two paths, which behind a break of its own has one graph."""
 
@@ -69,8 +72,29 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("rule", ["^a$", "^b$"])
 def test_a_module_at_two_paths_that_rules_tell_apart_is_left_with_the_reason(rule: str) -> None:
     (reason,) = set(rows(Shared(), (rule, "mxfp8")).values())
-    assert reason == ("one module at 'a' and 'b', behind graph breaks, and the rules treat these differently")
+    assert reason == TOLD_APART
     assert set(rows(Shared(), ("^[ab]$", None)).values()) == {"rule '^[ab]$' leaves it in the model's precision"}
+
+
+class Tied(nn.Module):
+    """Two linears with one weight, as an embedding and a head may have; run: how a call runs one of them."""
+
+    def __init__(self, run: Any, bias: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.run = nn.Linear(64, 64, bias=bias), nn.Linear(64, 64, bias=bias), run
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.b, self.run(self.a, x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_modules_that_share_a_parameter_have_a_rule_each(bias: bool) -> None:
+    for left, other in ("ab", "ba"):
+        found = rows(Tied(lambda layer, x: layer(x), bias), (f"^{left}$", None))
+        assert found == {left: f"rule '^{left}$' leaves it in the model's precision", other: ""}
+        (reason,) = set(rows(Tied(helped, bias), (f"^{left}$", None)).values())
+        assert reason == TOLD_APART
 
 
 def rows(model: nn.Module, *rules: tuple[str, Any]) -> dict[str, str]:
