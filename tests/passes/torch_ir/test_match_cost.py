@@ -139,6 +139,14 @@ def test_what_is_left_shares_no_x() -> None:
     assert linear_cost_reason(1550, 4096, 4096, ("fprop",), Float8CurrentScaling(), H200, x_readers=2) == ""
 
 
+def test_linears_of_one_x_are_one_product_where_the_format_stacks() -> None:
+    """k and v of a grouped attention, which cost a Llama-1B block launches and time when q ran in FP8 without them."""
+    all_three = ("fprop", "dgrad", "wgrad")
+    for recipe, beside_q in ((Float8CurrentScaling(), True), (Float8BlockScaling(), False)):
+        reasons = [linear_cost_reason(4096, 512, 2048, all_three, recipe, H200, x_readers=count) for count in (1, 3)]
+        assert [not reason for reason in reasons] == [False, beside_q]
+
+
 def kept(rows: int, n: int, k: int, recipe: str = FP8, drop: bool = False, frozen: bool = True) -> list[str]:
     """The reasons of a frozen linear's record."""
     with fake_cuda(), torch.no_grad():

@@ -311,7 +311,7 @@ def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe,
         "rates": rates_of(tensor_of(node).device),
         "weight_readers": len(weight.users),
-        "x_readers": max(1, _readers(x)),
+        "x_readers": readers_of(x),
         "kept": is_kept(weight) and not missing and not inner,
         "dtype": tensor_of(node).dtype,
     }
@@ -337,12 +337,12 @@ def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
     return gemms
 
 
-def _readers(x: fx.Node) -> int:
-    """How many linears share the quantized x. Each linear of a DTensor has a node of its own for this rank's shard."""
+def readers_of(x: fx.Node) -> int:
+    """How many linears share the quantized x, one at least. Each linear of a DTensor has a node of its own for this rank's shard."""
     if x.target is local:
         whole: Any = x.args[0]
-        return sum(_readers_here(user) if user.target is local else _reads(user, whole) for user in whole.users)
-    return _readers_here(x)
+        return max(1, sum(_readers_here(user) if user.target is local else _reads(user, whole) for user in whole.users))
+    return max(1, _readers_here(x))
 
 
 def _readers_here(x: fx.Node) -> int:
