@@ -95,7 +95,7 @@ def test_kernels_write_what_they_say() -> None:
                 rest = {"c"} if function.fn.__name__ == "nvfp4_epilogue_kernel" else set()  # it writes a part of c
                 assert read | rest == set(updated(function)), (function.fn.__name__, launched)
             compared.add(function.fn.__name__)
-    assert len(compared) >= 32 and {"gated_backward_write_kernel", "gated_backward_rows_kernel"} <= compared
+    assert len(compared) >= 30 and {"gated_backward_write_kernel", "gated_backward_rows_kernel"} <= compared
 
 
 def test_what_a_kernel_says() -> None:

@@ -70,7 +70,7 @@ def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
         quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, 4 if dtype == "fp32" else 2))
         for backward in (False, True)
     ]
-    forward = quantize.cast_tile(rows, 4096, columnwise, gated.FORWARD_TILE)
+    forward = gated.write_tile(rows, 4096, columnwise, True, gated.FORWARD_TILE)
     backward_tile = quantize.cast_tile(rows, 4096, columnwise, gated.BACKWARD_TILE)
     for groups in ({"GROUPED": False, "G": 1}, {"GROUPED": True, "PARTIALS": quantize.GROUP_PARTIALS}):
         yield current_kernels.quantize_cast_kernel, *tiled(one, EARLY=False, **partials | groups)

@@ -49,7 +49,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "quantize_cast": (
         quantize.quantize_cast_kernel,
         dict(x=BF16, partials=F32, data=F8, transpose=F8, scale_inv=F32, M="i32", K="i32"),
-        CAST,
+        {**CAST, "GROUPED": False, "G": 1},
     ),
     "quantize_few": (
         quantize.quantize_few_kernel,
