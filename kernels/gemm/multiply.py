@@ -49,6 +49,11 @@ def multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
     otherwise.
     """
     check(r)
+    return _multiply(r, out)
+
+
+def _multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`multiply` of a request that was checked."""
     target, codes = target_of(r.a.codes.device), r.a.scale_inv.dtype == torch.uint8
     if r.a.scaling == "1x16":
         return (multiply_scaled if target.has_block_scales else multiply_nvfp4)(r)
@@ -60,7 +65,7 @@ def multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
     choice = choice_of(r)
     if r.addend is None or choice.fused:
         return run(choice, r if r.addend is None or out is not None else _with_readable_addend(r), out)
-    return multiply(dataclasses.replace(r, addend=None)) + r.addend
+    return _multiply(dataclasses.replace(r, addend=None)) + r.addend
 
 
 def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +73,7 @@ def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
     check(r)
     choice = choice_of(r, "amax")
     if not choice.fused:
-        c = multiply(r)
+        c = _multiply(r)
         return c, partial_amaxes(c)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=r.a.codes.device)
     return run(choice, r, partials=partials), partials
@@ -86,7 +91,7 @@ def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torc
         c, partials = r.empty(), torch.empty(PARTIALS, dtype=torch.float32, device=r.a.codes.device)
         launch_gated_decode(choice.tile, *operands, gate, kind, c, partials)
         return c, partials
-    c = multiply(r)
+    c = _multiply(r)
     return c, gated_partial_amaxes(*halves(c, gate), kind)
 
 

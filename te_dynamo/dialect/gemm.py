@@ -16,7 +16,7 @@ from te_dynamo.kernels.gemm.multiply import multiply, multiply_gated, multiply_w
 from te_dynamo.kernels.gemm.reference import reference, reference_gated, reference_with_amax
 from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.quantize.current import PARTIALS
-from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 __all__ = [
     "add_bias",
@@ -51,7 +51,7 @@ def tensor_request(
     segments: Sequence[int] = (),
 ) -> Request:
     """The request of operands with one scale a tensor, or a segment."""
-    stacking = Stacking(along, tuple(segments)) if along or segments else NOT_STACKED
+    stacking = Stacking(along, tuple(segments))
     return Request(Operand(a, a_scale_inv), Operand(b, b_scale_inv), out_dtype, fast_accum, bias, stacking=stacking)
 
 

@@ -22,7 +22,6 @@ from te_dynamo.kernels.gemm.multiply import multiply, multiply_gated, multiply_w
 from te_dynamo.kernels.gemm.reference import reference, reference_gated, reference_with_amax
 from te_dynamo.kernels.gemm.request import Request
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
-from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking
 
 
 def _both(request: Callable[..., Request]) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
@@ -110,6 +109,3 @@ def gemm_grouped_block_with_tile(tile: Tile, *args: Any) -> torch.Tensor:
 
 def gemm_grouped_block_columns_with_tile(tile: Tile, *args: Any) -> torch.Tensor:
     return with_tile(tile, block_columns_request(*args))
-
-
-__all__ = [name for name in dir() if name.startswith("gemm")] + ["NOT_STACKED", "Stacking", "with_tile"]
