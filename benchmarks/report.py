@@ -80,7 +80,7 @@ TABLES = {
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)
         for run in itertools.starmap(
             "train_parallel_{}_{}gpus{}".format,
-            itertools.product(("llama8b", "llama70b"), (2, 4), ("", "_2048", "_async")),
+            itertools.product(("llama8b", "llama70b"), (2, 4), ("", "_2048")),
         )
         for ending, cells in PARALLEL.items()
     },

@@ -2,7 +2,6 @@
 
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py
     torchrun --nproc-per-node 4 benchmarks/train_parallel.py --models llama70b --tokens 2048 --name _2048
-    torchrun --nproc-per-node 2 benchmarks/train_parallel.py --layouts tp --providers "bf16,te on wire,te async TP" --name _async
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --quick --device cpu          # does it run?
 
 A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
@@ -16,7 +15,6 @@ ahead" is its set_modules_to_forward_prefetch.
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
     te on wire          and they travel in FP8
-    te async TP         so too, a collective of tensor parallelism and its products in one operation, whose copies are in no `wire`
     torchao             tensorwise scales with its FP8 all-gather, and its styles of tensor parallelism
 """
 
@@ -181,15 +179,12 @@ def torchao() -> Provider:
     )
 
 
-ASYNC = "te async TP"
-
 PROVIDERS: dict[str, Callable[[], Provider]] = {
     "bf16": lambda: Provider(lambda layer: layer.compile()),
     "te": lambda: te(on_wire=False),
     "te 16 SMs left": lambda: te(on_wire=False, sm_margin=16),
     "te 32 SMs left": lambda: te(on_wire=False, sm_margin=32),
     "te on wire": lambda: te(on_wire=True),
-    ASYNC: lambda: te(on_wire=True, async_tp=True),
     "torchao": torchao,
 }
 
@@ -315,8 +310,6 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
     )
     x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
     for name in args.providers:
-        if name == ASYNC and tensor_ranks(layout) == 1:
-            continue
         rows.append(Row(title, LAYOUTS[layout], dist.get_world_size(), tokens, name))
         try:
             candidates.append(Candidate(rows[-1], base, layout, x, grad))
@@ -365,7 +358,6 @@ def main() -> None:
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # async TP asks for it
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     facts = environment.collect(str(device))
     for model in args.models:

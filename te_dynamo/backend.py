@@ -43,7 +43,6 @@ from te_dynamo.lowering.inductor.saved_hooks import saves_bytes
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
 from te_dynamo.options import Options
-from te_dynamo.passes.dialect.collectives.async_tp import overlap_collectives
 from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.collectives.regather import gather_again_in_backward
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
@@ -143,10 +142,6 @@ class _Compilation:
                 self._simplify(graph)
             self._fuse(graph, phase)
             self.report.notes += gathers_left(graph)
-            if self.options.async_tp:
-                overlapped, left = overlap_collectives(graph)
-                self.report.overlapped = (self.report.overlapped or 0) + overlapped
-                self.report.notes += left
             drop_unread_usages(graph)
             if self.options.low_memory:
                 make_columns_late(graph)

@@ -43,7 +43,6 @@ class Options:
               again; None, the first where it costs no more than 16 bits save elsewhere, and the second under FSDP.
     low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
     regather: backward gathers again what forward gathered of a sequence-parallel activation; forward saves the rank's own part of it.
-    async_tp: gathers and products, products and reduce-scatters of sequence parallelism are torch's operations that overlap the two.
     require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1; by te_dynamo.compile also of what
                       runs in no graph.
     sm_margin: multiprocessors that products leave to kernels beside them; as many as torch's own leave, unless given.
@@ -59,7 +58,6 @@ class Options:
     save_weights: str | None = None
     low_memory: bool = True
     regather: bool = False
-    async_tp: bool = False
     require_coverage: float = 0.0
     sm_margin: int = 0
     inductor: tuple[tuple[str, Any], ...] = ()
@@ -93,7 +91,6 @@ class Options:
             save_weights=save_weights,
             low_memory=_flag("low_memory", options, default=True),
             regather=_flag("regather", options),
-            async_tp=_async_tp(options),
             require_coverage=least,
             sm_margin=_margin(options.get("sm_margin")),
             inductor=tuple(sorted(inductor.items())),
@@ -187,16 +184,6 @@ def _flag(name: str, options: Mapping[str, Any], default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value
-
-
-def _async_tp(options: Mapping[str, Any]) -> bool:
-    asked = _flag("async_tp", options)
-    if asked and os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1":
-        raise InvalidOptionError(
-            "te_dynamo: option 'async_tp' needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment of each process: torch's symmetric "
-            "memory turns NVLink multicast on otherwise, which none of its operations here uses"
-        )
-    return asked
 
 
 def _share(name: str, options: Mapping[str, Any]) -> float:

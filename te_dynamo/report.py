@@ -78,8 +78,6 @@ class Report:
     workspaces: list[WorkspaceRecord] = dataclasses.field(default_factory=list)
     gathered_again: int | None = None
     """all-gathers of forward that backward repeats, of the option "regather"; None where no pass has looked for them"""
-    overlapped: int | None = None
-    """operations of torch's that overlap a collective and its products, of the option "async_tp"; None as above"""
     notes: list[str] = dataclasses.field(default_factory=list)
 
 

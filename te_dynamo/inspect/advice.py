@@ -7,7 +7,6 @@ Each is a warning, once a model, and a note of `explain`'s:
     quantized already       linears of torchao, transformers, Transformer Engine and their like, which stay what they are
     a cache without effect  weight_cache="step" keeps nothing of a graph's weights
     nothing to gather       regather=True, and backward needs nothing that forward gathers in FP8
-    nothing to overlap      async_tp=True, and no collective stands beside a product that torch has one operation for
 
 Once a process it is told that the reference runs in place of the kernels, and that linears are left for their cost.
 """
@@ -134,11 +133,6 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
         yield (
             f"regather=True gathers nothing again for the {len(matched)} linears of this graph: only the inputs of sequence-parallel linears "
             "with one scale a tensor are gathered in FP8, and what is checkpointed is gathered again in any case"
-        )
-    if options.async_tp and matched and report.overlapped == 0:
-        yield (
-            f"async_tp=True overlaps nothing for the {len(matched)} linears of this graph: only sequence-parallel linears on GPUs, with one "
-            "scale a tensor, whose weights are multiplied one by one; the notes of explain have a reason for each collective"
         )
 
 

@@ -245,7 +245,7 @@ TABLE = (
     Private("torch.distributed.tensor.DTensor._local_tensor", "te_dynamo/distributed", "a DTensor's shard"),
     Private("torch.distributed.distributed_c10d._resolve_process_group", "te_dynamo/operations/basic/collective.py",
             "the group that a graph names"),
-    Private("torch._C.DispatchKey", "te_dynamo/testing/wire.py, passes/dialect/collectives/async_tp.py",
+    Private("torch._C.DispatchKey", "te_dynamo/testing/wire.py",
             "which collectives ran, and operators in front of torch's own",
             needs=("torch._C._dispatch_keyset_full_after", "torch.library.Library._destroy")),
     # Inductor:

@@ -137,15 +137,3 @@ def test_codes_that_ranks_gather(ranks: Ranks, kind: str, codegen: str) -> None:
             for name, tensor in other["tensors"].items():
                 exact = name != "parts.0.down.bias"  # a sum in another order
                 torch.testing.assert_close(tensor, plain["tensors"][name], **({"rtol": 0, "atol": 0} if exact else {}))
-
-
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize(("kind", "batch"), [("gelu", 2), ("swiglu", 1)])
-def test_async_tp(ranks: Ranks, kind: str, batch: int, codegen: str) -> None:
-    """torch's operations over symmetric memory, without multicast: their sums are cuBLASLt's, in another order."""
-    cases = [{"codegen": codegen}, {"codegen": codegen, "async_tp": True}]
-    for plain, overlapped in ranks.run(sequence_bodies.steps_with_operations, kind, cases, batch, seconds=300):
-        assert overlapped["overlapped"] >= 2
-        for name, tensor in overlapped["tensors"].items():
-            expected = plain["tensors"][name].float()
-            assert (tensor.float() - expected).norm() < ROUNDING["bound"] * expected.norm(), name

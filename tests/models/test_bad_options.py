@@ -24,9 +24,9 @@ EAGER = {"codegen": "eager"}
         ({"max_autotone": True}, "unknown option 'max_autotone'; did you mean 'max_autotune'"),
         (
             {"zzzzzz": 1},
-            "unknown option 'zzzzzz'; valid: 'async_tp', 'codegen', 'fusions', 'low_memory', 'recipe', 'regather', 'require_coverage', 'rules', ",
+            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'regather', 'require_coverage', 'rules', ",
         ),
-        ({3: 1}, "unknown option 3; valid: 'async_tp'"),
+        ({3: 1}, "unknown option 3; valid: 'codegen'"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune' takes a value of type bool, got 'yes'"),
         (
             {"joint_custom_pre_pass": 3},
@@ -48,7 +48,6 @@ EAGER = {"codegen": "eager"}
         ({"recipe": Float8CurrentScaling}, "a te_dynamo.recipe object or None, got <class"),
         ({"codegen": "triton"}, "unknown codegen 'triton'; valid: 'eager', 'inductor'"),
         ({"regather": 1}, "option 'regather' takes True or False, got 1"),
-        ({"async_tp": "on"}, "option 'async_tp' takes True or False, got 'on'"),
         ({"fusions": "off"}, "option 'fusions' takes True, False or a list of fusions' names, got 'off'"),
         ({"fusions": ["fuse_gemm_bias", "-fuse_norm_quantize"]}, "names to leave out, not both: ['fuse_gemm_bias'"),
         ({"rules": None}, "rules must be a list of (regular expression, recipe or None) pairs, got None"),
