@@ -314,9 +314,12 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, torch.float32):
         tokens, offs = torch.empty(M, K, dtype=dtype, device="cuda"), i32(GROUPS)
         name = f"columns of groups, {str(dtype).removeprefix('torch.')}"
-        yield f"{name}, 1x128", functools.partial(float8_block.quantize_block_columns, tokens, offs, E4M3, True, 0.0)
+        yield (
+            f"{name}, 1x128",
+            functools.partial(float8_block.quantize_block, tokens, E4M3, False, True, False, True, 0.0, offs=offs),
+        )
         for size in (32, 128):
-            call = functools.partial(mxfp8.quantize_mxfp8_columns, tokens, offs, E4M3, size)
+            call = functools.partial(mxfp8.quantize_mxfp8, tokens, E4M3, False, True, size, offs=offs)
             yield f"{name}, MXFP8 {size}", call
     table = torch.empty(5, 2, dtype=torch.int64, device="cuda")
     for dtype in (BF16, torch.float32):

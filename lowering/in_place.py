@@ -14,40 +14,40 @@ import torch
 from torch.fx import Node
 
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
-from te_dynamo.dialect.gemm import gemm_add, sum_request
+from te_dynamo.dialect.gemm import Gemm, gemm, request_of
 from te_dynamo.dialect.memory import may_be_overwritten
 from te_dynamo.kernels.activation.gated_in_place import (
     COLUMNS_MULTIPLE,
     MOST_COLUMNS,
     gated_backward_quantize_in_place,
 )
-from te_dynamo.kernels.gemm.choose import choose_for
-from te_dynamo.kernels.gemm.multiply import is_aligned, multiply
+from te_dynamo.kernels.gemm.multiply import choice_of, is_aligned, multiply
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 
 def launches_in_place(node: Node) -> Callable[..., Any] | None:
     """The launches of `node` that overwrite one of its arguments, as a function of its arguments; None where that must be kept, or
     cannot hold the result."""
-    if node.target is gemm_add:
+    if node.target is gemm:
         return _run_sum if sum_fits_addend(node) else None
     return _gated_backward_in_place(node)
 
 
 def _run_sum(*arguments: Any) -> torch.Tensor:
-    request = sum_request(*arguments)
+    request = Gemm(*arguments).request()
     return multiply(request, out=request.addend)
 
 
 def sum_fits_addend(node: Node) -> bool:
-    """Whether te.gemm_add may write its result to the addend's memory."""
-    a, b, addend = (node.args[i] for i in (0, 2, 5))
-    assert isinstance(a, Node) and isinstance(b, Node) and isinstance(addend, Node)
+    """Whether a te.gemm has an addend, and may write its result to the addend's memory."""
+    addend: Any = Gemm.of(node).addend
+    if addend is None:
+        return False
     value = addend.meta["val"]
     return (
         value.is_contiguous()
         and is_aligned(value)
-        and choose_for(a.meta["val"], b.meta["val"], bool(node.args[7]), value.dtype, epilogue="add").fused
+        and choice_of(request_of(node), "add").fused
         and may_be_overwritten(addend, node)
     )
 

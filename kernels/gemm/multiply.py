@@ -21,7 +21,7 @@ from te_dynamo.kernels.gemm.choose import Choice, choose_for
 from te_dynamo.kernels.gemm.cublaslt import multiply_cublaslt
 from te_dynamo.kernels.gemm.decode import launch_decode, launch_gated_decode
 from te_dynamo.kernels.gemm.emulated import multiply_mxfp8, multiply_nvfp4
-from te_dynamo.kernels.gemm.gated import checked_request, halves
+from te_dynamo.kernels.gemm.gated import check_gated, halves
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
 from te_dynamo.kernels.gemm.grouped_product import gemm_grouped_kernel
 from te_dynamo.kernels.gemm.product import gemm_kernel, gemm_reduce_kernel
@@ -62,7 +62,7 @@ def _multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
             return multiply_groups(r)
         whole = all(x.codes.shape[1] % 16 == 0 for x in (r.a, r.b))
         return (multiply_scaled if multiplies_codes(target, r.b.turned) and whole else multiply_mxfp8)(r)
-    choice = choice_of(r)
+    choice = choice_of(r, recorded=is_recording())
     if r.addend is None or choice.fused:
         return run(choice, r if r.addend is None or out is not None else _with_readable_addend(r), out)
     return _multiply(dataclasses.replace(r, addend=None)) + r.addend
@@ -81,9 +81,8 @@ def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(C, fp32 [PARTIALS] whose maximum is the amax of f(gate) * up): gated.py's, of operands with a tensor's scale."""
-    r = checked_request(r, gate, kind)
-    check(r)
-    choice = choice_of(r, "gated")
+    check_gated(r, gate, kind)
+    choice = choice_of(r, "gated", recorded=is_recording())
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if choice.specialized:
         return gemm_gated_specialized(*operands, r.fast, gate, kind)
@@ -95,8 +94,8 @@ def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torc
     return c, gated_partial_amaxes(*halves(c, gate), kind)
 
 
-def choice_of(r: Request, epilogue: Any = "none") -> Choice:
-    """What runs a request whose tensor cores know no scales."""
+def choice_of(r: Request, epilogue: Any = "none", recorded: bool = False) -> Choice:
+    """What runs a request whose tensor cores know no scales. recorded: as `choose` takes it."""
     experts, b = r.groups == "rows", r.b.codes
     if r.a.scaling == "tensor":
         scaling = "tensor"
@@ -109,13 +108,18 @@ def choice_of(r: Request, epilogue: Any = "none") -> Choice:
         b.view(r.count, -1, b.shape[1]) if experts and b.dim() == 2 and not r.deep else b,
         r.fast,
         r.out_dtype,
-        recorded=is_recording() and epilogue != "amax",
+        recorded=recorded,
         epilogue=epilogue if r.addend is None else "add",
         scaling=scaling,
         stacking=r.stacking,
         m_groups=r.count if experts else 0,
         k_groups=r.count if r.groups == "columns" else 0,
     )
+
+
+def is_specialized(r: Request, epilogue: Any = "none") -> bool:
+    """Whether a kernel in Gluon runs a request fastest."""
+    return r.a.scaling in ("tensor", "1x128", "128x128") and choice_of(r, epilogue).specialized
 
 
 def run(

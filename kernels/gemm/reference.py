@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_dynamo.kernels.activation.gated import gated_reference
-from te_dynamo.kernels.gemm.gated import checked_request, halves
+from te_dynamo.kernels.gemm.gated import check_gated, halves
 from te_dynamo.kernels.gemm.request import Operand, Request, check
 from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.kernels.layouts.sizes import blocks_of, round_up
@@ -51,7 +51,8 @@ def reference_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(C, fp32 [PARTIALS]): all partial amaxes are that of f(gate) * up of C's halves (gated.py)."""
-    return _with_amax(reference(checked_request(r, gate, kind)), lambda c: gated_reference(*halves(c, gate), kind))
+    check_gated(r, gate, kind)
+    return _with_amax(reference(r), lambda c: gated_reference(*halves(c, gate), kind))
 
 
 def _with_amax(c: torch.Tensor, of: Any) -> tuple[torch.Tensor, torch.Tensor]:

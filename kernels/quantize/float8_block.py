@@ -31,7 +31,7 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
 from te_dynamo.kernels.tiles.fp8 import cast_launches, zero_padded
-from te_dynamo.kernels.tiles.groups import padded_order, padded_reference
+from te_dynamo.kernels.tiles.groups import padded_order
 
 # --- reference ----------------------------------------------------------------------------------------------
 
@@ -55,13 +55,6 @@ def quantize_block_reference(
         data, scale_inv = _rowwise_reference(matrix.t(), fp8_dtype, two_d, power_of_two, eps)
         buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
     return buffers
-
-
-def quantize_block_columns_reference(
-    x: torch.Tensor, offs: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float
-) -> list[torch.Tensor]:
-    """`quantize_block_columns` in plain PyTorch, on any device."""
-    return quantize_block_reference(padded_reference(x, offs), fp8_dtype, False, True, False, power_of_two, eps)
 
 
 def _rowwise_reference(
@@ -102,7 +95,9 @@ def quantize_block(
     """[data, scale_inv] if rowwise, + [transpose, columnwise_scale_inv] if columnwise, of x of any rank >= 1.
 
     x [M, K] is bfloat16, float16 or float32; blocks are 128x128 if two_d, 1x128 otherwise (module docstring). One
-    launch that reads x once, for fp32 with both usages two. `tile` overrides `block_tile`. offs: of x in its padded order.
+    launch that reads x once, for fp32 with both usages two. `tile` overrides `block_tile`. offs: int32 [G], ascending,
+    at most M, the ends of groups: of x in its padded order (kernels/tiles/groups.py), so that each group begins with a block. Nothing but the
+    codes is padded in memory: each program reads its 128 rows where they are in x.
     """
     x = x.contiguous()
     rows, columns = rows_and_columns(x.shape)
@@ -135,17 +130,6 @@ def quantize_block(
             num_warps=warps,
         )
     return list(buffers.values())
-
-
-def quantize_block_columns(
-    x: torch.Tensor, offs: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float
-) -> list[torch.Tensor]:
-    """[transpose [K, P], columnwise_scale_inv [P/128, K^4]] of x [M, K] in its padded order (kernels/tiles/groups.py), in 1x128 blocks.
-
-    Each group then begins with a block, so that blocks are those of the group's own tensor. Nothing but the codes is padded in memory:
-    each program reads its 128 rows where they are in x. offs [G]: int32, ascending, at most M: the ends of the groups.
-    """
-    return quantize_block(x, fp8_dtype, False, True, False, power_of_two, eps, offs=offs)
 
 
 def block_tile(columnwise: bool, two_d: bool, packed: bool) -> BlockTile:

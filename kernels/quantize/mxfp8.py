@@ -40,7 +40,7 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
 from te_dynamo.kernels.tiles.fp8 import cast_launches, zero_padded
-from te_dynamo.kernels.tiles.groups import padded_order, padded_reference
+from te_dynamo.kernels.tiles.groups import padded_order
 
 SCALE_BLOCKS = (BLOCK, 128)
 
@@ -65,13 +65,6 @@ def quantize_mxfp8_reference(
     if swizzled:
         buffers[1::2] = map(swizzle_scales, buffers[1::2])
     return buffers
-
-
-def quantize_mxfp8_columns_reference(
-    x: torch.Tensor, offs: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int
-) -> list[torch.Tensor]:
-    """`quantize_mxfp8_columns` in plain PyTorch, on any device."""
-    return quantize_mxfp8_reference(padded_reference(x, offs), fp8_dtype, False, True, scale_block)
 
 
 def dequantize_mxfp8_reference(
@@ -138,7 +131,7 @@ def quantize_mxfp8(
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
     One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or `tile_128`.
-    offs: of x in its padded order. Raises ValueError for another scale_block.
+    offs: as quantize_block takes it. Raises ValueError for another scale_block.
     """
     check_scale_block(scale_block)
     x = x.contiguous()
@@ -174,14 +167,6 @@ def quantize_mxfp8(
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
             launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, num_warps=warps)
     return list(buffers.values())
-
-
-def quantize_mxfp8_columns(
-    x: torch.Tensor, offs: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int
-) -> list[torch.Tensor]:
-    """[columnwise_data, columnwise_scale_inv], in the layouts of this module for [P, K], of x [M, K] on a CUDA device. The rest is
-    `quantize_block_columns`'s. Raises ValueError for another scale_block."""
-    return quantize_mxfp8(x, fp8_dtype, False, True, scale_block, offs=offs)
 
 
 def dequantize_mxfp8(

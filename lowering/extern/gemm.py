@@ -2,7 +2,7 @@
 
 `lower` leaves a GEMM that such a kernel runs fastest in the graph. Inductor asks the lowering registered here for it, and
 writes `extern_kernels.te_gemm(a, ..., name='layers.0.up te_gemm', out=buf3)`: a plain call, without the dispatcher, into a buffer that it has planned.
-Of several results none is planned: the function allocates and returns them. te.gemm_add may write to its addend
+Of several results none is planned: the function allocates and returns them. A sum may be written to its addend
 (lowering/extern/in_place.py).
 """
 
@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
-from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_gated
-from te_dynamo.dialect.grouped import gemm_grouped_columns
-from te_dynamo.dialect.stacked import gemm_stacked
-from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
-from te_dynamo.kernels.gemm.multiply import is_aligned
-from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out, stacked_specialized_out
+from te_dynamo.dialect.gemm import ARGUMENTS, Gemm, gemm, gemm_gated, grouped_gemm, request_of, values_of
+from te_dynamo.kernels.gemm.multiply import is_aligned, is_specialized
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
@@ -36,91 +32,64 @@ from te_dynamo.user_code import clean_path
 
 @dataclasses.dataclass(frozen=True)
 class _Extern:
-    """What runs an operation whose arguments are (a, a_scale_inv, b, b_scale_inv, [bias or offs, [addend,]] [out_dtype,] *flags).
+    """How Inductor's code calls an operation.
 
-    name:     of the function in Inductor's code.
-    call:     the function: (a, a_scale_inv, b, b_scale_inv, bias or offs?, addend?, **keywords, out=...).
-    choose:   of (a, b, [offs or addend,] *flags): what runs it, this function or a launch.
-    keywords: of (*flags): what it is told of them.
-    tensors:  how many arguments come first. Of six the last is an addend, which `out` may be.
-    grouped:  whether the last of them is offs [G]: C is [G, N, K], of a [N, M] and b [K, M].
-    planned:  whether the result is one tensor of out_dtype, written to `out`. Else there is neither: the function returns
-              the operation's several results.
+    name:     of the function in that code.
+    call:     the function: (*tensors, **keywords, out=...).
+    tensors:  of the operation's arguments, what the function reads, None among them.
+    keywords: of the arguments as `request_of` reads them, and of the arguments, what else it is told.
+    epilogue: what is asked of the kernel beside C.
+    planned:  whether the result is one tensor, written to `out`. Else there is no `out`: the function returns the operation's several results.
     """
 
     name: str
-    call: Callable[..., None]
-    choose: Callable[..., Choice]
-    keywords: Callable[..., dict[str, Any]]
-    tensors: int = 5
-    grouped: bool = False
+    call: Callable[..., Any]
+    tensors: Callable[[Any], tuple[Any, ...]]
+    keywords: Callable[[Any], dict[str, Any]]
+    epilogue: str = "none"
     planned: bool = True
 
-    @property
-    def adds(self) -> bool:
-        """Whether there is an addend."""
-        return self.tensors == 6
 
-    def flags(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Those of an operation's arguments."""
-        return arguments[self.tensors + self.planned :]
-
-
-def _gemm_add_out(
+def _gemm_out(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     *bias_and_addend: torch.Tensor,
-    fast: bool,
-    out: torch.Tensor,
+    adds: bool = False,
+    **keywords: Any,
 ) -> None:
-    """te.gemm_add, written to out [M, N]; a bias, if any, and the addend, which may be out."""
-    *bias, addend = bias_and_addend
-    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, *bias, fast=fast, addend=addend, out=out)
+    """te.gemm, written to out [M, N]; with `adds` the last of the tensors is an addend, which may be out."""
+    bias, addend = bias_and_addend[: len(bias_and_addend) - adds], bias_and_addend[-1] if adds else None
+    gemm_specialized_out(a, a_scale_inv, b, b_scale_inv, bias[0] if bias else None, addend, **keywords)
+
+
+def _of_gemm(x: Gemm) -> dict[str, Any]:
+    scaling = f"{x.a_quantizer.scaling()} {x.b_quantizer.scaling()}"
+    said = {
+        "scaling": "" if scaling == "tensor tensor" else scaling,
+        "along": x.along,
+        "segments": tuple(x.segments or ()),
+        "adds": x.addend is not None,
+    }
+    return {"fast": x.fast_accum} | {name: value for name, value in said.items() if value}
 
 
 _EXTERNS = {
-    gemm: _Extern("te_gemm", gemm_specialized_out, choose_for, lambda fast_accum: {"fast": fast_accum}),
-    gemm_add: _Extern(
-        "te_gemm_add",
-        _gemm_add_out,
-        lambda a, b, addend, fast_accum: choose_for(
-            a, b, fast_accum, addend.dtype, epilogue="add", recorded=not is_aligned(addend)
-        ),
-        lambda fast_accum: {"fast": fast_accum},
-        tensors=6,
-    ),
-    gemm_block: _Extern(
-        "te_gemm_block",
-        gemm_block_specialized_out,
-        lambda a, b, a_two_d, b_two_d: choose_for(a, b, scaling="128x128" if a_two_d else "1x128"),
-        lambda a_two_d, b_two_d: {"b_two_d": b_two_d},
-    ),
-    gemm_stacked: _Extern(
-        "te_gemm_stacked",
-        stacked_specialized_out,
-        lambda a, b, fast_accum, along, segments: choose_for(
-            a, b, fast_accum, stacking=Stacking(along, tuple(segments))
-        ),
-        lambda fast_accum, along, segments: {"fast": fast_accum, "along": along, "segments": tuple(segments)},
-    ),
+    gemm: _Extern("te_gemm", _gemm_out, lambda x: (*x.a, *x.b, x.bias, x.addend), _of_gemm),
     gemm_gated: _Extern(
         "te_gemm_gated",
         gemm_gated_specialized,
-        lambda a, b, fast_accum, gate, kind: choose_for(
-            a, b, fast_accum, epilogue="gated", stacking=Stacking("N", 2 * (b.shape[0] // 2,))
-        ),
-        lambda fast_accum, gate, kind: {"fast": fast_accum, "gate": gate, "kind": kind},
-        tensors=4,
+        lambda x: (*x.a, *x.b),
+        lambda x: {"fast": x.fast_accum, "gate": x.gate, "kind": x.kind},
+        epilogue="gated",
         planned=False,
     ),
-    gemm_grouped_columns: _Extern(
-        "te_gemm_grouped_columns",
+    grouped_gemm: _Extern(
+        "te_grouped_gemm",
         columns_specialized_out,
-        lambda a, b, offs, fast_accum: choose_for(a, b, fast_accum, k_groups=offs.shape[0]),
-        lambda fast_accum: {"fast": fast_accum},
-        grouped=True,
+        lambda x: (*x.a, *x.b, x.offs),
+        lambda x: {"fast": x.fast_accum},
     ),
 }
 
@@ -134,10 +103,10 @@ def is_extern(node: torch.fx.Node) -> bool:
 
     if node.target not in _EXTERNS or config.cpp_wrapper:
         return False
-    extern = _EXTERNS[node.target]
-    operands = [node.args[i] for i in (0, 2, *([4] if extern.grouped else []), *([5] if extern.adds else []))]
-    values = [operand.meta["val"] for operand in operands if isinstance(operand, torch.fx.Node)]
-    return extern.choose(*values, *extern.flags(node.args)).specialized
+    request = request_of(node)
+    if request.addend is not None and not is_aligned(request.addend):
+        return False
+    return is_specialized(request, _EXTERNS[node.target].epilogue)
 
 
 @functools.cache
@@ -158,18 +127,20 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
 
     @register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
-        a, tensors = arguments[0], arguments[: extern.tensors]
-        given = [x and ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in tensors]
-        if not availability.kernels_available(a.get_device()).ok:
-            return opaque(*given, *arguments[extern.tensors :])
-        _compile_kernel_of(V.graph.current_node, extern)
-        operands, inputs = ([x for x in each if x is not None] for each in (tensors, given))
-        keywords, function = extern.keywords(*extern.flags(arguments)), f"extern_kernels.{extern.name}"
-        keywords["name"] = _name_in_profiles(V.graph.current_node, extern)
+        asked, node = ARGUMENTS[operation](*arguments), V.graph.current_node
+        operands = [x for x in extern.tensors(asked) if x is not None]
+        device = operands[0].get_device()
+        if not availability.kernels_available(device).ok:
+            return opaque(*arguments)
+        inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+        _compile_kernel_of(node, extern)
+        keywords, function = extern.keywords(asked), f"extern_kernels.{extern.name}"
+        keywords["name"] = _name_in_profiles(node, extern)
         if current_sm_margin():
             keywords["margin"] = current_sm_margin()
-        its_own = not extern.adds or inputs[-1].get_name() == operands[-1].get_name()  # no copy of it, of other strides
-        if extern.adds and its_own and can_write_into_addend(V.graph.current_node):
+        adds = keywords.get("adds", False)
+        its_own = inputs[-1].get_name() == operands[-1].get_name()  # no copy of it, of other strides
+        if adds and its_own and can_write_into_addend(node):
             call_into_last(inputs, keywords, function)
             return operands[-1]
         call: dict[str, Any] = {
@@ -178,12 +149,12 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             "python_kernel_name": function,
             "op_overload": operation,
         }
+        values = node.meta["val"]
         if extern.planned:
-            size = [operands[i].get_size()[0] for i in ((4, 0, 2) if extern.grouped else (0, 2))]
-            layout = ir.FixedLayout(a.get_device(), arguments[extern.tensors], size)
+            layout = ir.FixedLayout(device, values.dtype, ir.convert_shape_to_inductor(values.shape))
             return ir.TensorBox.create(ir.ExternKernelOut(layout=layout, **call))
-        results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=a.get_device()), **call)
-        layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in V.graph.current_node.meta["val"]]
+        results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=device), **call)
+        layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in values]
         return tuple(
             ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
             for i, layout in enumerate(layouts)
@@ -208,14 +179,16 @@ def _name_in_profiles(node: torch.fx.Node, extern: _Extern) -> str:
     forward, backward = (node.meta.get(key) for key in ("nn_module_stack", "fwd_nn_module_stack"))
     stack = forward or backward or {"": ("", None)}
     path = clean_path(next(reversed(stack.values()))[0])
-    others = " and others" if path and node.target in (gemm_stacked, gemm_gated) else ""
+    stacked = node.target is gemm_gated or (node.target is gemm and bool(Gemm.of(node).along))
+    others = " and others" if path and stacked else ""
     return f"{path}{others} {extern.name}{'' if forward or not backward else ' backward'}".strip()
 
 
 def _compile_kernel_of(node: torch.fx.Node, extern: _Extern) -> None:
     """Ahead of the call, of an operation's node, whose values are fakes."""
-    tensors = [x.meta["val"] for x in node.args[: extern.tensors] if isinstance(x, torch.fx.Node)]
-    keywords = extern.keywords(*extern.flags(node.args))
+    asked = values_of(node)
+    tensors = [x for x in extern.tensors(asked) if x is not None]
+    keywords = extern.keywords(asked)
     with fake_mode_of(tensors), disable_proxy_modes_tracing():
         if extern.planned:
             keywords["out"] = torch.empty_like(node.meta["val"])

@@ -1,4 +1,4 @@
-"""A call in Inductor's code that writes into the memory of its last tensor: `extern_kernels.te_gemm_add(a, ..., buf2, out=buf2)`.
+"""A call in Inductor's code that writes into the memory of its last tensor: `extern_kernels.te_gemm(a, ..., buf2, out=buf2)`.
 
 Inductor plans a buffer for what an extern kernel writes, and knows of no call that returns its argument. It does know operations in
 place, which the class here is one of: the readers of that tensor from before stay before the call, and later ones come after it.
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from te_dynamo.dialect.gemm import Gemm
 from te_dynamo.dialect.memory import has_own_buffer
 from te_dynamo.lowering.in_place import sum_fits_addend
 
 
 def can_write_into_addend(node: Node) -> bool:
-    """Whether te.gemm_add, a node of the graph that Inductor lowers, may write its result to its addend's buffer."""
-    return has_own_buffer(node.args[5]) and sum_fits_addend(node)
+    """Whether te.gemm, a node of the graph that Inductor lowers, may write its result to its addend's buffer."""
+    addend = Gemm.of(node).addend
+    return addend is not None and has_own_buffer(addend) and sum_fits_addend(node)
 
 
 def call_into_last(operands: Sequence[Any], keywords: dict[str, Any], function: str) -> None:

@@ -40,7 +40,7 @@ def call_like(
     """A new call before `like`, with its fake result computed and `like`'s stack trace and module path kept."""
     kwargs = kwargs or {}
     with graph.inserting_before(like):
-        node = graph.call_function(target, args, kwargs)
+        node = graph.call_function(target, tuple(args), kwargs)
     inherited = (
         "stack_trace",
         "nn_module_stack",

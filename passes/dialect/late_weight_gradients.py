@@ -38,7 +38,13 @@ from te_dynamo.dialect.quantize import quantize, quantize_bias_grad
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.passes.dialect.graph import calls, item_users
 from te_dynamo.passes.dialect.live_memory import is_kernel, timeline
-from te_dynamo.passes.dialect.low_memory import OF_A_LINEAR, is_callers, is_made_of_inputs, keeps_its_order
+from te_dynamo.passes.dialect.low_memory import (
+    is_callers,
+    is_made_of_inputs,
+    is_of_a_linear,
+    keeps_its_order,
+    products_of_a_linear,
+)
 from te_dynamo.passes.dialect.saved_weights import FEWEST_BYTES
 from te_dynamo.passes.dialect.usage import drop_unread_usages, quantize_again
 
@@ -96,12 +102,12 @@ class _Linear:
 
 
 def _linears(graph: Graph) -> Iterator[_Linear]:
-    for wgrad in calls(graph, *OF_A_LINEAR):
+    for wgrad in products_of_a_linear(graph):
         makers = list(dict.fromkeys(map(_maker, wgrad.all_input_nodes)))
         if len(makers) != 2 or not all(is_te(maker.target) for maker in makers):
             continue
         gradient, operand = makers
-        dgrads = list({user for user in _readers(gradient) if user is not wgrad and user.target in OF_A_LINEAR})
+        dgrads = list({user for user in _readers(gradient) if user is not wgrad and is_of_a_linear(user)})
         if len(dgrads) != 1 or set(_readers(operand)) != {wgrad} or is_made_of_inputs(operand):
             continue
         reader = min(_kernels_that_read(dgrads[0]))

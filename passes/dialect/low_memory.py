@@ -37,16 +37,11 @@ from torch.utils._pytree import tree_leaves
 from te_dynamo.dialect.activation import activation_backward_quantize
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
-from te_dynamo.dialect.gemm import gemm, gemm_block, gemm_mxfp8, gemm_nvfp4
+from te_dynamo.dialect.gemm import Gemm, gemm
 from te_dynamo.dialect.memory import is_product, is_view
 from te_dynamo.dialect.quantize import quantize, transpose
-from te_dynamo.dialect.stacked import gemm_stacked, quantize_stacked
+from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
-
-OF_A_LINEAR = (gemm, gemm_block, gemm_mxfp8, gemm_nvfp4)
-"""The products of one linear."""
-
-_PRODUCTS = (*OF_A_LINEAR, gemm_stacked)
 
 
 def make_columns_late(graph: Graph) -> int:
@@ -93,7 +88,7 @@ def _quantizer_of_one(node: Node) -> tuple[Any, list[str]]:
 def _products_that_free_first(graph: Graph) -> int:
     places = {node: place for place, node in enumerate(graph.nodes)}
     moved = 0
-    for first in list(calls(graph, *OF_A_LINEAR)):
+    for first in list(products_of_a_linear(graph)):
         for second in _products_of_the_same(first):
             if places[second] < places[first] or any(places[x] > places[first] for x in second.all_input_nodes):
                 continue
@@ -104,13 +99,22 @@ def _products_that_free_first(graph: Graph) -> int:
     return moved
 
 
+def products_of_a_linear(graph: Graph) -> list[Node]:
+    """The products of one linear alone."""
+    return [node for node in calls(graph, gemm) if is_of_a_linear(node)]
+
+
+def is_of_a_linear(node: Node) -> bool:
+    return node.target is gemm and Gemm.of(node).of_a_linear
+
+
 def _products_of_the_same(product: Node) -> list[Node]:
     """The other products that read buffers of the node that made `product`'s first operand."""
-    item = product.args[0]
+    item = product.all_input_nodes[0]
     if not (isinstance(item, Node) and item.args and isinstance(item.args[0], Node)):
         return []
     others = [user for sibling in item.args[0].users for user in sibling.users if user is not product]
-    return [other for other in dict.fromkeys(others) if other.target in OF_A_LINEAR]
+    return [other for other in dict.fromkeys(others) if is_of_a_linear(other)]
 
 
 def _peak(first: Node, second: Node) -> Any:
@@ -130,7 +134,7 @@ def _made_when_read(graph: Graph) -> int:
         return 0
     moved = 0
     for node in reversed(list(graph.nodes)):
-        if node.target in _PRODUCTS or is_made_of_inputs(node):
+        if (node.target is gemm and Gemm.of(node).addend is None) or is_made_of_inputs(node):
             moved += _moved_to_reader(node)
     return moved
 

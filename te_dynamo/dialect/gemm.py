@@ -1,243 +1,225 @@
-"""The products of quantized tensors, and what stands beside them in a linear: `te.add_bias`, `te.bias_grad`.
+"""The products of quantized tensors, `te.gemm` and `te.grouped_gemm`, and what stands beside them in a linear: `te.add_bias`, `te.bias_grad`.
 
-With one scale a tensor: `te.gemm`, its forms that do more in the same launch. With scales for parts of a row: `te.gemm_block` of
-Float8 block scaling, `te.gemm_mxfp8`, `te.gemm_nvfp4`. Those of groups of rows are grouped.py's.
+An operand is what `Quantizer.operand` gives, codes and scales, beside its quantizer, which has one usage: the rows of
+[M, K], or the columns of [K, M]. That says all that a kernel is told of the format.
+
+    te.gemm             C                    of every format
+    te.gemm_amax        C and its amax       with one scale a tensor
+    te.gemm_gated       C and the amax of f(gate) * up
+    te.grouped_gemm     C of each group of rows: a mixture's experts
+
+Gemm, GroupedGemm: their arguments by name, of a call or of a node.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
+from torch.fx.node import Node, map_arg
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import column_sums, plain
-from te_dynamo.kernels.gemm.choose import choose_for
+from te_dynamo.kernels.gemm.gated import check_gated
 from te_dynamo.kernels.gemm.multiply import multiply, multiply_gated, multiply_with_amax
 from te_dynamo.kernels.gemm.reference import reference, reference_gated, reference_with_amax
-from te_dynamo.kernels.gemm.request import Operand, Request
+from te_dynamo.kernels.gemm.request import Operand, Request, check
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.tiles.stacking import Stacking
-
-__all__ = [
-    "add_bias",
-    "bias_grad",
-    "choose_for",
-    "gemm",
-    "gemm_add",
-    "gemm_amax",
-    "gemm_block",
-    "gemm_gated",
-    "gemm_mxfp8",
-    "gemm_nvfp4",
-]
+from te_dynamo.quantized.quantizers import Quantizer
 
 
-def runs(
-    request: Callable[..., Request], kernel: Callable[..., Any] = multiply, plain: Callable[..., Any] = reference
+class Gemm(NamedTuple):
+    """The arguments of te.gemm; those of te.gemm_amax are the first ones."""
+
+    a: Sequence[torch.Tensor]
+    a_quantizer: Quantizer
+    b: Sequence[torch.Tensor]
+    b_quantizer: Quantizer
+    out_dtype: torch.dtype
+    fast_accum: bool
+    bias: Optional[torch.Tensor] = None
+    addend: Optional[torch.Tensor] = None
+    along: str = ""
+    segments: Optional[Sequence[int]] = None
+
+    @classmethod
+    def of(cls, node: Node) -> Any:
+        """Those of a node, in which nodes stand for tensors."""
+        return cls(*node.args)  # type: ignore[arg-type]
+
+    @property
+    def of_a_linear(self) -> bool:
+        """Whether it is of one linear, and adds nothing but a bias."""
+        return not self.along and self.addend is None
+
+    def request(self) -> Request:
+        return Request(
+            _operand(self.a, self.a_quantizer),
+            _operand(self.b, self.b_quantizer),
+            self.out_dtype,
+            self.fast_accum,
+            self.bias,
+            self.addend,
+            Stacking(self.along, tuple(self.segments or ())),
+        )
+
+
+class GroupedGemm(NamedTuple):
+    """The arguments of te.grouped_gemm."""
+
+    a: Sequence[torch.Tensor]
+    a_quantizer: Quantizer
+    b: Sequence[torch.Tensor]
+    b_quantizer: Quantizer
+    offs: torch.Tensor
+    out_dtype: torch.dtype
+    fast_accum: bool
+
+    def request(self) -> Request:
+        by_columns = self.a_quantizer.columnwise
+        return Request(
+            _operand(self.a, self.a_quantizer),
+            _operand(self.b, self.b_quantizer),
+            self.out_dtype,
+            self.fast_accum,
+            groups="columns" if by_columns else "rows",
+            offs=self.offs,
+            deep=self.b_quantizer.columnwise and not by_columns and self.b_quantizer.scaling() != "tensor",
+        )
+
+
+class GatedGemm(NamedTuple):
+    """The arguments of te.gemm_gated."""
+
+    a: Sequence[torch.Tensor]
+    a_quantizer: Quantizer
+    b: Sequence[torch.Tensor]
+    b_quantizer: Quantizer
+    fast_accum: bool
+    gate: int
+    kind: str
+
+    def request(self) -> Request:
+        halves = 2 * (self.b[0].shape[0] // 2,)
+        return Gemm(*self[:4], torch.bfloat16, self.fast_accum, along="N", segments=halves).request()
+
+
+def _operand(tensors: Sequence[torch.Tensor], quantizer: Quantizer) -> Operand:
+    codes, scale_inv, *amax = tensors
+    turned = quantizer.columnwise and not quantizer.transposes_columns()
+    return Operand(codes, scale_inv, quantizer.scaling(), turned, *amax)
+
+
+def values_of(node: Node) -> Any:
+    """A product's arguments, nodes among them as the values in their meta."""
+    return ARGUMENTS[node.target](*map_arg(node.args, lambda each: each.meta["val"]))
+
+
+def request_of(node: Node) -> Request:
+    """What a product's node asks for."""
+    return values_of(node).request()
+
+
+def _runs(
+    arguments: Callable[..., Any], kernel: Callable[..., Any] = multiply, plain: Callable[..., Any] = reference
 ) -> dict[str, Callable[..., Any]]:
-    """How `te_op` runs an operation whose arguments `request` reads."""
-    return {"reference": lambda *args: plain(request(*args)), "kernel": lambda *args: kernel(request(*args))}
+    """How `te_op` runs an operation with those arguments."""
+    return {
+        "reference": lambda *args: plain(arguments(*args).request()),
+        "kernel": lambda *args: kernel(arguments(*args).request()),
+    }
 
 
-def tensor_request(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    along: str = "",
-    segments: Sequence[int] = (),
-) -> Request:
-    """The request of operands with one scale a tensor, or a segment."""
-    stacking = Stacking(along, tuple(segments))
-    return Request(Operand(a, a_scale_inv), Operand(b, b_scale_inv), out_dtype, fast_accum, bias, stacking=stacking)
+def _fake(request: Request) -> torch.Tensor:
+    check(request)
+    return plain(request.shape, request.out_dtype, request.a.codes)
 
 
-@te_op(**runs(tensor_request))
+@te_op(**_runs(Gemm))
 def gemm(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
+    a: Sequence[torch.Tensor],
+    a_quantizer: Quantizer,
+    b: Sequence[torch.Tensor],
+    b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    bias: Optional[torch.Tensor] = None,
+    addend: Optional[torch.Tensor] = None,
+    along: str = "",
+    segments: Optional[Sequence[int]] = None,
 ) -> torch.Tensor:
-    """[M, N] = (a[M, K] @ b[N, K]^T) * (a_scale_inv * b_scale_inv) (+ bias[N]), summed in fp32 and rounded once to out_dtype."""
-    return plain((a.shape[0], b.shape[0]), out_dtype, a)
+    """[M, N] = a[M, K] @ b[N, K]^T by their scales (+ bias[N]), summed in fp32 and rounded once to out_dtype (, + addend[M, N]
+    of that dtype, in fp32 and rounded again).
+
+    fast_accum: of operands with one scale a tensor; those with scales for parts of a row are always added up in fp32.
+    along, segments: of operands stacked along "M" (a), "N" (b) or "K" (both), with a scale a segment. A bias then goes with "N" alone.
+    """
+    return _fake(Gemm(a, a_quantizer, b, b_quantizer, out_dtype, fast_accum, bias, addend, along, segments).request())
 
 
-@te_op(**runs(tensor_request, multiply_with_amax, reference_with_amax))
+@te_op(**_runs(Gemm, multiply_with_amax, reference_with_amax))
 def gemm_amax(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
+    a: Sequence[torch.Tensor],
+    a_quantizer: Quantizer,
+    b: Sequence[torch.Tensor],
+    b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    bias: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y = te.gemm of the same arguments, fp32 [PARTIALS] whose maximum is the amax of y)."""
-    return plain((a.shape[0], b.shape[0]), out_dtype, a), plain((PARTIALS,), torch.float32, a)
-
-
-def sum_request(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    addend: torch.Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Request:
-    """The request of te.gemm_add."""
-    return Request(Operand(a, a_scale_inv), Operand(b, b_scale_inv), out_dtype, fast_accum, bias, addend)
-
-
-@te_op(**runs(sum_request))
-def gemm_add(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    addend: torch.Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    """[M, N] = te.gemm of the others, rounded to out_dtype, + addend[M, N] of that dtype, in fp32 and rounded again."""
-    return plain((a.shape[0], b.shape[0]), out_dtype, a)
+    y = _fake(Gemm(a, a_quantizer, b, b_quantizer, out_dtype, fast_accum, bias).request())
+    return y, plain((PARTIALS,), torch.float32, y)
 
 
 def _gated(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, fast_accum: bool, gate: int, kind: str) -> Any:
-        return implementation(
-            tensor_request(a, a_scale_inv, b, b_scale_inv, None, torch.bfloat16, fast_accum), gate, kind
-        )
-
-    return run
+    return lambda *args: implementation(GatedGemm(*args).request(), *args[-2:])
 
 
 @te_op(reference=_gated(reference_gated), kernel=_gated(multiply_gated))
 def gemm_gated(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    a_quantizer: Quantizer,
+    b: Sequence[torch.Tensor],
+    b_quantizer: Quantizer,
     fast_accum: bool,
     gate: int,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, partial amaxes, fp32 [PARTIALS], of te.gated of y's halves): y = te.gemm_stacked along "N" of two halves, in bf16.
+    """(y, partial amaxes, fp32 [PARTIALS], of te.gated of y's halves): y = te.gemm stacked along "N" of two halves, in bf16.
 
     gate: which half is the gate's, 0 or 1; kind: as te.gated takes it.
     """
-    return plain((a.shape[0], b.shape[0]), torch.bfloat16, a), plain((PARTIALS,), torch.float32, a)
+    request = GatedGemm(a, a_quantizer, b, b_quantizer, fast_accum, gate, kind).request()
+    check_gated(request, gate, kind)
+    y = _fake(request)
+    return y, plain((PARTIALS,), torch.float32, y)
 
 
-def block_request(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
+@te_op(**_runs(GroupedGemm))
+def grouped_gemm(
+    a: Sequence[torch.Tensor],
+    a_quantizer: Quantizer,
+    b: Sequence[torch.Tensor],
+    b_quantizer: Quantizer,
+    offs: torch.Tensor,
     out_dtype: torch.dtype,
-    a_two_d: bool,
-    b_two_d: bool,
-) -> Request:
-    sides = Operand(a, a_scale_inv, blocks(a_two_d)), Operand(b, b_scale_inv, blocks(b_two_d))
-    return Request(*sides, out_dtype, bias=bias)
-
-
-def blocks(two_d: bool) -> Literal["1x128", "128x128"]:
-    """What has one scale."""
-    return "128x128" if two_d else "1x128"
-
-
-@te_op(**runs(block_request))
-def gemm_block(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-    a_two_d: bool,
-    b_two_d: bool,
+    fast_accum: bool,
 ) -> torch.Tensor:
-    """[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), each 128 products times their scales, summed in fp32 and rounded once.
+    """te.gemm by groups: group g is offs[g - 1] <= m < offs[g], offs int32 [G], ascending.
 
-    Scales are fp32, of 1x128 or (two_d) 128x128 blocks, or uint8 E8M0 codes of 1x128 blocks.
+    Rows of a: [M, N], row m of group g a[m, K] @ b[g]^T, of b [G, N, K] as its quantizer holds it; zero behind the last group.
+    Columns of a: [G, N, K], a_g^T @ b_g of a [M, N] and b [M, K], held as `quantize_groups` holds them; zero for an empty group.
     """
-    return plain((a.shape[0], b.shape[0]), out_dtype, a)
+    return _fake(GroupedGemm(a, a_quantizer, b, b_quantizer, offs, out_dtype, fast_accum).request())
 
 
-def mxfp8_request(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-    a_columnwise: bool,
-    b_columnwise: bool,
-) -> Request:
-    sides = Operand(a, a_scale_inv, "1x32", a_columnwise), Operand(b, b_scale_inv, "1x32", b_columnwise)
-    return Request(*sides, out_dtype, bias=bias)
-
-
-@te_op(**runs(mxfp8_request))
-def gemm_mxfp8(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-    a_columnwise: bool,
-    b_columnwise: bool,
-) -> torch.Tensor:
-    """[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), summed in fp32 and rounded once.
-
-    A columnwise operand is held as [K, M] ([K, N]): blocks along K, not transposed.
-    """
-    m, n = a.shape[1 if a_columnwise else 0], b.shape[1 if b_columnwise else 0]
-    return plain((m, n), out_dtype, a)
-
-
-def nvfp4_request(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_amax: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_amax: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-) -> Request:
-    sides = Operand(a, a_scale_inv, "1x16", amax=a_amax), Operand(b, b_scale_inv, "1x16", amax=b_amax)
-    return Request(*sides, out_dtype, bias=bias)
-
-
-@te_op(**runs(nvfp4_request))
-def gemm_nvfp4(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_amax: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_amax: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """[M, N] = a[M, K] @ b[N, K]^T * (a_amax * b_amax / 2688^2) (+ bias[N]), two e2m1 values a byte, 16 with one e4m3 scale.
-
-    Summed in fp32 and rounded once.
-    """
-    return plain((a.shape[0], b.shape[0]), out_dtype, a)
+ARGUMENTS: dict[Any, Callable[..., Any]] = {
+    gemm: Gemm,
+    gemm_amax: Gemm,
+    gemm_gated: GatedGemm,
+    grouped_gemm: GroupedGemm,
+}
 
 
 def _add_bias(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

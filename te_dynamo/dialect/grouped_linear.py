@@ -23,7 +23,8 @@ import torch
 from te_dynamo._compat import register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
-from te_dynamo.dialect.grouped import columns_proto, multiply_group_columns, multiply_groups, quantize_groups
+from te_dynamo.dialect.gemm import grouped_gemm
+from te_dynamo.dialect.grouped import columns_proto, quantize_groups
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import InputError
@@ -123,19 +124,19 @@ def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, li
     if not weight_buffers:
         assert args.weight is not None
         weight_buffers = quantize_tensor(args.weight.contiguous(), config.weight_quantizer)
-    out = multiply_groups(
-        Operand.of(config.input_quantizer, x_buffers, columnwise=False),
-        Operand.of(config.weight_quantizer, weight_buffers, columnwise=config.weight_transposed),
-        args.offs,
-        args.x.dtype,
-        config.fprop_fast_accum,
-    )
+    x_rows = Operand.of(config.input_quantizer, x_buffers, columnwise=False)
+    weight = Operand.of(config.weight_quantizer, weight_buffers, columnwise=config.weight_transposed)
+    out = _product(x_rows, weight, args.offs, args.x.dtype, config.fprop_fast_accum)
     to_save: list[torch.Tensor] = []
     if config.weight_requires_grad:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
     if config.input_requires_grad and not args.weight_workspace:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=not config.weight_transposed)
     return out, to_save
+
+
+def _product(a: Operand, b: Operand, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    return grouped_gemm(a.tensors, a.quantizer, b.tensors, b.quantizer, offs, out_dtype, fast_accum)
 
 
 def grouped_linear_backward(
@@ -169,13 +170,13 @@ def grouped_backward_products(
     dx = dweight = None
     if config.input_requires_grad:
         dy_rows = Operand.of(quantizer, dy_buffers, columnwise=False)
-        weight = Operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed)
-        dx = multiply_groups(dy_rows, weight, args.offs, args.x_dtype, config.dgrad_fast_accum)
+        weight = Operand(args.weight_saved, config.weight_quantizer.reading(columnwise=not config.weight_transposed))
+        dx = _product(dy_rows, weight, args.offs, args.x_dtype, config.dgrad_fast_accum)
     if config.weight_requires_grad:
         dy_columns = Operand.of(quantizer, dy_buffers, columnwise=True)
-        x_columns = Operand(config.input_quantizer, args.x_saved, columnwise=True)
+        x_columns = Operand(args.x_saved, config.input_quantizer.reading(columnwise=True))
         operands = (x_columns, dy_columns) if config.weight_transposed else (dy_columns, x_columns)
-        dweight = multiply_group_columns(*operands, args.offs, args.weight_dtype, config.wgrad_fast_accum)
+        dweight = _product(*operands, args.offs, args.weight_dtype, config.wgrad_fast_accum)
     return dx, dweight
 
 

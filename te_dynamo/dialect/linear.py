@@ -291,20 +291,27 @@ def backward_products(
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dx = dweight = None
     if args.requires_dgrad:
-        operand = Operand.of if _makes_columns(config) else Operand
         dx = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=False),
-            operand(config.weight_quantizer, args.weight_saved, columnwise=not config.weight_transposed),
+            _weight_of_dgrad(args),
             args.x_dtype,
             config.dgrad_fast_accum,
             addend=addend if addend is None or addend.dim() == 2 else addend.reshape(-1, addend.shape[-1]),
         )
     if args.requires_wgrad:
         n_by_m = Operand.of(quantizer, dy_buffers, columnwise=True)
-        k_by_m = Operand(config.input_quantizer, args.x_saved, columnwise=True)
+        k_by_m = Operand(args.x_saved, config.input_quantizer.reading(columnwise=True))
         sides = (k_by_m, n_by_m) if config.weight_transposed else (n_by_m, k_by_m)
         dweight = multiply(*sides, args.weight_dtype, config.wgrad_fast_accum)
     return dx, dweight
+
+
+def _weight_of_dgrad(args: LinearBwdArgs) -> Operand:
+    config = args.config
+    assert config is not None
+    if _makes_columns(config):
+        return Operand.of(config.weight_quantizer, args.weight_saved, columnwise=True)
+    return Operand(args.weight_saved, config.weight_quantizer.reading(columnwise=not config.weight_transposed))
 
 
 def _gradients_in_high_precision(

@@ -1,4 +1,4 @@
-"""Linears that share an input: their weights or gradients quantized into one stack, and the GEMM that reads it."""
+"""Linears that share an input: their weights or gradients quantized into one stack."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -6,8 +6,7 @@ from typing import Optional
 import torch
 
 from te_dynamo.dialect.define import te_op
-from te_dynamo.dialect.fakes import plain, quantized_stack
-from te_dynamo.dialect.gemm import runs, tensor_request
+from te_dynamo.dialect.fakes import quantized_stack
 from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
@@ -19,7 +18,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
     "MOST_SEGMENTS",
-    "gemm_stacked",
     "quantize_stacked",
     "quantize_stacked_with_amaxes",
     "segments_stack",
@@ -48,25 +46,6 @@ def quantize_stacked_with_amaxes(
 ) -> list[torch.Tensor]:
     """te.quantize_stacked where amaxes are known: of each tensor partial ones, fp32 [a power of two up to PARTIALS], or None."""
     return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
-
-
-@te_op(**runs(tensor_request))
-def gemm_stacked(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    along: str,
-    segments: Sequence[int],
-) -> torch.Tensor:
-    """te.gemm of operands stacked along "M" (a), "N" (b) or "K" (both), scale_inv [len(segments)]; rounded once to out_dtype.
-
-    bias: [N], of operands stacked along "N" alone.
-    """
-    return plain((a.shape[0], b.shape[0]), out_dtype, a)
 
 
 def segments_stack(segments: Sequence[object]) -> bool:

@@ -33,8 +33,8 @@ def test_what_a_fusion_changed() -> None:
 -quantize: (f8e4m3[16, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row])
 +rms_norm_quantize: (f32[16], f8e4m3[16, 32], f32[1]) = te.rms_norm_quantize(args_0, 0.weight, 1.1920928955078125e-07, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
  quantize_1: (f8e4m3[64, 32], f32[1]) = te.quantize(1.weight, e4m3[row])
--gemm: f32[16, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, f32, fast_accum=False)
-+gemm: f32[16, 64] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[2], quantize_1[0], quantize_1[1], None, f32, fast_accum=False)
+-gemm: f32[16, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], f32, fast_accum=False)
++gemm: f32[16, 64] = te.gemm([rms_norm_quantize[1], rms_norm_quantize[2]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], f32, fast_accum=False)
  add_bias: bf16[16, 64] = te.add_bias(gemm, 1.bias, bf16)
  activation: bf16[16, 64] = te.activation(add_bias, 'gelu')
  quantize_2: (f8e4m3[16, 64], f32[1]) = te.quantize(activation, e4m3[row])""",

@@ -205,7 +205,7 @@ te       layers.3  te.quantize | up.weight
 te       layers.3  te.gemm | 3.up
 fused    layers.3  te.activation_quantize | layers.3
 te       layers.3  te.quantize | down.weight
-fused    layers.3  te.gemm_add | 3.down
+te       layers.3  te.gemm | 3.down
 other              aten.t | head
 product            aten.addmm | head
 other    layers.3  aten.view | 3.norm

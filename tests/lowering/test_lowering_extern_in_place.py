@@ -1,4 +1,4 @@
-"""te.gemm_add in Inductor's code: into its addend's buffer where nothing reads that later, else into one of its own.
+"""A te.gemm with an addend in Inductor's code: into its addend's buffer where nothing reads that later, else into one of its own.
 
 The kernel is stood in for on the CPU, so that the code runs.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.kernels.gemm_operands import operands
-from helpers.kernels.gemms import gemm_reference
+from helpers.kernels.gemms import arguments, gemm_reference
 from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from helpers.slow import slow_but
 from torch import Tensor
@@ -24,71 +24,71 @@ BF16 = torch.bfloat16
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._inductor.select_algorithm import extern_kernels
 
-    def te_gemm(a, sa, b, sb, *bias: Tensor, name: str, fast: bool, out: Tensor) -> None:
-        out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast))
-
-    def te_gemm_add(a, sa, b, sb, *bias_and_addend: Tensor, name: str, fast: bool, out: Tensor) -> None:
-        *bias, addend = bias_and_addend
+    def te_gemm(a, sa, b, sb, *others: Tensor, name: str, fast: bool, adds: bool = False, out: Tensor) -> None:
+        *bias, addend = others if adds else (*others, 0)
         out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast) + addend)
 
     calls_to_gemms_everywhere(monkeypatch)
     monkeypatch.setattr(extern_kernels, "te_gemm", te_gemm)
-    monkeypatch.setattr(extern_kernels, "te_gemm_add", te_gemm_add)
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
+
+
+def product(*w: Any, addend: Any = None) -> Any:
+    return te.gemm(*arguments(*w, BF16, True, addend))
 
 
 Function = Callable[..., Any]
 
 
 def dead(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True)
-    return te.gemm_add(*w, h, BF16, True) * 2
+    h = product(*w)
+    return product(*w, addend=h) * 2
 
 
 def three(*w: Any) -> Any:
     """Of linears with one input, say."""
-    total = te.gemm(*w, BF16, True)
+    total = product(*w)
     for _ in range(2):
-        total = te.gemm_add(*w, total, BF16, True)
+        total = product(*w, addend=total)
     return total
 
 
 def through_views(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True).view(2, -1, w[2].shape[0])
-    return te.gemm_add(*w, h.view(-1, w[2].shape[0]), BF16, True).view(h.shape) + 1
+    h = product(*w).view(2, -1, w[2].shape[0])
+    return product(*w, addend=h.view(-1, w[2].shape[0])).view(h.shape) + 1
 
 
 def read_before(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True)
+    h = product(*w)
     before = h.float().sum()
-    return before, te.gemm_add(*w, h, BF16, True)
+    return before, product(*w, addend=h)
 
 
 def read_by_what_inductor_puts_later(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True)
+    h = product(*w)
     before = h * 2
-    return te.gemm_add(*w, h, BF16, True) + before
+    return product(*w, addend=h) + before
 
 
 def read_later(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True)
-    return te.gemm_add(*w, h, BF16, True) * h
+    h = product(*w)
+    return product(*w, addend=h) * h
 
 
 def returned(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True)
-    return te.gemm_add(*w, h, BF16, True), h
+    h = product(*w)
+    return product(*w, addend=h), h
 
 
 def an_input(*w: Any) -> Any:
     *w, x = w
-    return te.gemm_add(*w, x, BF16, True)
+    return product(*w, addend=x)
 
 
 def inductors_own(*w: Any) -> Any:
-    h = te.gemm(*w, BF16, True).sin()
-    return te.gemm_add(*w, h, BF16, True)
+    h = product(*w).sin()
+    return product(*w, addend=h)
 
 
 def run(function: Function, bias: bool = True, also: tuple[Tensor, ...] = ()) -> tuple[Any, str]:
@@ -106,8 +106,8 @@ def run(function: Function, bias: bool = True, also: tuple[Tensor, ...] = ()) ->
 
 
 def in_place(code: str) -> list[bool]:
-    """Of each te_gemm_add whether it writes its last tensor."""
-    calls = [line.strip() for line in code.splitlines() if "te_gemm_add(" in line]
+    """Of each sum whether it writes its last tensor."""
+    calls = [line.strip() for line in code.splitlines() if "adds=True" in line]
     return [line[:-1].split("out=")[1] in line.split("out=")[0] for line in calls]
 
 

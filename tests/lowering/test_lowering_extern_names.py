@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernels.gemms import gemm_reference
+from helpers.kernels.gemms import arguments, gemm_reference
 from helpers.models.snapshot_models import calls_to_gemms_everywhere
 from torch import Tensor, nn
 
@@ -30,18 +30,13 @@ class Block(nn.Module):
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.select_algorithm import extern_kernels
 
-    def te_gemm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, *bias: Tensor, fast: bool, out: Tensor) -> None:
-        out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, fast))
-
-    def te_gemm_add(*tensors: Tensor, fast: bool, out: Tensor) -> None:
-        *operands, addend = tensors
-        addend = addend.clone()
-        te_gemm(*operands, fast=fast, out=out)
-        out.add_(addend)
+    def te_gemm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, *others: Tensor, **form: Any) -> None:
+        *bias, addend = others if form.get("adds") else (*others, 0)
+        out = form["out"]
+        out.copy_(gemm_reference(a, sa, b, sb, *(bias or (None,)), out.dtype, form["fast"]) + addend)
 
     calls_to_gemms_everywhere(monkeypatch)
-    for call in (te_gemm, te_gemm_add):
-        monkeypatch.setattr(extern_kernels, call.__name__, named_in_profiles(call))
+    monkeypatch.setattr(extern_kernels, "te_gemm", named_in_profiles(te_gemm))
 
 
 @pytest.mark.slow
@@ -75,21 +70,22 @@ def test_while_no_profiler_runs_nothing_is_recorded(monkeypatch: pytest.MonkeyPa
     assert made == ["layers.0.up te_gemm"]
 
 
-def node(target: Any, **meta: Any) -> torch.fx.Node:
-    found = torch.fx.Graph().call_function(target)
+def node(target: Any, along: str, **meta: Any) -> torch.fx.Node:
+    segments = [1, 1] if along else None
+    found = torch.fx.Graph().call_function(target, arguments(*4 * (None,), None, None, False, None, along, segments))
     found.meta.update(meta)
     return found
 
 
 @pytest.mark.parametrize(
-    ("operation", "meta", "name"),
+    ("along", "meta", "name"),
     [
-        ("gemm", {}, "te_gemm"),
-        ("gemm", {"nn_module_stack": {"a": ("L['self'].layers.0.up", nn.Linear)}}, "layers.0.up te_gemm"),
-        ("gemm_stacked", {"nn_module_stack": {"a": ("L['self'].q", nn.Linear)}}, "q and others te_gemm_stacked"),
-        ("gemm", {"fwd_nn_module_stack": {"a": ("L['self']._modules['up']", nn.Linear)}}, "up te_gemm backward"),
+        ("", {}, "te_gemm"),
+        ("", {"nn_module_stack": {"a": ("L['self'].layers.0.up", nn.Linear)}}, "layers.0.up te_gemm"),
+        ("N", {"nn_module_stack": {"a": ("L['self'].q", nn.Linear)}}, "q and others te_gemm"),
+        ("", {"fwd_nn_module_stack": {"a": ("L['self']._modules['up']", nn.Linear)}}, "up te_gemm backward"),
     ],
 )
-def test_names(operation: str, meta: dict[str, Any], name: str) -> None:
-    of = getattr(extern_gemm, operation)
-    assert extern_gemm._name_in_profiles(node(of, **meta), extern_gemm._EXTERNS[of]) == name
+def test_names(along: str, meta: dict[str, Any], name: str) -> None:
+    of = extern_gemm.gemm
+    assert extern_gemm._name_in_profiles(node(of, along, **meta), extern_gemm._EXTERNS[of]) == name

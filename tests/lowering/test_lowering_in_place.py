@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.graphs.lowered_graphs import LINEAR, bf16, call, f8, f32, inputs
+from helpers.kernels.gemms import arguments
 from torch import fx
 
 from te_dynamo.lowering.extern.gemm import is_extern
@@ -25,9 +26,8 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def product(graph: fx.Graph, a: fx.Node, s: fx.Node, b: fx.Node, addend: fx.Node | None = None) -> fx.Node:
-    """te.gemm of a [M, K] and b [N, K], or te.gemm_add."""
-    target = te.gemm.default if addend is None else te.gemm_add.default
-    return call(graph, target, a, s, b, s, None, *([] if addend is None else [addend]), torch.bfloat16, True)
+    """te.gemm of a [M, K] and b [N, K]."""
+    return call(graph, te.gemm.default, *arguments(a, s, b, s, None, torch.bfloat16, True, addend))
 
 
 @pytest.mark.parametrize("read_later", [False, True])

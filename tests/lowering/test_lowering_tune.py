@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.graphs.lowered_graphs import bf16, f8, f32, graph_of, te
+from helpers.graphs.lowered_graphs import BLOCKS, BLOCKS_2D, ROWS, bf16, f8, f32, graph_of, te
+from helpers.kernels.gemms import arguments
 from helpers.models.snapshot_models import launches
 
 from te_dynamo import remembered as memory
@@ -22,6 +23,7 @@ from te_dynamo.lowering import tune as tuning
 from te_dynamo.lowering.lower import lower
 from te_dynamo.lowering.tune import PRODUCTS, tune, tuned_key, use_remembered
 from te_dynamo.options import Options
+from te_dynamo.quantized.quantizers import Float8GroupedQuantizer
 from te_dynamo.remembered import remembered, remembered_file, why_unused
 from te_dynamo.testing import graph_text
 
@@ -64,7 +66,9 @@ class Timer:
 
 def gemm_graph(n: int = 4096, bias: bool = False) -> torch.fx.Graph:
     shift = bf16(n) if bias else None
-    return graph_of(te.gemm.default, f8(512, 1024), f32(1), f8(n, 1024), f32(1), shift, torch.bfloat16, False)
+    return graph_of(
+        te.gemm.default, *arguments(f8(512, 1024), f32(1), f8(n, 1024), f32(1), shift, torch.bfloat16, False)
+    )
 
 
 def test_a_product_is_timed_once_and_later_processes_know_it() -> None:
@@ -105,13 +109,13 @@ def test_choices_of_another_driver_are_not_used() -> None:
 
 def test_a_kernel_that_leaves_a_sum_to_another_is_charged_for_it() -> None:
     """cuBLASLt's product, faster by 10 us, and a pass over three tensors of 32 MiB."""
-    operands = f8(8192, 1024), f32(1), f8(2048, 1024), f32(1), None
-    tune(graph_of(te.gemm_add.default, *operands, bf16(8192, 2048), torch.bfloat16, False), Timer("cublaslt"))
+    plain = arguments(f8(8192, 1024), f32(1), f8(2048, 1024), f32(1), None, torch.bfloat16, False)
+    tune(graph_of(te.gemm.default, *plain, bf16(8192, 2048)), Timer("cublaslt"))
     assert choose(Product(8192, 2048, 1024).plain, H200).kernel in ("usual", "specialized")
 
     later_process()
     remembered_file(PRODUCTS).unlink()
-    tune(graph_of(te.gemm.default, *operands, torch.bfloat16, False), Timer("cublaslt"))
+    tune(graph_of(te.gemm.default, *plain), Timer("cublaslt"))
     assert choose(Product(8192, 2048, 1024).plain, H200).kernel == "cublaslt"
 
 
@@ -119,15 +123,15 @@ def test_every_product_of_a_graph_is_timed() -> None:
     """Those of every operation, in the graph that is about to be lowered."""
     timer = Timer("usual")
     a, b = f8(512, 256), f8(256, 256)
-    for target, *arguments in (
-        (te.gemm, a, f32(1), b, f32(1), None, torch.bfloat16, False),
-        (te.gemm_add, a, f32(1), b, f32(1), None, bf16(512, 256), torch.bfloat16, True),
-        (te.gemm_amax, a, f32(1), f8(512, 256), f32(1), None, torch.bfloat16, True),
-        (te.gemm_gated, a, f32(1), b, f32(2), False, 0, "silu"),
-        (te.gemm_block, a, f32(2, 512), b, f32(2, 4), None, torch.bfloat16, False, True),
-        (te.gemm_grouped, a, f32(1), f8(3, 128, 256), f32(3), torch.empty(3, dtype=torch.int32, device="cuda"), torch.bfloat16, False),
+    for target, *given in (
+        (te.gemm, *arguments(a, f32(1), b, f32(1), None, torch.bfloat16, False)),
+        (te.gemm, *arguments(a, f32(1), b, f32(1), None, torch.bfloat16, True, bf16(512, 256))),
+        (te.gemm_amax, *arguments(a, f32(1), f8(512, 256), f32(1), None, torch.bfloat16, True)),
+        (te.gemm_gated, [a, f32(1)], ROWS, [b, f32(2)], ROWS, False, 0, "silu"),
+        (te.gemm, [a, f32(2, 512)], BLOCKS, [b, f32(2, 4)], BLOCKS_2D, torch.bfloat16, False),
+        (te.grouped_gemm, [a, f32(1)], ROWS, [f8(3, 128, 256), f32(3)], Float8GroupedQuantizer(columnwise=False), torch.empty(3, dtype=torch.int32, device="cuda"), torch.bfloat16, False),
     ):  # fmt: skip
-        tune(graph_of(target.default, *arguments), timer)
+        tune(graph_of(target.default, *given), timer)
     assert [(p.n, p.fast_accum, p.scaling, p.stacking.along, p.m_groups) for p in timer.asked] == [
         (256, False, "tensor", "", 0),
         (256, True, "tensor", "", 0),
@@ -153,9 +157,9 @@ def test_cublaslt_is_called_in_the_lowered_graph() -> None:
 
 def test_an_addend_is_a_pass_behind_cublaslt() -> None:
     use_tuned({(UP, H200): Choice("cublaslt", choose(UP, H200).tile)})
-    operands = (f8(512, 1024), f32(1), f8(4096, 1024), f32(1), None, bf16(512, 4096), torch.bfloat16, False)
-    graph = graph_of(te.gemm_add.default, *operands)
-    assert lower(graph) == [("te.gemm_add", "cuBLASLt")]
+    plain = arguments(f8(512, 1024), f32(1), f8(4096, 1024), f32(1), None, torch.bfloat16, False)
+    graph = graph_of(te.gemm.default, *plain, bf16(512, 4096))
+    assert lower(graph) == [("te.gemm", "cuBLASLt")]
     assert "aten.add(scaled_mm, x4)" in graph_text(graph)
 
 

@@ -124,7 +124,7 @@ def test_backward_linear_add(recipe):
 
 @pytest.mark.parametrize("ops", [[BasicLinear(64, 96), AddExtraInput()], [MakeExtraOutput(), BasicLinear(64, 96)]])
 def test_sums_in_the_gemm_are_bit_equal(recipe, ops):
-    """te.gemm_add rounds the product before it adds, as the two operations do; and the extra input keeps its values."""
+    """te.gemm rounds the product before it adds, as the two operations do; and the extra input keeps its values."""
     case = Case(ops, recipe, (3, 32, 64), extra_shape=(3, 32, 96))
     apart = case.run(fused_forward=False, fused_backward=False)
     assert_agree(case.run(fused_forward=True, fused_backward=True), apart, dict(rtol=0.0, atol=0.0))

@@ -35,24 +35,26 @@ def test_mxfp8() -> None:
     assert_expected_inline(
         "\n".join(operations),
         """\
-quantize: (f8e4m3[8192, 4096], u8[2048, 128, 4], f8e4m3[8192, 4096], u8[1024, 256, 4]) = te.quantize(args_0, mxfp8[row+column, swizzled])
+quantize: (f8e4m3[8192, 4096], u8[2048, 128, 4]) = te.quantize(args_0, mxfp8[row, swizzled])
 quantize_1: (f8e4m3[4096, 4096], u8[1024, 128, 4]) = te.quantize(weight, mxfp8[row, swizzled])
-gemm_mxfp8: bf16[8192, 4096] = te.gemm_mxfp8(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, a_columnwise=False, b_columnwise=False)
+gemm: bf16[8192, 4096] = te.gemm([quantize[0], quantize[1]], mxfp8[row, swizzled], [quantize_1[0], quantize_1[1]], mxfp8[row, swizzled], bf16, fast_accum=False)
+quantize: (f8e4m3[8192, 4096], u8[1024, 256, 4]) = te.quantize(args_0, mxfp8[column, swizzled])
 quantize_1: (f8e4m3[8192, 4096], u8[2048, 128, 4], f8e4m3[8192, 4096], u8[1024, 256, 4]) = te.quantize(tangents_1, mxfp8[row+column, swizzled])
-gemm_mxfp8: bf16[4096, 4096] = te.gemm_mxfp8(quantize_1[2], quantize_1[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)
+gemm: bf16[4096, 4096] = te.gemm([quantize_1[2], quantize_1[3]], mxfp8[column, swizzled], [quantize[0], quantize[1]], mxfp8[column, swizzled], bf16, fast_accum=False)
 quantize_2: (f8e4m3[4096, 4096], u8[1024, 128, 4]) = te.quantize(weight, mxfp8[column, swizzled])
-gemm_mxfp8_1: bf16[8192, 4096] = te.gemm_mxfp8(quantize_1[0], quantize_1[1], quantize_2[0], quantize_2[1], None, bf16, a_columnwise=False, b_columnwise=True)""",
+gemm_1: bf16[8192, 4096] = te.gemm([quantize_1[0], quantize_1[1]], mxfp8[row, swizzled], [quantize_2[0], quantize_2[1]], mxfp8[column, swizzled], bf16, fast_accum=False)""",
     )
     assert_expected_inline(
         launches(lowered["forward"]),
         """\
-quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_mxfp8_kernel -> data, scale_inv
 quantize_mxfp8_kernel -> data, scale_inv
 gemm_block_scales_kernel -> c""",
     )
     assert_expected_inline(
         launches(lowered["backward"]),
         """\
+quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv
 quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
 gemm_block_scales_kernel -> c
 quantize_mxfp8_kernel -> columnwise_data, columnwise_scale_inv
@@ -65,19 +67,20 @@ def test_nvfp4() -> None:
     assert_expected_inline(
         "\n".join(operations),
         """\
-quantize: (u8[8192, 2048], u8[2048, 256, 4], f32[1], u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(args_0, nvfp4[row+column, hadamard, swizzled])
+quantize: (u8[8192, 2048], u8[2048, 256, 4], f32[1]) = te.quantize(args_0, nvfp4[row, hadamard, swizzled])
 quantize_1: (u8[4096, 2048], u8[1024, 256, 4], f32[1]) = te.quantize(weight, nvfp4[row, 16x16, swizzled])
-gemm_nvfp4: bf16[8192, 4096] = te.gemm_nvfp4(quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2], None, bf16)
-quantize_1: (u8[8192, 2048], u8[2048, 256, 4], f32[1], u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic, swizzled], randint)
-gemm_nvfp4: bf16[4096, 4096] = te.gemm_nvfp4(quantize_1[3], quantize_1[4], quantize_1[5], quantize[3], quantize[4], quantize[5], None, bf16)
+gemm: bf16[8192, 4096] = te.gemm([quantize[0], quantize[1], quantize[2]], nvfp4[row, hadamard, swizzled], [quantize_1[0], quantize_1[1], quantize_1[2]], nvfp4[row, 16x16, swizzled], bf16, fast_accum=False)
+quantize: (u8[8192, 2048], u8[2048, 256, 4], f32[1], u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic, swizzled], randint)
+quantize_1: (u8[4096, 4096], u8[1024, 512, 4], f32[1]) = te.quantize(args_0, nvfp4[column, hadamard, swizzled])
+gemm: bf16[4096, 4096] = te.gemm([quantize[3], quantize[4], quantize[5]], nvfp4[column, hadamard, stochastic, swizzled], [quantize_1[0], quantize_1[1], quantize_1[2]], nvfp4[column, hadamard, swizzled], bf16, fast_accum=False)
 quantize_2: (u8[4096, 2048], u8[1024, 256, 4], f32[1]) = te.quantize(weight, nvfp4[column, 16x16, swizzled])
-gemm_nvfp4_1: bf16[8192, 4096] = te.gemm_nvfp4(quantize_1[0], quantize_1[1], quantize_1[2], quantize_2[0], quantize_2[1], quantize_2[2], None, bf16)""",
+gemm_1: bf16[8192, 4096] = te.gemm([quantize[0], quantize[1], quantize[2]], nvfp4[row, hadamard, stochastic, swizzled], [quantize_2[0], quantize_2[1], quantize_2[2]], nvfp4[column, 16x16, swizzled], bf16, fast_accum=False)""",
     )
     assert_expected_inline(
         launches(lowered["forward"]),
         """\
-hadamard_amax_kernel -> partials, columnwise_partials
-quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+quantize_amax_kernel -> partials
+quantize_nvfp4_kernel -> data, scale_inv, amax
 quantize_amax_kernel -> partials
 quantize_nvfp4_kernel -> data, scale_inv, amax
 gemm_block_scales_kernel -> c""",
@@ -87,6 +90,8 @@ gemm_block_scales_kernel -> c""",
         """\
 hadamard_amax_kernel -> partials, columnwise_partials
 quantize_nvfp4_kernel -> data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax
+hadamard_amax_kernel -> columnwise_partials
+quantize_nvfp4_kernel -> columnwise_data, columnwise_scale_inv, columnwise_amax
 gemm_block_scales_kernel -> c
 quantize_amax_kernel -> partials
 quantize_nvfp4_kernel -> columnwise_data, columnwise_scale_inv, columnwise_amax

@@ -68,10 +68,10 @@ proj_bias: bf16[64] = input
 proj: bf16[128, 64] = input
 layer_norm_quantize: (f32[19], f32[19], f8e4m3[19, 64], f8e4m3[64, 32], f32[1]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(fc, e4m3[row+column])
-gemm: bf16[19, 128] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[4], quantize[1], quantize[2], fc_bias, bf16, fast_accum=False)
+gemm: bf16[19, 128] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[4]], e4m3[row], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, bias=fc_bias)
 activation_quantize: (f8e4m3[19, 128], f8e4m3[128, 32], f32[1]) = te.activation_quantize(gemm, 'gelu_tanh', e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.quantize(proj, e4m3[row+column])
-gemm_1: bf16[19, 64] = te.gemm(activation_quantize[0], activation_quantize[2], quantize_1[1], quantize_1[2], proj_bias, bf16, fast_accum=False)
+gemm_1: bf16[19, 64] = te.gemm([activation_quantize[0], activation_quantize[2]], e4m3[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False, bias=proj_bias)
 view: f32[19, 1] = aten.view(layer_norm_quantize[1], [19, 1])
 view_1: f32[19, 1] = aten.view(layer_norm_quantize[0], [19, 1])
 return gemm_1, norm.weight, x, layer_norm_quantize[3], layer_norm_quantize[4], quantize[0], quantize[2], gemm, activation_quantize[1], activation_quantize[2], quantize_1[0], quantize_1[2], view, view_1""",
@@ -99,12 +99,12 @@ view_1: f32[19, 1] = input
 tangents_1: bf16[19, 64] = input
 quantize_bias_grad: (f32[64], f8e5m2[19, 64], f8e5m2[64, 32], f32[1]) = te.quantize_bias_grad(tangents_1, e5m2[row+column])
 to: bf16[64] = quantize_bias_grad[0].to(bf16)
-gemm_1: bf16[19, 128] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm_1: bf16[19, 128] = te.gemm([quantize_bias_grad[1], quantize_bias_grad[3]], e5m2[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 activation_backward_quantize: (f32[128], f8e5m2[19, 128], f32[1]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu_tanh', e5m2[row], keep_output=False, bias_grad=True)
 to_1: bf16[128] = activation_backward_quantize[0].to(bf16)
-gemm_2: bf16[19, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], quantize[0], quantize[2], None, bf16, fast_accum=False)
+gemm_2: bf16[19, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], e5m2[row], [quantize[0], quantize[2]], e4m3[row], bf16, fast_accum=False)
 transpose: f8e5m2[128, 32] = te.transpose(activation_backward_quantize[1])
-gemm_3: bf16[64, 128] = te.gemm(layer_norm_quantize[3], layer_norm_quantize[4], transpose, activation_backward_quantize[2], None, bf16, fast_accum=False)
+gemm_3: bf16[64, 128] = te.gemm([layer_norm_quantize[3], layer_norm_quantize[4]], e4m3[column], [transpose, activation_backward_quantize[2]], e5m2[column], bf16, fast_accum=False)
 to_2: f32[19, 64] = gemm_2.to(f32)
 to_3: f32[19, 64] = x.to(f32)
 sub: f32[19, 64] = aten.sub(to_3, view_1)
@@ -124,7 +124,7 @@ sum: f32[64] = aten.sum(mul_5, [0])
 to_6: bf16[64] = sum.to(bf16)
 sum_1: f32[64] = aten.sum(to_2, [0])
 to_7: bf16[64] = sum_1.to(bf16)
-gemm_4: bf16[128, 64] = te.gemm(activation_quantize[1], activation_quantize[2], quantize_bias_grad[2], quantize_bias_grad[3], None, bf16, fast_accum=False)
+gemm_4: bf16[128, 64] = te.gemm([activation_quantize[1], activation_quantize[2]], e4m3[column], [quantize_bias_grad[2], quantize_bias_grad[3]], e5m2[column], bf16, fast_accum=False)
 return to_1, to_6, to_7, to_5, gemm_3, to, gemm_4""",
     )
 
@@ -143,10 +143,10 @@ proj_bias: bf16[64] = input
 proj: bf16[128, 64] = input
 layer_norm_quantize: (f32[19], f32[19], f8e4m3[19, 64], f32[1]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3[row], keep_output=False)
 quantize: (f8e4m3[128, 64], f32[1]) = te.quantize(fc, e4m3[column])
-gemm: bf16[19, 128] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[3], quantize[0], quantize[1], fc_bias, bf16, fast_accum=False)
+gemm: bf16[19, 128] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[3]], e4m3[row], [quantize[0], quantize[1]], e4m3[column], bf16, fast_accum=False, bias=fc_bias)
 activation_quantize: (f8e4m3[19, 128], f32[1]) = te.activation_quantize(gemm, 'gelu_tanh', e4m3[row], keep_output=False)
 quantize_1: (f8e4m3[64, 128], f32[1]) = te.quantize(proj, e4m3[column])
-gemm_1: bf16[19, 64] = te.gemm(activation_quantize[0], activation_quantize[1], quantize_1[0], quantize_1[1], proj_bias, bf16, fast_accum=False)
+gemm_1: bf16[19, 64] = te.gemm([activation_quantize[0], activation_quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[column], bf16, fast_accum=False, bias=proj_bias)
 return gemm_1""",
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from helpers.graphs.graph_builder import BOTH, ROWS, Builder, aten, te
+from helpers.kernels.gemms import arguments
 from torch import fx
 
 from te_dynamo.passes.dialect.fuser import fuse
@@ -136,7 +137,7 @@ def gate_and_up(b: Builder, gate: int) -> fx.Node:
     """te.gated_quantize of the two parts of a stacked product, the gate's being that of the number."""
     x = b.read(b.call(te.quantize.default, b.inputs[0], BOTH), 0, 2)
     weights = b.read(b.call(te.quantize_stacked.default, b.inputs[1:], BOTH, False), 0, 2)
-    y = b.call(te.gemm_stacked.default, *x, *weights, None, torch.bfloat16, True, "N", [128, 128])
+    y = b.call(te.gemm.default, *arguments(*x, *weights, None, torch.bfloat16, True, None, "N", [128, 128]))
     parts = [b.call(aten.view.default, b.call(aten.slice.Tensor, y, 1, n, n + 128), [4, 8, 128]) for n in (0, 128)]
     return b.call(te.gated_quantize.default, parts[gate], parts[1 - gate], "silu", BOTH, False)
 
@@ -153,10 +154,10 @@ x1: bf16[128, 64] = input
 x2: bf16[128, 64] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], None, bf16, fast_accum=True, along='N', segments=[128, 128])
-slice: bf16[32, 128] = aten.slice(gemm_stacked, 1, 0, 128)
+gemm: bf16[32, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=True, along='N', segments=[128, 128])
+slice: bf16[32, 128] = aten.slice(gemm, 1, 0, 128)
 view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
-slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 128, 256)
+slice_1: bf16[32, 128] = aten.slice(gemm, 1, 128, 256)
 view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
 gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False)
 return gated_quantize[0], gated_quantize[1], gated_quantize[2], view_1
@@ -166,7 +167,7 @@ x1: bf16[128, 64] = input
 x2: bf16[128, 64] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
-gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], fast_accum=True, gate=1, kind='silu')
+gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], fast_accum=True, gate=1, kind='silu')
 slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
 slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
@@ -189,7 +190,7 @@ def test_a_product_of_which_the_gate_is_no_half_stays() -> None:
 def test_gemm_bias() -> None:
     b = Builder(X, (48, 64), (48,))
     operands = [b.read(b.call(te.quantize.default, x, BOTH), 0, 2) for x in b.inputs[:2]]
-    product = b.call(te.gemm.default, *operands[0], *operands[1], None, torch.float32, True)
+    product = b.call(te.gemm.default, *arguments(*operands[0], *operands[1], None, torch.float32, True))
     graph = b.returns(b.call(te.add_bias.default, product, b.inputs[2], torch.bfloat16))
     assert_expected_inline(
         before_and_after(graph, "fuse_gemm_bias"),
@@ -199,7 +200,7 @@ x1: bf16[48, 64] = input
 x2: bf16[48] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
 quantize_1: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x1, e4m3[row+column])
-gemm: f32[32, 48] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, f32, fast_accum=True)
+gemm: f32[32, 48] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], f32, fast_accum=True)
 add_bias: bf16[32, 48] = te.add_bias(gemm, x2, bf16)
 return add_bias
 
@@ -208,7 +209,7 @@ x1: bf16[48, 64] = input
 x2: bf16[48] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
 quantize_1: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x1, e4m3[row+column])
-gemm: bf16[32, 48] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], x2, bf16, fast_accum=True)
+gemm: bf16[32, 48] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=True, bias=x2)
 return gemm""",
     )
 
@@ -290,7 +291,7 @@ def test_gemm_amax() -> None:
     """Of 32 rows and a weight of 4 MB; a GEMM of more rows keeps the pass over its result."""
     b = Builder((32, 2048), (2048, 2048))
     x, w = (b.read(b.call(te.quantize.default, value, ROWS), 0, 1) for value in b.inputs)
-    y = b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, torch.bfloat16, True)
+    y = b.call(te.gemm.default, *arguments(*x, *w, None, torch.bfloat16, True))
     q = b.read(b.call(te.quantize.default, y, ROWS), 0, 1)
     assert_expected_inline(
         before_and_after(b.returns(*q), "fuse_gemm_amax"),
@@ -299,7 +300,7 @@ x0: bf16[32, 2048] = input
 x1: bf16[2048, 2048] = input
 quantize: (f8e4m3[32, 2048], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_1: (f8e4m3[2048, 2048], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 2048] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+gemm: bf16[32, 2048] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
 quantize_2: (f8e4m3[32, 2048], f32[1]) = te.quantize(gemm, e4m3[row])
 return quantize_2[0], quantize_2[1]
 
@@ -307,7 +308,7 @@ x0: bf16[32, 2048] = input
 x1: bf16[2048, 2048] = input
 quantize: (f8e4m3[32, 2048], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_1: (f8e4m3[2048, 2048], f32[1]) = te.quantize(x1, e4m3[row])
-gemm_amax: (bf16[32, 2048], f32[512]) = te.gemm_amax(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+gemm_amax: (bf16[32, 2048], f32[512]) = te.gemm_amax([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
 quantize_with_amax: (f8e4m3[32, 2048], f32[1]) = te.quantize_with_amax(gemm_amax[0], e4m3[row], gemm_amax[1])
 return quantize_with_amax[0], quantize_with_amax[1]""",
     )
@@ -324,7 +325,7 @@ def test_no_amax_of_many_rows(fast: bool) -> None:
 def product(b: Builder, out_dtype: torch.dtype = torch.bfloat16, last: int = 1, fast: bool = True) -> fx.Node:
     """te.gemm of the first input, [M, K], by another, [N, K], both quantized."""
     x, w = (b.read(b.call(te.quantize.default, b.inputs[i], ROWS), 0, 1) for i in (0, last))
-    return b.call(te.gemm.default, x[0], x[1], w[0], w[1], None, out_dtype, fast)
+    return b.call(te.gemm.default, *arguments(*x, *w, None, out_dtype, fast))
 
 
 def test_gemm_add() -> None:
@@ -339,7 +340,7 @@ x1: bf16[64, 64] = input
 x2: bf16[4, 8, 64] = input
 quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
 view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
 add: bf16[4, 8, 64] = aten.add(x2, view)
 return add
@@ -350,8 +351,8 @@ x2: bf16[4, 8, 64] = input
 quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
 view: bf16[32, 64] = aten.view(x2, [32, 64])
-gemm_add: bf16[32, 64] = te.gemm_add(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, view, bf16, fast_accum=True)
-view_1: bf16[4, 8, 64] = aten.view(gemm_add, [4, 8, 64])
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True, addend=view)
+view_1: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
 return view_1""",
     )
 
@@ -372,16 +373,16 @@ x2: bf16[64, 64] = input
 x3: bf16[64, 64] = input
 quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
 view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
 quantize_2: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_3: (f8e4m3[64, 64], f32[1]) = te.quantize(x2, e4m3[row])
-gemm_1: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], None, bf16, fast_accum=True)
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3[row], [quantize_3[0], quantize_3[1]], e4m3[row], bf16, fast_accum=True)
 view_1: bf16[4, 8, 64] = aten.view(gemm_1, [4, 8, 64])
 add: bf16[4, 8, 64] = aten.add(view, view_1)
 quantize_4: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_5: (f8e4m3[64, 64], f32[1]) = te.quantize(x3, e4m3[row])
-gemm_2: bf16[32, 64] = te.gemm(quantize_4[0], quantize_4[1], quantize_5[0], quantize_5[1], None, bf16, fast_accum=True)
+gemm_2: bf16[32, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3[row], [quantize_5[0], quantize_5[1]], e4m3[row], bf16, fast_accum=True)
 view_2: bf16[4, 8, 64] = aten.view(gemm_2, [4, 8, 64])
 add_1: bf16[4, 8, 64] = aten.add(add, view_2)
 return add_1
@@ -392,14 +393,14 @@ x2: bf16[64, 64] = input
 x3: bf16[64, 64] = input
 quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=True)
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
 quantize_2: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_3: (f8e4m3[64, 64], f32[1]) = te.quantize(x2, e4m3[row])
-gemm_add: bf16[32, 64] = te.gemm_add(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], None, gemm, bf16, fast_accum=True)
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3[row], [quantize_3[0], quantize_3[1]], e4m3[row], bf16, fast_accum=True, addend=gemm)
 quantize_4: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
 quantize_5: (f8e4m3[64, 64], f32[1]) = te.quantize(x3, e4m3[row])
-gemm_add_1: bf16[32, 64] = te.gemm_add(quantize_4[0], quantize_4[1], quantize_5[0], quantize_5[1], None, gemm_add, bf16, fast_accum=True)
-view: bf16[4, 8, 64] = aten.view(gemm_add_1, [4, 8, 64])
+gemm_2: bf16[32, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3[row], [quantize_5[0], quantize_5[1]], e4m3[row], bf16, fast_accum=True, addend=gemm_1)
+view: bf16[4, 8, 64] = aten.view(gemm_2, [4, 8, 64])
 return view""",
     )
 
@@ -412,7 +413,7 @@ def test_the_sum_before_a_norm_is_the_norms() -> None:
 
 
 def sums_that_stay(b: Builder, kind: str, fast: bool = True) -> list[fx.Node]:
-    """What a graph returns that holds a GEMM and an addition that are no te.gemm_add."""
+    """What a graph returns that holds a GEMM and an addition that stay two nodes."""
     x, row = b.inputs[2:]
     y = product(b, torch.float32 if kind == "another dtype" else torch.bfloat16, fast=fast)
     if kind == "broadcast":

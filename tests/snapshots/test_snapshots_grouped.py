@@ -82,21 +82,21 @@ down: bf16[4, 128, 64] = input
 tangents_1: bf16[48, 64] = input
 quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
-gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
-split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
+grouped_gemm: bf16[48, 256] = te.grouped_gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], grouped e4m3[row], ends, bf16, fast_accum=False)
+split: (bf16[48, 128], bf16[48, 128]) = aten.split(grouped_gemm, 128, -1)
 gated: bf16[48, 128] = te.gated(split[0], split[1], 'silu')
 quantize_2: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.quantize(gated, e4m3[row+column])
 quantize_3: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
+grouped_gemm_1: bf16[48, 64] = te.grouped_gemm([quantize_2[0], quantize_2[2]], e4m3[row], [quantize_3[1], quantize_3[2]], grouped e4m3[column], ends, bf16, fast_accum=False)
 quantize_4: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_grouped_2: bf16[48, 128] = te.gemm_grouped(quantize_4[0], quantize_4[2], quantize_3[0], quantize_3[2], ends, bf16, fast_accum=False)
-gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(quantize_2[1], quantize_2[2], quantize_4[1], quantize_4[2], ends, bf16, fast_accum=False)
-gated_backward: (bf16[48, 128], bf16[48, 128]) = te.gated_backward(gemm_grouped_2, split[0], split[1], 'silu')
+grouped_gemm_2: bf16[48, 128] = te.grouped_gemm([quantize_4[0], quantize_4[2]], e5m2[row], [quantize_3[0], quantize_3[2]], grouped e4m3[row], ends, bf16, fast_accum=False)
+grouped_gemm_3: bf16[4, 128, 64] = te.grouped_gemm([quantize_2[1], quantize_2[2]], e4m3[column], [quantize_4[1], quantize_4[2]], e5m2[column], ends, bf16, fast_accum=False)
+gated_backward: (bf16[48, 128], bf16[48, 128]) = te.gated_backward(grouped_gemm_2, split[0], split[1], 'silu')
 cat: bf16[48, 256] = aten.cat([gated_backward[0], gated_backward[1]], 1)
 quantize_5: (f8e5m2[48, 256], f8e5m2[256, 48], f32[1]) = te.quantize(cat, e5m2[row+column])
-gemm_grouped_3: bf16[48, 64] = te.gemm_grouped(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
-gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(quantize_5[1], quantize_5[2], quantize[1], quantize[2], ends, bf16, fast_accum=False)
-return gemm_grouped_1, gemm_grouped_columns_1, gemm_grouped_3, None, gemm_grouped_columns""",
+grouped_gemm_4: bf16[48, 64] = te.grouped_gemm([quantize_5[0], quantize_5[2]], e5m2[row], [quantize_1[1], quantize_1[2]], grouped e4m3[column], ends, bf16, fast_accum=False)
+grouped_gemm_5: bf16[4, 256, 64] = te.grouped_gemm([quantize_5[1], quantize_5[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], ends, bf16, fast_accum=False)
+return grouped_gemm_1, grouped_gemm_5, grouped_gemm_4, None, grouped_gemm_3""",
     )
 
 
@@ -111,12 +111,12 @@ ends: i32[4] = input
 down: bf16[4, 128, 64] = input
 quantize: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_1: (f8e4m3[4, 256, 64], f8e4m3[4, 64, 256], f32[4]) = te.quantize(gate_up, grouped e4m3[row+column])
-gemm_grouped: bf16[48, 256] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], ends, bf16, fast_accum=False)
-split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped, 128, -1)
+grouped_gemm: bf16[48, 256] = te.grouped_gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], grouped e4m3[row], ends, bf16, fast_accum=False)
+split: (bf16[48, 128], bf16[48, 128]) = aten.split(grouped_gemm, 128, -1)
 gated_quantize: (f8e4m3[48, 128], f8e4m3[128, 48], f32[1]) = te.gated_quantize(split[0], split[1], 'silu', e4m3[row+column], keep_output=False)
 quantize_2: (f8e4m3[4, 128, 64], f8e4m3[4, 64, 128], f32[4]) = te.quantize(down, grouped e4m3[row+column])
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(gated_quantize[0], gated_quantize[2], quantize_2[1], quantize_2[2], ends, bf16, fast_accum=False)
-return gemm_grouped_1, ends, quantize[1], quantize[2], quantize_1[1], quantize_1[2], split[0], split[1], gated_quantize[1], gated_quantize[2], quantize_2[0], quantize_2[2]""",
+grouped_gemm_1: bf16[48, 64] = te.grouped_gemm([gated_quantize[0], gated_quantize[2]], e4m3[row], [quantize_2[1], quantize_2[2]], grouped e4m3[column], ends, bf16, fast_accum=False)
+return grouped_gemm_1, ends, quantize[1], quantize[2], quantize_1[1], quantize_1[2], split[0], split[1], gated_quantize[1], gated_quantize[2], quantize_2[0], quantize_2[2]""",
     )
 
 
@@ -137,13 +137,13 @@ quantize_2[0]: f8e4m3[4, 128, 64] = input
 quantize_2[2]: f32[4] = input
 tangents_1: bf16[48, 64] = input
 quantize_3: (f8e5m2[48, 64], f8e5m2[64, 48], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_grouped: bf16[48, 128] = te.gemm_grouped(quantize_3[0], quantize_3[2], quantize_2[0], quantize_2[2], ends, bf16, fast_accum=False)
-gemm_grouped_columns: bf16[4, 128, 64] = te.gemm_grouped_columns(gated_quantize[1], gated_quantize[2], quantize_3[1], quantize_3[2], ends, bf16, fast_accum=False)
-gated_backward_quantize_halves: (f8e5m2[48, 256], f32[1]) = te.gated_backward_quantize_halves(gemm_grouped, split[0], split[1], 'silu', e5m2[row], keep_output=False, gate_first=True)
-gemm_grouped_1: bf16[48, 64] = te.gemm_grouped(gated_backward_quantize_halves[0], gated_backward_quantize_halves[1], quantize_1[1], quantize_1[2], ends, bf16, fast_accum=False)
+grouped_gemm: bf16[48, 128] = te.grouped_gemm([quantize_3[0], quantize_3[2]], e5m2[row], [quantize_2[0], quantize_2[2]], grouped e4m3[row], ends, bf16, fast_accum=False)
+grouped_gemm_1: bf16[4, 128, 64] = te.grouped_gemm([gated_quantize[1], gated_quantize[2]], e4m3[column], [quantize_3[1], quantize_3[2]], e5m2[column], ends, bf16, fast_accum=False)
+gated_backward_quantize_halves: (f8e5m2[48, 256], f32[1]) = te.gated_backward_quantize_halves(grouped_gemm, split[0], split[1], 'silu', e5m2[row], keep_output=False, gate_first=True)
+grouped_gemm_2: bf16[48, 64] = te.grouped_gemm([gated_backward_quantize_halves[0], gated_backward_quantize_halves[1]], e5m2[row], [quantize_1[1], quantize_1[2]], grouped e4m3[column], ends, bf16, fast_accum=False)
 transpose: f8e5m2[256, 48] = te.transpose(gated_backward_quantize_halves[0])
-gemm_grouped_columns_1: bf16[4, 256, 64] = te.gemm_grouped_columns(transpose, gated_backward_quantize_halves[1], quantize[1], quantize[2], ends, bf16, fast_accum=False)
-return gemm_grouped_columns_1, gemm_grouped_1, None, gemm_grouped_columns""",
+grouped_gemm_3: bf16[4, 256, 64] = te.grouped_gemm([transpose, gated_backward_quantize_halves[1]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], ends, bf16, fast_accum=False)
+return grouped_gemm_3, grouped_gemm_2, None, grouped_gemm_1""",
     )
 
 
@@ -196,8 +196,8 @@ ends: i32[4] = input
 down: bf16[4, 128, 64] = input
 quantize: (f8e4m3[48, 64], f32[1, 48]) = te.quantize(x, e4m3 1x128[row])
 quantize_1: (f8e4m3[1024, 64], f32[8, 4], f8e4m3[64, 1024], f32[1, 8]) = te.quantize(gate_up, e4m3 128x128[row+column])
-gemm_grouped_block: bf16[48, 256] = te.gemm_grouped_block(quantize[0], quantize[1], quantize_1[0], quantize_1[1], ends, bf16, b_two_d=True, b_columnwise=False)
-split: (bf16[48, 128], bf16[48, 128]) = aten.split(gemm_grouped_block, 128, -1)
+grouped_gemm: bf16[48, 256] = te.grouped_gemm([quantize[0], quantize[1]], e4m3 1x128[row], [quantize_1[0], quantize_1[1]], e4m3 128x128[row], ends, bf16, fast_accum=False)
+split: (bf16[48, 128], bf16[48, 128]) = aten.split(grouped_gemm, 128, -1)
 to: f32[48, 128] = split[0].to(f32)
 neg: f32[48, 128] = aten.neg(to)
 exp: f32[48, 128] = aten.exp(neg)
@@ -207,8 +207,8 @@ to_1: bf16[48, 128] = div.to(bf16)
 mul: bf16[48, 128] = aten.mul(to_1, split[1])
 quantize_2: (f8e4m3[48, 128], f32[1, 48]) = te.quantize(mul, e4m3 1x128[row])
 quantize_3: (f8e4m3[512, 64], f32[4, 4], f8e4m3[64, 512], f32[1, 4]) = te.quantize(down, e4m3 128x128[row+column])
-gemm_grouped_block_1: bf16[48, 64] = te.gemm_grouped_block(quantize_2[0], quantize_2[1], quantize_3[2], quantize_3[3], ends, bf16, b_two_d=True, b_columnwise=True)
-return gemm_grouped_block_1, x, ends, quantize_1[2], quantize_1[3], gemm_grouped_block, mul, quantize_3[0], quantize_3[1]""",
+grouped_gemm_1: bf16[48, 64] = te.grouped_gemm([quantize_2[0], quantize_2[1]], e4m3 1x128[row], [quantize_3[2], quantize_3[3]], e4m3 128x128[column], ends, bf16, fast_accum=False)
+return grouped_gemm_1, x, ends, quantize_1[2], quantize_1[3], grouped_gemm, mul, quantize_3[0], quantize_3[1]""",
     )
     assert_expected_inline(
         launches(captured["lower.backward"]),

@@ -41,12 +41,12 @@ up.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row+column], by_columns=False)
-gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated(rms_norm_quantize[1], rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[2], fast_accum=False, gate=0, kind='silu')
+gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated([rms_norm_quantize[1], rms_norm_quantize[3]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], fast_accum=False, gate=0, kind='silu')
 slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
 gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(slice, slice_1, 'silu', e4m3[row+column], keep_output=False, amax=gemm_gated[1])
 quantize: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(gated_quantize[0], gated_quantize[2], quantize[0], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([gated_quantize[0], gated_quantize[2]], e4m3[row], [quantize[0], quantize[2]], e4m3[row], bf16, fast_accum=False)
 reshape: f32[32, 1] = aten.reshape(rms_norm_quantize[0], [32, 1])
 return gemm, norm.weight, x, rms_norm_quantize[2], rms_norm_quantize[3], quantize_stacked[1], quantize_stacked[2], slice, slice_1, gated_quantize[1], gated_quantize[2], quantize[1], quantize[2], reshape""",
     )
@@ -72,14 +72,14 @@ quantize[2]: f32[1] = input
 reshape: f32[32, 1] = input
 tangents_1: bf16[32, 64] = input
 quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 128] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 128] = te.gemm([quantize_1[0], quantize_1[2]], e5m2[row], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 gated_backward_quantize: (f8e5m2[32, 256], f32[2]) = te.gated_backward_quantize(gemm, slice, slice_1, 'silu', e5m2[row], keep_output=False, stacked=True)
-gemm_stacked: bf16[32, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_1: bf16[32, 64] = te.gemm([gated_backward_quantize[0], gated_backward_quantize[1]], e5m2[row], [quantize_stacked[1], quantize_stacked[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 128])
 transpose: f8e5m2[256, 32] = te.transpose(gated_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False, along='M', segments=[128, 128])
-slice_2: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
-slice_3: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
-to: f32[32, 64] = gemm_stacked.to(f32)
+gemm_2: bf16[256, 64] = te.gemm([transpose, gated_backward_quantize[1]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 128])
+slice_2: bf16[128, 64] = aten.slice(gemm_2, start=128, end=256)
+slice_3: bf16[128, 64] = aten.slice(gemm_2, start=0, end=128)
+to: f32[32, 64] = gemm_1.to(f32)
 to_1: f32[32, 64] = x.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, reshape)
 to_2: f32[64] = norm.weight.to(f32)
@@ -93,8 +93,8 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(reshape, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-gemm_1: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
-return to_3, to_4, slice_3, slice_2, gemm_1""",
+gemm_3: bf16[64, 128] = te.gemm([quantize_1[1], quantize_1[2]], e5m2[column], [gated_quantize[1], gated_quantize[2]], e4m3[column], bf16, fast_accum=False)
+return to_3, to_4, slice_3, slice_2, gemm_3""",
     )
 
 
@@ -161,11 +161,11 @@ up.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row], by_columns=False)
-gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated(rms_norm_quantize[1], rms_norm_quantize[2], quantize_stacked[0], quantize_stacked[1], fast_accum=False, gate=0, kind='silu')
+gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated([rms_norm_quantize[1], rms_norm_quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[1]], e4m3[row], fast_accum=False, gate=0, kind='silu')
 slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
 gated_quantize: (f8e4m3[32, 128], f32[1]) = te.gated_quantize(slice, slice_1, 'silu', e4m3[row], keep_output=False, amax=gemm_gated[1])
 quantize: (f8e4m3[64, 128], f32[1]) = te.quantize(down.weight, e4m3[row])
-gemm: bf16[32, 64] = te.gemm(gated_quantize[0], gated_quantize[1], quantize[0], quantize[1], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([gated_quantize[0], gated_quantize[1]], e4m3[row], [quantize[0], quantize[1]], e4m3[row], bf16, fast_accum=False)
 return gemm""",
     )

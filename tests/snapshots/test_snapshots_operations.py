@@ -23,7 +23,7 @@ def test_linear_bias_add() -> None:
 forward of BasicLinear, Bias, AddExtraInput:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 add: bf16[32, 64] = aten.add(gemm, 1.bias)
 add_1: bf16[32, 64] = aten.add(add, extra_inputs_0)
 return add_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
@@ -31,15 +31,15 @@ return add_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 forward of ForwardLinearBiasAdd:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm_add: bf16[32, 64] = te.gemm_add(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, extra_inputs_0, bf16, fast_accum=False)
-return gemm_add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False, bias=1.bias, addend=extra_inputs_0)
+return gemm, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
 backward of BasicLinear, Bias, AddExtraInput:
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 to: bf16[64] = bias_grad.to(bf16)
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[64, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[64, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 return gemm, gemm_1, to, tangents_1""",
     )
 
@@ -51,7 +51,7 @@ def test_linear_scale_add() -> None:
 forward of BasicLinear, ConstantScale, AddExtraInput:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 mul: bf16[32, 64] = aten.mul(gemm, 0.5)
 add: bf16[32, 64] = aten.add(mul, extra_inputs_0)
 return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
@@ -59,15 +59,15 @@ return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 forward of ForwardLinearScaleAdd:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[64, 64], f8e4m3[64, 64], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 add: bf16[32, 64] = aten.add(extra_inputs_0, gemm, alpha=0.5)
 return add, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
 backward of BasicLinear, ConstantScale, AddExtraInput:
 mul: bf16[32, 64] = aten.mul(tangents_1, 0.5)
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(mul, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[64, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[64, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 return gemm, gemm_1, tangents_1""",
     )
 
@@ -79,7 +79,7 @@ def test_linear_bias_activation() -> None:
 forward of BasicLinear, Bias, GELU:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 add: bf16[32, 96] = aten.add(gemm, 1.bias)
 activation: bf16[32, 96] = te.activation(add, 'gelu_tanh')
 return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], add
@@ -87,7 +87,7 @@ return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], add
 forward of ForwardLinearBiasActivation:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], 1.bias, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False, bias=1.bias)
 activation: bf16[32, 96] = te.activation(gemm, 'gelu_tanh')
 return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], gemm
 
@@ -96,8 +96,8 @@ activation_backward: bf16[32, 96] = te.activation_backward(tangents_1, add, 'gel
 bias_grad: f32[96] = te.bias_grad(activation_backward)
 to: bf16[96] = bias_grad.to(bf16)
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 return gemm, gemm_1, to""",
     )
 
@@ -109,7 +109,7 @@ def test_activation_bias() -> None:
 forward of BasicLinear, Bias, GELU:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 add: bf16[32, 96] = aten.add(gemm, 1.bias)
 activation: bf16[32, 96] = te.activation(add, 'gelu')
 return activation, quantize[1], quantize[2], quantize_1[1], quantize_1[2], add
@@ -119,15 +119,15 @@ activation_backward: bf16[32, 96] = te.activation_backward(tangents_1, add, 'gel
 bias_grad: f32[96] = te.bias_grad(activation_backward)
 to: bf16[96] = bias_grad.to(bf16)
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 return gemm, gemm_1, to
 
 backward of BackwardActivationBias:
 activation_backward_quantize: (f32[96], f8e5m2[32, 96], f32[1]) = te.activation_backward_quantize(tangents_1, add, 'gelu', e5m2[row], keep_output=False, bias_grad=True)
-gemm: bf16[32, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
 transpose: f8e5m2[96, 32] = te.transpose(activation_backward_quantize[1])
-gemm_1: bf16[96, 64] = te.gemm(transpose, activation_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([transpose, activation_backward_quantize[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 to: bf16[96] = activation_backward_quantize[0].to(bf16)
 return gemm, gemm_1, to""",
     )
@@ -140,22 +140,22 @@ def test_backward_linear_scale() -> None:
 forward of BasicLinear, ConstantScale:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(0.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 mul: bf16[32, 96] = aten.mul(gemm, 0.5)
 return mul, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
 backward of BasicLinear, ConstantScale:
 mul: bf16[32, 96] = aten.mul(tangents_1, 0.5)
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(mul, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 return gemm, gemm_1
 
 backward of BackwardLinearScale:
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 mul: f32[1] = aten.mul(quantize_2[2], 0.5)
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], mul, quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], mul, quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], mul], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], mul], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 view: bf16[32, 64] = aten.view(gemm, [32, 64])
 return view, gemm_1""",
     )
@@ -168,22 +168,22 @@ def test_backward_linear_add() -> None:
 forward of MakeExtraOutput, BasicLinear:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 clone: bf16[32, 64] = aten.clone(input)
 return gemm, clone, quantize[1], quantize[2], quantize_1[1], quantize_1[2]
 
 backward of MakeExtraOutput, BasicLinear:
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 add: bf16[32, 64] = aten.add(gemm, tangents_2)
 return add, gemm_1
 
 backward of BackwardLinearAdd:
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_add: bf16[32, 64] = te.gemm_add(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, tangents_2, bf16, fast_accum=False)
-gemm: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-return gemm_add, gemm""",
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False, addend=tangents_2)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
+return gemm, gemm_1""",
     )
 
 
@@ -195,15 +195,15 @@ forward of MakeExtraOutput, RMSNorm, BasicLinear:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 1.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(2.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 clone: bf16[32, 64] = aten.clone(input)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 return gemm, clone, input, 1.weight, quantize[1], quantize[2], quantize_1[1], quantize_1[2], view
 
 backward of MakeExtraOutput, RMSNorm, BasicLinear:
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 to: f32[32, 64] = gemm.to(f32)
 to_1: f32[32, 64] = input.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, view)
@@ -234,7 +234,7 @@ forward of RMSNorm, BasicLinear, Bias:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 add: bf16[32, 96] = aten.add(gemm, 2.bias)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 return add, input, 0.weight, quantize[1], quantize[2], quantize_1[1], quantize_1[2], view
@@ -242,7 +242,7 @@ return add, input, 0.weight, quantize[1], quantize[2], quantize_1[1], quantize_1
 forward of LayerNormLinear:
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], 2.bias, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([rms_norm_quantize[1], rms_norm_quantize[3]], e4m3[row], [quantize[0], quantize[2]], e4m3[row], bf16, fast_accum=False, bias=2.bias)
 view: bf16[32, 96] = aten.view(gemm, [32, 96])
 view_1: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
 return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], view_1
@@ -251,8 +251,8 @@ backward of RMSNorm, BasicLinear, Bias:
 bias_grad: f32[96] = te.bias_grad(tangents_1)
 to: bf16[96] = bias_grad.to(bf16)
 quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_2[1], quantize_2[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 to_1: f32[32, 64] = gemm.to(f32)
 to_2: f32[32, 64] = input.to(f32)
 mul: f32[32, 64] = aten.mul(to_2, view)
@@ -273,8 +273,8 @@ backward of LayerNormLinear:
 bias_grad: f32[96] = te.bias_grad(tangents_1)
 to: bf16[96] = bias_grad.to(bf16)
 quantize_1: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 64] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
-gemm_1: bf16[96, 64] = te.gemm(quantize_1[1], quantize_1[2], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([quantize_1[0], quantize_1[2]], e5m2[row], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[96, 64] = te.gemm([quantize_1[1], quantize_1[2]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False)
 to_1: f32[32, 64] = gemm.to(f32)
 to_2: f32[32, 64] = input.to(f32)
 mul: f32[32, 64] = aten.mul(to_2, view_1)
@@ -301,32 +301,32 @@ forward of RMSNorm, BasicLinear, GELU, BasicLinear:
 rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False)
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
 quantize_1: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 activation: bf16[32, 96] = te.activation(gemm, 'gelu')
 quantize_2: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
 quantize_3: (f8e4m3[64, 96], f8e4m3[96, 64], f32[1]) = te.quantize(3.weight, e4m3[row+column])
-gemm_1: bf16[32, 64] = te.gemm(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], None, bf16, fast_accum=False)
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[2]], e4m3[row], [quantize_3[0], quantize_3[2]], e4m3[row], bf16, fast_accum=False)
 view: f32[32, 1] = aten.view(rms_norm[1], [32, 1])
 return gemm_1, input, 0.weight, quantize[1], quantize[2], quantize_1[1], quantize_1[2], gemm, quantize_2[1], quantize_2[2], quantize_3[1], quantize_3[2], view
 
 forward of LayerNormMLP:
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
-gemm: bf16[32, 96] = te.gemm(rms_norm_quantize[1], rms_norm_quantize[3], quantize[0], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 96] = te.gemm([rms_norm_quantize[1], rms_norm_quantize[3]], e4m3[row], [quantize[0], quantize[2]], e4m3[row], bf16, fast_accum=False)
 activation_quantize: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.activation_quantize(gemm, 'gelu', e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[64, 96], f8e4m3[96, 64], f32[1]) = te.quantize(3.weight, e4m3[row+column])
-gemm_1: bf16[32, 64] = te.gemm(activation_quantize[0], activation_quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm_1: bf16[32, 64] = te.gemm([activation_quantize[0], activation_quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 view: bf16[32, 64] = aten.view(gemm_1, [32, 64])
 view_1: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
 return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], gemm, activation_quantize[1], activation_quantize[2], quantize_1[1], quantize_1[2], view_1
 
 backward of RMSNorm, BasicLinear, GELU, BasicLinear:
 quantize_4: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_1: bf16[32, 96] = te.gemm(quantize_4[0], quantize_4[2], quantize_3[1], quantize_3[2], None, bf16, fast_accum=False)
+gemm_1: bf16[32, 96] = te.gemm([quantize_4[0], quantize_4[2]], e5m2[row], [quantize_3[1], quantize_3[2]], e4m3[column], bf16, fast_accum=False)
 activation_backward: bf16[32, 96] = te.activation_backward(gemm_1, gemm, 'gelu')
 quantize_5: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
-gemm_2: bf16[32, 64] = te.gemm(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
-gemm_3: bf16[96, 64] = te.gemm(quantize_5[1], quantize_5[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
+gemm_3: bf16[96, 64] = te.gemm([quantize_5[1], quantize_5[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 to: f32[32, 64] = gemm_2.to(f32)
 to_1: f32[32, 64] = input.to(f32)
 mul: f32[32, 64] = aten.mul(to_1, view)
@@ -341,17 +341,17 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-gemm_4: bf16[64, 96] = te.gemm(quantize_4[1], quantize_4[2], quantize_2[1], quantize_2[2], None, bf16, fast_accum=False)
+gemm_4: bf16[64, 96] = te.gemm([quantize_4[1], quantize_4[2]], e5m2[column], [quantize_2[1], quantize_2[2]], e4m3[column], bf16, fast_accum=False)
 return to_4, to_3, gemm_3, gemm_4
 
 backward of LayerNormMLP:
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_1: bf16[32, 96] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+gemm_1: bf16[32, 96] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
 view: bf16[32, 96] = aten.view(gemm_1, [-1, 96])
 activation_backward_quantize: (f8e5m2[32, 96], f32[1]) = te.activation_backward_quantize(view, gemm, 'gelu', e5m2[row], keep_output=False, bias_grad=False)
-gemm_2: bf16[32, 64] = te.gemm(activation_backward_quantize[0], activation_backward_quantize[1], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm_2: bf16[32, 64] = te.gemm([activation_backward_quantize[0], activation_backward_quantize[1]], e5m2[row], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 transpose: f8e5m2[96, 32] = te.transpose(activation_backward_quantize[0])
-gemm_3: bf16[96, 64] = te.gemm(transpose, activation_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False)
+gemm_3: bf16[96, 64] = te.gemm([transpose, activation_backward_quantize[1]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False)
 view_2: bf16[32, 64] = aten.view(gemm_2, [32, 64])
 to: f32[32, 64] = view_2.to(f32)
 to_1: f32[32, 64] = input.to(f32)
@@ -367,7 +367,7 @@ mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
 mul_5: f32[32, 64] = aten.mul(view_1, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
-gemm_4: bf16[64, 96] = te.gemm(quantize_2[1], quantize_2[2], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
+gemm_4: bf16[64, 96] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [activation_quantize[1], activation_quantize[2]], e4m3[column], bf16, fast_accum=False)
 return to_4, to_3, gemm_3, gemm_4""",
     )
 
@@ -379,12 +379,12 @@ def test_grouped_mlp() -> None:
 forward of GroupedLinear, GELU, GroupedLinear:
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(input, e4m3[row+column])
 quantize_1: (f8e4m3[2, 96, 64], f8e4m3[2, 64, 96], f32[2]) = te.quantize(0.weight, grouped e4m3[row+column])
-gemm_grouped: bf16[32, 96] = te.gemm_grouped(quantize[0], quantize[2], quantize_1[0], quantize_1[2], extra_inputs_0, bf16, fast_accum=False)
-activation: bf16[32, 96] = te.activation(gemm_grouped, 'gelu')
+grouped_gemm: bf16[32, 96] = te.grouped_gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], grouped e4m3[row], extra_inputs_0, bf16, fast_accum=False)
+activation: bf16[32, 96] = te.activation(grouped_gemm, 'gelu')
 quantize_2: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
 quantize_3: (f8e4m3[2, 64, 96], f8e4m3[2, 96, 64], f32[2]) = te.quantize(2.weight, grouped e4m3[row+column])
-gemm_grouped_1: bf16[32, 64] = te.gemm_grouped(quantize_2[0], quantize_2[2], quantize_3[0], quantize_3[2], extra_inputs_1, bf16, fast_accum=False)
-return gemm_grouped_1, extra_inputs_0, extra_inputs_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2], gemm_grouped, quantize_2[1], quantize_2[2], quantize_3[1], quantize_3[2]
+grouped_gemm_1: bf16[32, 64] = te.grouped_gemm([quantize_2[0], quantize_2[2]], e4m3[row], [quantize_3[0], quantize_3[2]], grouped e4m3[row], extra_inputs_1, bf16, fast_accum=False)
+return grouped_gemm_1, extra_inputs_0, extra_inputs_1, quantize[1], quantize[2], quantize_1[1], quantize_1[2], grouped_gemm, quantize_2[1], quantize_2[2], quantize_3[1], quantize_3[2]
 
 forward of GroupedMLP:
 GroupedMLP: (bf16[32, 64], f8e4m3[64, 32], f32[1], f8e4m3[2, 64, 96], f32[2], bf16[32, 96], f8e4m3[2, 96, 64], f32[2]) = te.GroupedMLP(input, [0.weight, 2.weight], [extra_inputs_0, extra_inputs_1], GroupedMLP((GroupedLinear(2, 64, 96, recipe=float8_current_scaling), GELU(), GroupedLinear(2, 96, 64, recipe=float8_current_scaling))), Call(requires_grad=[True, True, True, False, False], training=True))
@@ -392,13 +392,13 @@ return GroupedMLP[0], extra_inputs_0, extra_inputs_1, GroupedMLP[1], GroupedMLP[
 
 backward of GroupedLinear, GELU, GroupedLinear:
 quantize_4: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm_grouped_1: bf16[32, 96] = te.gemm_grouped(quantize_4[0], quantize_4[2], quantize_3[1], quantize_3[2], extra_inputs_1, bf16, fast_accum=False)
-gemm_grouped_columns: bf16[2, 64, 96] = te.gemm_grouped_columns(quantize_4[1], quantize_4[2], quantize_2[1], quantize_2[2], extra_inputs_1, bf16, fast_accum=False)
-activation_backward: bf16[32, 96] = te.activation_backward(gemm_grouped_1, gemm_grouped, 'gelu')
+grouped_gemm_1: bf16[32, 96] = te.grouped_gemm([quantize_4[0], quantize_4[2]], e5m2[row], [quantize_3[1], quantize_3[2]], grouped e4m3[column], extra_inputs_1, bf16, fast_accum=False)
+grouped_gemm_2: bf16[2, 64, 96] = te.grouped_gemm([quantize_4[1], quantize_4[2]], e5m2[column], [quantize_2[1], quantize_2[2]], e4m3[column], extra_inputs_1, bf16, fast_accum=False)
+activation_backward: bf16[32, 96] = te.activation_backward(grouped_gemm_1, grouped_gemm, 'gelu')
 quantize_5: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
-gemm_grouped_2: bf16[32, 64] = te.gemm_grouped(quantize_5[0], quantize_5[2], quantize_1[1], quantize_1[2], extra_inputs_0, bf16, fast_accum=False)
-gemm_grouped_columns_1: bf16[2, 96, 64] = te.gemm_grouped_columns(quantize_5[1], quantize_5[2], quantize[1], quantize[2], extra_inputs_0, bf16, fast_accum=False)
-return gemm_grouped_2, gemm_grouped_columns_1, gemm_grouped_columns, None, None
+grouped_gemm_3: bf16[32, 64] = te.grouped_gemm([quantize_5[0], quantize_5[2]], e5m2[row], [quantize_1[1], quantize_1[2]], grouped e4m3[column], extra_inputs_0, bf16, fast_accum=False)
+grouped_gemm_4: bf16[2, 96, 64] = te.grouped_gemm([quantize_5[1], quantize_5[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], extra_inputs_0, bf16, fast_accum=False)
+return grouped_gemm_3, grouped_gemm_4, grouped_gemm_2, None, None
 
 backward of GroupedMLP:
 GroupedMLP_backward: (bf16[32, 64], bf16[2, 96, 64], bf16[2, 64, 96]) = te.GroupedMLP_backward(tangents_1, [], [extra_inputs_0, GroupedMLP[1], GroupedMLP[2], GroupedMLP[3], GroupedMLP[4], GroupedMLP[5], extra_inputs_1, GroupedMLP[6], GroupedMLP[7]], [32, 64, 2, 96, 64, 2, 64, 96, 2, 2], GroupedMLP((GroupedLinear(2, 64, 96, recipe=float8_current_scaling), GELU(), GroupedLinear(2, 96, 64, recipe=float8_current_scaling))), Call(requires_grad=[True, True, True, False, False], training=True), Layout((5, 1, 3), (2, 3, 3, 1, 1), (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32, torch.int32)))

@@ -43,24 +43,24 @@ def test_block_scaling() -> None:
         """\
 quantize: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(native_layer_norm[0], e4m3 1x128[row+column])
 quantize_1: (f8e4m3[128, 64], f32[1, 4], f8e4m3[64, 128], f32[1, 4]) = te.quantize(fc1.weight, e4m3 128x128[row+column])
-gemm_block: bf16[32, 128] = te.gemm_block(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_two_d=False, b_two_d=True)
+gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], e4m3 1x128[row], [quantize_1[0], quantize_1[1]], e4m3 128x128[row], bf16, fast_accum=False, bias=fc1.bias)
 quantize_2: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu, e4m3 1x128[row+column])
 quantize_3: (f8e4m3[64, 128], f32[1, 4], f8e4m3[128, 64], f32[1, 4]) = te.quantize(fc2.weight, e4m3 128x128[row+column])
-gemm_block_1: bf16[32, 64] = te.gemm_block(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_two_d=False, b_two_d=True)
-return gemm_block_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm_block, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3 1x128[row], [quantize_3[0], quantize_3[1]], e4m3 128x128[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column])
-gemm_block_1: bf16[32, 128] = te.gemm_block(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_two_d=False, b_two_d=True)
+gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], e4m3 1x128[row], [quantize_3[2], quantize_3[3]], e4m3 128x128[column], bf16, fast_accum=False)
 quantize_5: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu_backward, e4m3 1x128[row+column])
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_block_2: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=True)
-gemm_block_3: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
-gemm_block_4: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
-return gemm_block_3, gemm_block_4""",
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], e4m3 1x128[row], [quantize_1[2], quantize_1[3]], e4m3 128x128[column], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], e4m3 1x128[column], [quantize[2], quantize[3]], e4m3 1x128[column], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_4[2], quantize_4[3]], e4m3 1x128[column], [quantize_2[2], quantize_2[3]], e4m3 1x128[column], bf16, fast_accum=False)
+return gemm_3, gemm_4""",
     )
 
 
@@ -72,24 +72,24 @@ def test_mxfp8() -> None:
         """\
 quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(native_layer_norm[0], mxfp8[row+column])
 quantize_1: (f8e4m3[128, 64], u8[128, 4], f8e4m3[128, 64], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column])
-gemm_mxfp8: bf16[32, 128] = te.gemm_mxfp8(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_columnwise=False, b_columnwise=False)
+gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row], bf16, fast_accum=False, bias=fc1.bias)
 quantize_2: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu, mxfp8[row+column])
 quantize_3: (f8e4m3[64, 128], u8[128, 4], f8e4m3[64, 128], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column])
-gemm_mxfp8_1: bf16[32, 64] = te.gemm_mxfp8(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_columnwise=False, b_columnwise=False)
-return gemm_mxfp8_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm_mxfp8, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_3[0], quantize_3[1]], mxfp8[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column])
-gemm_mxfp8_1: bf16[32, 128] = te.gemm_mxfp8(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_columnwise=False, b_columnwise=True)
+gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], mxfp8[row], [quantize_3[2], quantize_3[3]], mxfp8[column], bf16, fast_accum=False)
 quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu_backward, mxfp8[row+column])
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_mxfp8_2: bf16[32, 64] = te.gemm_mxfp8(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_columnwise=False, b_columnwise=True)
-gemm_mxfp8_3: bf16[128, 64] = te.gemm_mxfp8(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_columnwise=True, b_columnwise=True)
-gemm_mxfp8_4: bf16[64, 128] = te.gemm_mxfp8(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_columnwise=True, b_columnwise=True)
-return gemm_mxfp8_3, gemm_mxfp8_4""",
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], mxfp8[row], [quantize_1[2], quantize_1[3]], mxfp8[column], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], mxfp8[column], [quantize[2], quantize[3]], mxfp8[column], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_4[2], quantize_4[3]], mxfp8[column], [quantize_2[2], quantize_2[3]], mxfp8[column], bf16, fast_accum=False)
+return gemm_3, gemm_4""",
     )
 
 
@@ -101,24 +101,24 @@ def test_mxfp8_with_one_scale_for_128_values() -> None:
         """\
 quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(native_layer_norm[0], mxfp8 1x128[row+column])
 quantize_1: (f8e4m3[128, 64], u8[128, 4], f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc1.weight, mxfp8 1x128[row+column])
-gemm_block: bf16[32, 128] = te.gemm_block(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_two_d=False, b_two_d=False)
+gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8 1x128[row], [quantize_1[0], quantize_1[1]], mxfp8 1x128[row], bf16, fast_accum=False, bias=fc1.bias)
 quantize_2: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu, mxfp8 1x128[row+column])
 quantize_3: (f8e4m3[64, 128], u8[128, 4], f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc2.weight, mxfp8 1x128[row+column])
-gemm_block_1: bf16[32, 64] = te.gemm_block(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_two_d=False, b_two_d=False)
-return gemm_block_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm_block, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8 1x128[row], [quantize_3[0], quantize_3[1]], mxfp8 1x128[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
 quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(tangents_1, mxfp8 1x128[row+column])
-gemm_block_1: bf16[32, 128] = te.gemm_block(quantize_4[0], quantize_4[1], quantize_3[2], quantize_3[3], None, bf16, a_two_d=False, b_two_d=False)
+gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], mxfp8 1x128[row], [quantize_3[2], quantize_3[3]], mxfp8 1x128[column], bf16, fast_accum=False)
 quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu_backward, mxfp8 1x128[row+column])
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_block_2: bf16[32, 64] = te.gemm_block(quantize_5[0], quantize_5[1], quantize_1[2], quantize_1[3], None, bf16, a_two_d=False, b_two_d=False)
-gemm_block_3: bf16[128, 64] = te.gemm_block(quantize_5[2], quantize_5[3], quantize[2], quantize[3], None, bf16, a_two_d=False, b_two_d=False)
-gemm_block_4: bf16[64, 128] = te.gemm_block(quantize_4[2], quantize_4[3], quantize_2[2], quantize_2[3], None, bf16, a_two_d=False, b_two_d=False)
-return gemm_block_3, gemm_block_4""",
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], mxfp8 1x128[row], [quantize_1[2], quantize_1[3]], mxfp8 1x128[column], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], mxfp8 1x128[column], [quantize[2], quantize[3]], mxfp8 1x128[column], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_4[2], quantize_4[3]], mxfp8 1x128[column], [quantize_2[2], quantize_2[3]], mxfp8 1x128[column], bf16, fast_accum=False)
+return gemm_3, gemm_4""",
     )
 
 
@@ -130,24 +130,24 @@ def test_nvfp4() -> None:
         """\
 quantize: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(native_layer_norm[0], nvfp4[row+column, hadamard])
 quantize_1: (u8[128, 32], u8[128, 4], f32[1], u8[64, 64], u8[128, 8], f32[1]) = te.quantize(fc1.weight, nvfp4[row+column, 16x16])
-gemm_nvfp4: bf16[32, 128] = te.gemm_nvfp4(quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2], fc1.bias, bf16)
+gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1], quantize[2]], nvfp4[row, hadamard], [quantize_1[0], quantize_1[1], quantize_1[2]], nvfp4[row, 16x16], bf16, fast_accum=False, bias=fc1.bias)
 quantize_2: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu, nvfp4[row+column, hadamard])
 quantize_3: (u8[64, 64], u8[128, 8], f32[1], u8[128, 32], u8[128, 4], f32[1]) = te.quantize(fc2.weight, nvfp4[row+column, 16x16])
-gemm_nvfp4_1: bf16[32, 64] = te.gemm_nvfp4(quantize_2[0], quantize_2[1], quantize_2[2], quantize_3[0], quantize_3[1], quantize_3[2], fc2.bias, bf16)
-return gemm_nvfp4_1, quantize[3], quantize[4], quantize[5], quantize_1[3], quantize_1[4], quantize_1[5], gemm_nvfp4, quantize_2[3], quantize_2[4], quantize_2[5], quantize_3[3], quantize_3[4], quantize_3[5]""",
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1], quantize_2[2]], nvfp4[row, hadamard], [quantize_3[0], quantize_3[1], quantize_3[2]], nvfp4[row, 16x16], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, quantize[3], quantize[4], quantize[5], quantize_1[3], quantize_1[4], quantize_1[5], gemm, quantize_2[3], quantize_2[4], quantize_2[5], quantize_3[3], quantize_3[4], quantize_3[5]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 quantize_4: (u8[32, 32], u8[128, 4], f32[1], u8[64, 16], u8[128, 4], f32[1]) = te.quantize(tangents_1, nvfp4[row+column, hadamard, stochastic], randint)
 bias_grad: f32[64] = te.bias_grad(tangents_1)
-gemm_nvfp4_1: bf16[32, 128] = te.gemm_nvfp4(quantize_4[0], quantize_4[1], quantize_4[2], quantize_3[3], quantize_3[4], quantize_3[5], None, bf16)
+gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1], quantize_4[2]], nvfp4[row, hadamard, stochastic], [quantize_3[3], quantize_3[4], quantize_3[5]], nvfp4[column, 16x16], bf16, fast_accum=False)
 quantize_5: (u8[32, 64], u8[128, 8], f32[1], u8[128, 16], u8[128, 4], f32[1]) = te.quantize(gelu_backward, nvfp4[row+column, hadamard, stochastic], randint_1)
 bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_nvfp4_2: bf16[32, 64] = te.gemm_nvfp4(quantize_5[0], quantize_5[1], quantize_5[2], quantize_1[3], quantize_1[4], quantize_1[5], None, bf16)
-gemm_nvfp4_3: bf16[128, 64] = te.gemm_nvfp4(quantize_5[3], quantize_5[4], quantize_5[5], quantize[3], quantize[4], quantize[5], None, bf16)
-gemm_nvfp4_4: bf16[64, 128] = te.gemm_nvfp4(quantize_4[3], quantize_4[4], quantize_4[5], quantize_2[3], quantize_2[4], quantize_2[5], None, bf16)
-return gemm_nvfp4_3, gemm_nvfp4_4""",
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1], quantize_5[2]], nvfp4[row, hadamard, stochastic], [quantize_1[3], quantize_1[4], quantize_1[5]], nvfp4[column, 16x16], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([quantize_5[3], quantize_5[4], quantize_5[5]], nvfp4[column, hadamard, stochastic], [quantize[3], quantize[4], quantize[5]], nvfp4[column, hadamard], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_4[3], quantize_4[4], quantize_4[5]], nvfp4[column, hadamard, stochastic], [quantize_2[3], quantize_2[4], quantize_2[5]], nvfp4[column, hadamard], bf16, fast_accum=False)
+return gemm_3, gemm_4""",
     )
 
 
@@ -159,11 +159,11 @@ def test_high_precision_backward() -> None:
         """\
 quantize: (f8e4m3[32, 64], u8[128, 4]) = te.quantize(native_layer_norm[0], mxfp8[row])
 quantize_1: (f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc1.weight, mxfp8[row])
-gemm_mxfp8: bf16[32, 128] = te.gemm_mxfp8(quantize[0], quantize[1], quantize_1[0], quantize_1[1], fc1.bias, bf16, a_columnwise=False, b_columnwise=False)
+gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row], bf16, fast_accum=False, bias=fc1.bias)
 quantize_2: (f8e4m3[32, 128], u8[128, 4]) = te.quantize(gelu, mxfp8[row])
 quantize_3: (f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc2.weight, mxfp8[row])
-gemm_mxfp8_1: bf16[32, 64] = te.gemm_mxfp8(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], fc2.bias, bf16, a_columnwise=False, b_columnwise=False)
-return gemm_mxfp8_1, gemm_mxfp8""",
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_3[0], quantize_3[1]], mxfp8[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, gemm""",
     )
     assert_expected_inline(
         found["backward"],

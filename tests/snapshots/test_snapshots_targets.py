@@ -82,9 +82,9 @@ lower.backward:
   quantize_cast_kernel
   gemm in Gluon
   quantize_stacked_kernel
-  gemm_stacked in Gluon
+  gemm in Gluon
   transpose_kernel
-  gemm_stacked in Gluon
+  gemm in Gluon
   gemm in Gluon""",
     )
 

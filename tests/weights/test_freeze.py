@@ -83,8 +83,8 @@ def test_on_a_gpu_the_stacks_are_one_gemm_each() -> None:
         with torch.no_grad():
             torch.compile(model, backend="te")(torch.randn(1, 2048, 512, device="cuda", dtype=torch.bfloat16))
     text = graphs["inference"]
-    assert text.count("te.gemm_stacked(") == text.count("te.gemm_gated(") == 1
-    assert text.count("te.gemm(") == text.count("te.gemm_add(") == 1, "the last residual sum is in its GEMM"
+    assert text.count("along='N'") == text.count("te.gemm_gated(") == 1
+    assert text.count("te.gemm(") == 3 and text.count("addend=") == 1, "the last residual sum is in its GEMM"
     assert "te.quantize_stacked(" not in text and "aten.slice(workspace" not in text
 
 

@@ -19,8 +19,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_dynamo.dialect.gemm import choose_for, gemm, gemm_add
+from te_dynamo.dialect.gemm import Gemm, gemm, request_of
 from te_dynamo.dialect.memory import RESHAPES, is_in_memory, must_be_written
+from te_dynamo.kernels.gemm.multiply import choice_of
 from te_dynamo.passes.dialect.graph import call_like, calls, fakes_of, is_plain_sum
 
 __all__ = ["fuse_gemm_add"]
@@ -31,7 +32,7 @@ _MODULE = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 def fuse_gemm_add(graph: Graph) -> int:
-    """te.gemm + aten.add -> te.gemm_add."""
+    """te.gemm + aten.add -> te.gemm with an addend."""
     fired = 0
     for node in calls(graph, _aten.add.Tensor):
         product = _product_of(node)
@@ -57,7 +58,10 @@ def _product_of(node: Node) -> Node | None:
 def _is_product(node: Any) -> bool:
     if len(node.users) != 1:
         return False
-    return node.target is gemm or (node.target in RESHAPES and _is_product(node.args[0]))
+    if node.target is gemm:
+        asked = Gemm.of(node)
+        return asked.of_a_linear and asked.a_quantizer.fused_sums
+    return node.target in RESHAPES and _is_product(node.args[0])
 
 
 def _other(node: Node, operand: Node) -> Node:
@@ -68,8 +72,7 @@ def _other(node: Node, operand: Node) -> Node:
 
 def _pays(node: Node, product: Node) -> bool:
     """Whether a launch that adds takes no longer than the GEMM and what Inductor makes of the addition."""
-    a, b, out_dtype, fast_accum = (product.args[i] for i in (0, 2, 5, 6))
-    choice = choose_for(a.meta["val"], b.meta["val"], fast_accum, out_dtype, epilogue="add")  # type: ignore[union-attr, arg-type]
+    choice = choice_of(request_of(product), "add")
     return choice.specialized or (choice.fused and (must_be_written(node) or _is_added_again(node)))
 
 
@@ -85,22 +88,21 @@ def _is_added_again(node: Node) -> bool:
 
 
 def _fuse(graph: Graph, node: Node, product: Node, view: Node, addend: Node) -> None:
-    """`node` becomes te.gemm_add, or a view of it: it changes in place, as the graph may return it (passes/dialect/graph.py)."""
-    *operands, out_dtype, fast_accum = product.args
+    """`node` becomes the te.gemm with an addend, or a view of it: it changes in place, as the graph may return it (passes/dialect/graph.py)."""
     replaced = [view]
     while replaced[-1] is not product:
         replaced.append(replaced[-1].args[0])  # type: ignore[arg-type]
     with fakes_of(node):
         value = node.meta["val"].view(product.meta["val"].shape)
-    args = (*operands, _as_rows(graph, addend, product, node), out_dtype, fast_accum)
+    args = tuple(Gemm.of(product)._replace(addend=_as_rows(graph, addend, product, node)))
     node.meta.pop("eager_input_vals", None)  # of the arguments it had
     node.meta.update(
         {key: product.meta[key] for key in _MODULE if key in product.meta}
     )  # a profile names the launch by it
     if view is product:
-        node.target, node.args = gemm_add, args
+        node.target, node.args = gemm, args
     else:
-        fused = call_like(graph, gemm_add, args, node)
+        fused = call_like(graph, gemm, args, node)
         fused.meta["val"] = value  # of the memory that the readers of `node` know
         node.target, node.args = view.target, (fused, *view.args[1:])
     for old in replaced:

@@ -12,12 +12,11 @@ there before.
 
 from __future__ import annotations
 
-from typing import Any
+from torch.fx import Graph
 
-from torch.fx import Graph, Node
-
-from te_dynamo.dialect.gemm import choose_for, gemm, gemm_amax
+from te_dynamo.dialect.gemm import Gemm, gemm, gemm_amax, request_of
 from te_dynamo.dialect.quantize import quantize_with_amax
+from te_dynamo.kernels.gemm.multiply import choice_of
 from te_dynamo.passes.dialect.fusions.producer import quantize_of
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
@@ -29,8 +28,10 @@ def fuse_gemm_amax(graph: Graph) -> int:
     fired = 0
     for node in calls(graph, gemm):
         quantized = quantize_of(node)
-        a, b, fast_accum = (node.args[i] for i in (0, 2, 6))
-        if quantized is None or not choose_for(_value(a), _value(b), bool(fast_accum), epilogue="amax").fused:
+        asked = Gemm.of(node)
+        if quantized is None or not (asked.a_quantizer.one_scale and asked.of_a_linear):
+            continue
+        if not choice_of(request_of(node), "amax").fused:
             continue
         fused = call_like(graph, gemm_amax, node.args, node)
         read_item(fused, 0, [node])
@@ -39,8 +40,3 @@ def fuse_gemm_amax(graph: Graph) -> int:
         graph.erase_node(quantized)
         fired += 1
     return fired
-
-
-def _value(node: Any) -> Any:
-    assert isinstance(node, Node)
-    return node.meta["val"]

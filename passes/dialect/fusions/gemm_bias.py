@@ -9,19 +9,12 @@ Both add in fp32 before the one rounding: bit-equal. te.gemm_block, te.gemm_mxfp
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.gemm import add_bias
-from te_dynamo.dialect.multiply import GEMMS
-from te_dynamo.dialect.stacked import gemm_stacked
+from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.passes.dialect.graph import call_like, calls
 
 __all__ = ["fuse_gemm_bias"]
-
-_GEMMS = (*GEMMS, gemm_stacked)
 
 
 def fuse_gemm_bias(graph: Graph) -> int:
@@ -29,15 +22,13 @@ def fuse_gemm_bias(graph: Graph) -> int:
     fired = 0
     for node in calls(graph, add_bias):
         product, bias, out_dtype = node.args
-        if not (isinstance(product, Node) and product.target in _GEMMS and len(product.users) == 1):
+        if not (isinstance(product, Node) and product.target is gemm and len(product.users) == 1):
             continue
-        assert isinstance(product.target, torch._ops.OpOverload)
-        names = [argument.name for argument in product.target._schema.arguments]
-        arguments: dict[str, Any] = dict(zip(names, product.args, strict=True))
-        if arguments["bias"] is not None:
+        asked = Gemm.of(product)
+        if asked.bias is not None or asked.addend is not None:
             continue
-        arguments |= {"bias": bias, "out_dtype": out_dtype}
-        node.replace_all_uses_with(call_like(graph, product.target, tuple(arguments.values()), node))
+        biased = call_like(graph, gemm, asked._replace(bias=bias, out_dtype=out_dtype), node)
+        node.replace_all_uses_with(biased)
         graph.erase_node(node)
         graph.erase_node(product)
         fired += 1

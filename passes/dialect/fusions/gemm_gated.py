@@ -19,9 +19,8 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.gated import BOUNDED_KINDS, gated_quantize
-from te_dynamo.dialect.gemm import gemm_gated
+from te_dynamo.dialect.gemm import Gemm, gemm, gemm_gated
 from te_dynamo.dialect.memory import before_reshapes
-from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
 __all__ = ["fuse_gemm_gated"]
@@ -39,8 +38,8 @@ def fuse_gemm_gated(graph: Graph) -> int:
         if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:
             continue
         product = gate[0]
-        a, a_scale, b, b_scale, _, _, fast_accum, _, _ = product.args
-        fused = call_like(graph, gemm_gated, (a, a_scale, b, b_scale, fast_accum, gate[1], node.args[2]), product)
+        operands, fast_accum = product.args[:4], product.args[5]
+        fused = call_like(graph, gemm_gated, (*operands, fast_accum, gate[1], node.args[2]), product)
         read_item(fused, 0, [product])
         amax = getitem_after(fused, 1)
         quantized = call_like(graph, gated_quantize, (*node.args, amax), node)
@@ -51,23 +50,19 @@ def fuse_gemm_gated(graph: Graph) -> int:
 
 
 def _half(value: Any) -> tuple[Node, int] | None:
-    """(the bf16 te.gemm_stacked of two equal segments along N, without a bias, of which a node is one half, which one), if it is that."""
+    """(the bf16 te.gemm of two equal segments along N, without a bias, of which a node is one half, which one), if it is that."""
     value = before_reshapes(value)
     if not (isinstance(value, Node) and value.target is _slice and len(value.args) == 4):
         return None
     product: Any = value.args[0]
-    if not (isinstance(product, Node) and product.target is gemm_stacked):
+    if not (isinstance(product, Node) and product.target is gemm):
         return None
-    args: Any = product.args
-    bias, out_dtype, _, along, segments = args[4:]
-    if (
-        bias is not None
-        or out_dtype != torch.bfloat16
-        or along != "N"
-        or len(segments) != 2
-        or segments[0] != segments[1]
-    ):
+    asked = Gemm.of(product)
+    adds = asked.bias is not None or asked.addend is not None
+    if adds or asked.out_dtype != torch.bfloat16 or asked.along != "N":
         return None
-    width = segments[0]
+    width, *others = asked.segments
+    if others != [width]:
+        return None
     parts: list[Any] = [(1, 0, width), (1, width, 2 * width)]
     return (product, parts.index(value.args[1:])) if value.args[1:] in parts else None

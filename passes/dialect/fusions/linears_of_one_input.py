@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.gemm import add_bias, gemm
+from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import MOST_SEGMENTS
@@ -76,22 +76,25 @@ def groups_of_linears(graph: Graph) -> Iterator[list[Linear]]:
         linear = _linear_of(product)
         if linear is None:
             continue
-        x, x_scale, _, _, _, _, fast_accum = product.args
-        result = linear.result
+        asked, result = Gemm.of(product), linear.result
         dtype = result.meta["val"].dtype
         tag = result.meta.get("ac_graph_id"), str(result.meta.get("recompute"))
         saved = result not in in_backward and any(user in in_backward for user in readers(result))
-        groups.setdefault((x, x_scale, dtype, fast_accum, tag, saved, linear.kind), []).append(linear)
+        key = (*asked.a, dtype, asked.fast_accum, tag, saved, linear.kind)
+        groups.setdefault(key, []).append(linear)
     yield from (group for group in groups.values() if 2 <= len(group) <= MOST_SEGMENTS)
 
 
 def _linear_of(product: Node) -> Linear | None:
     """The linear whose forward product this is, if nothing else reads what it quantizes."""
-    _, _, data, scale, bias, _, _ = product.args
+    asked = Gemm.of(product)
+    if not (asked.a_quantizer.stacks and asked.of_a_linear) or asked.bias is not None:
+        return None
+    data, scale = asked.b
     if _slice_of_input(data, 0) is not None:
         return _linear_of_part(product)
     weight = _quantize_behind(data, "data")
-    if weight is None or bias is not None or _quantize_behind(scale, "scale_inv") is not weight:
+    if weight is None or _quantize_behind(scale, "scale_inv") is not weight:
         return None
     if len(source_of(weight).meta["val"].shape) != 2 or not _from_an_input(source_of(weight)):
         return None
@@ -102,25 +105,26 @@ def _linear_of(product: Node) -> Linear | None:
     if not transposed:
         return Linear(weight, product, _biased(product), None, None, None)
     (dgrad,) = transposed
-    if dgrad.target is not gemm or _quantize_behind(dgrad.args[2], "transpose") is not weight:
+    if dgrad.target is not gemm or _quantize_behind(_operands(dgrad)[1][0], "transpose") is not weight:
         return None
     return _with_backward(weight, product, dgrad)
 
 
 def _linear_of_part(product: Node) -> Linear | None:
     """The linear of that forward product by a part of a given stack."""
-    _, _, data, scale, bias, _, _ = product.args
+    data, scale = _operands(product)[1]
     rows, scales = _slice_of_input(data, 0), _slice_of_input(scale, 0)
-    if rows is None or scales is None or bias is not None or set(data.users) != {product}:  # type: ignore[union-attr]
+    if rows is None or scales is None or set(data.users) != {product}:
         return None
     (stack, first, end), (scale_inv, index, after) = rows, scales
-    dgrads = set(scale.users) - {product}  # type: ignore[union-attr]
+    dgrads = set(scale.users) - {product}
     if after != index + 1 or len(dgrads) > 1 or not _has_scale_a_part(stack, scale_inv):
         return None
     if not dgrads:
         return Linear(Part(stack, scale_inv, None, first, end, index), product, _biased(product), None, None, None)
     (dgrad,) = dgrads
-    copied: Any = dgrad.args[2] if dgrad.target is gemm and dgrad.args[3] is scale else None
+    weight = _operands(dgrad)[1] if dgrad.target is gemm else (None, None)
+    copied = weight[0] if weight[1] is scale else None
     columns = (
         _slice_of_input(copied.args[0], 1) if copied is not None and copied.target is _aten.clone.default else None
     )
@@ -145,17 +149,25 @@ def _slice_of_input(node: Any, dim: int) -> tuple[Node, int, int] | None:
 
 def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | None:
     """The linear with its dgrad and its wgrad, if nothing else reads the gradient that they quantize."""
-    grad = _quantize_behind(dgrad.args[0], "data")
-    if grad is None or dgrad.args[4] is not None:
+    grad = _quantize_behind(_operands(dgrad)[0][0], "data")
+    if grad is None or Gemm.of(dgrad).bias is not None or not Gemm.of(dgrad).of_a_linear:
         return None
     grad_readers = _readers_by_name(grad)
     wgrads = grad_readers.get("transpose", set())
     if grad_readers["data"] != {dgrad} or len(wgrads) > 1 or grad_readers["scale_inv"] != {dgrad, *wgrads}:
         return None
     wgrad = next(iter(wgrads), None)
-    if wgrad is not None and (wgrad.target is not gemm or _quantize_behind(wgrad.args[0], "transpose") is not grad):
+    if wgrad is not None and (
+        wgrad.target is not gemm or _quantize_behind(_operands(wgrad)[0][0], "transpose") is not grad
+    ):
         return None
     return Linear(weight, product, _biased(product), grad, dgrad, wgrad)
+
+
+def _operands(product: Node) -> tuple[Any, Any]:
+    """(a's codes and scales, b's) of a te.gemm."""
+    asked = Gemm.of(product)
+    return asked.a, asked.b
 
 
 def _biased(product: Node) -> Node | None:

@@ -47,8 +47,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated, gated_backward
-from te_dynamo.dialect.gemm import add_bias
-from te_dynamo.dialect.stacked import gemm_stacked, quantize_stacked, segments_stack, stacking_pays
+from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
+from te_dynamo.dialect.stacked import quantize_stacked, segments_stack, stacking_pays
 from te_dynamo.passes.dialect.fusions.linears_of_one_input import (
     Linear,
     Part,
@@ -75,7 +75,7 @@ _BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a
 
 
 def fuse_shared_input(graph: Graph) -> int:
-    """Linears of one input -> te.quantize_stacked and te.gemm_stacked.
+    """Linears of one input -> te.quantize_stacked and te.gemm of a stack.
 
     A joint fusion; among the forward ones for inference graphs. In the forward part of a divided graph nothing is left to find.
     """
@@ -133,8 +133,8 @@ def _alike(linears: list[Linear], total: Sum | None) -> bool:
         len({linear.grad for linear in linears}) == len(linears)
         and len(with_wgrad) in (0, len(linears))
         and same((x.grad.args[1], source_of(x.grad).meta["val"].dtype) for x in linears if x.grad is not None)
-        and same(x.dgrad.args[5:] for x in linears if x.dgrad is not None)
-        and same(w.args[2:] for w in with_wgrad)
+        and same(Gemm.of(x.dgrad)[4:] for x in linears if x.dgrad is not None)
+        and same(Gemm.of(w)[2:] for w in with_wgrad)
     )
 
 
@@ -158,13 +158,16 @@ def _whole(linears: list[Linear]) -> bool:
 def _pays(linears: list[Linear]) -> bool:
     """Whether the cost model finds each stacked GEMM at least as fast as its parts."""
     segments = [linear.width for linear in linears]
-    (m, k), n = linears[0].product.args[0].meta["val"].shape, sum(segments)  # type: ignore[union-attr]
+    (m, k), n = linears[0].product.all_input_nodes[0].meta["val"].shape, sum(segments)
     device = linears[0].product.meta["val"].device
-    shapes = [(linears[0].product, "N", (m, n, k), 6), (linears[0].dgrad, "K", (m, k, n), 6)]
-    shapes += [(linears[0].wgrad, "M", (n, k, m), 6)]
+    shapes = [
+        (linears[0].product, "N", (m, n, k)),
+        (linears[0].dgrad, "K", (m, k, n)),
+        (linears[0].wgrad, "M", (n, k, m)),
+    ]
     return all(
-        stacking_pays(*size, device, bool(node.args[at]), along, segments)
-        for node, along, size, at in shapes
+        stacking_pays(*size, device, Gemm.of(node).fast_accum, along, segments)
+        for node, along, size in shapes
         if node is not None
     )
 
@@ -194,12 +197,13 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     segments = [linear.width for linear in linears]
     weights = _stacked_weights(graph, [linear.weight for linear in linears])
     first = linears[0]
-    x, x_scale, _, _, _, _, fast_accum = first.product.args
+    asked = Gemm.of(first.product)
     bias = _stacked_biases(graph, linears)
     dtype = first.result.meta["val"].dtype
     of_product = dtype if bias is None else torch.float32
-    args = (x, x_scale, weights["data"], weights["scale_inv"], None, of_product, fast_accum, "N", segments)
-    result = call_like(graph, gemm_stacked, args, first.product)
+    b = [weights["data"], weights["scale_inv"]]
+    stacked = asked._replace(b=b, out_dtype=of_product, along="N", segments=segments)
+    result = call_like(graph, gemm, stacked, first.product)
     if bias is not None:
         result = call_like(graph, add_bias, (result, bias, dtype), first.result)
     _take_slices(graph, result, 1, [linear.result for linear in linears])
@@ -243,26 +247,18 @@ def _stack_backward(
     grads = _quantize_all(graph, [x.grad for x in linears if x.grad is not None], by_columns=True)
     dgrad, wgrads = linears[0].dgrad, [x.wgrad for x in linears if x.wgrad is not None]
     assert dgrad is not None
-    args = (
-        grads["data"],
-        grads["scale_inv"],
-        weights["transpose"],
-        weights["scale_inv"],
-        None,
-        *dgrad.args[5:],
-        "K",
-        segments,
-    )
-    dx = call_like(graph, gemm_stacked, args, dgrad)
+    asked = Gemm.of(dgrad)
+    a, b = ([x[name], x["scale_inv"]] for x, name in ((grads, "data"), (weights, "transpose")))
+    dx = call_like(graph, gemm, asked._replace(a=a, b=b, along="K", segments=segments), dgrad)
     if total.view is not None:
         dx = reshaped_like(graph, dx, total.view)
     for other in total.others:
         dx = call_like(graph, _aten.add.Tensor, (dx, other), total.node)
     total.node.replace_all_uses_with(dx)
     if wgrads:
-        _, _, x, x_scale, _, out_dtype, fast_accum = wgrads[0].args
-        args = (grads["transpose"], grads["scale_inv"], x, x_scale, None, out_dtype, fast_accum, "M", segments)
-        _take_slices(graph, call_like(graph, gemm_stacked, args, wgrads[0]), 0, wgrads)
+        asked, a = Gemm.of(wgrads[0]), [grads["transpose"], grads["scale_inv"]]
+        stacked = asked._replace(a=a, along="M", segments=segments)
+        _take_slices(graph, call_like(graph, gemm, stacked, wgrads[0]), 0, wgrads)
     # The old sum and its dgrads, which nobody reads any more.
     waiting = [total.node]
     ends = {*total.others, *(q for x in linears for q in (x.weight, x.grad) if isinstance(q, Node))}

@@ -11,7 +11,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -111,6 +111,10 @@ class Quantizer(metaclass=OpaqueMeta):
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
 
+    def scaling(self) -> Literal["tensor", "1x128", "128x128", "1x32", "1x16"]:
+        """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""
+        raise NotImplementedError
+
     def needs_random(self) -> bool:
         """Whether quantizing takes random bits."""
         return False
@@ -142,6 +146,10 @@ class Quantizer(metaclass=OpaqueMeta):
             self.rowwise if rowwise is None else rowwise,
             self.columnwise if columnwise is None else columnwise,
         )
+
+    def reading(self, columnwise: bool) -> Quantizer:
+        """The same quantizer with one usage, columnwise or rowwise: how an operand of a GEMM is held."""
+        return self.with_usage(not columnwise, columnwise)
 
     def _using(self, rowwise: bool, columnwise: bool) -> Quantizer:
         """The same configuration with those usages. Each class calls its constructor: Dynamo traces that, not `replace`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 
@@ -42,6 +43,9 @@ class OneScaleQuantizer(Float8Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_amax_epsilon(self.amax_epsilon)
+
+    def scaling(self) -> Literal["tensor"]:
+        return "tensor"
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return ("transpose" if columnwise else "data", "scale_inv")

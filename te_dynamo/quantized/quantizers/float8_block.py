@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -46,6 +46,9 @@ class Float8BlockQuantizer(Float8Quantizer):
             )
         check_amax_epsilon(self.amax_epsilon)
 
+    def scaling(self) -> Literal["1x128", "128x128"]:
+        return "1x128" if self.block_dims == 1 else "128x128"
+
     def no_groups_reason(self) -> str:
         return "" if self.block_dims == 1 else "blocks of 128 rows would be two experts'"
 
@@ -72,6 +75,5 @@ class Float8BlockQuantizer(Float8Quantizer):
         return block.BUFFERS[2:] if columnwise else block.BUFFERS[:2]
 
     def describe(self) -> str:
-        scaled = "1x128" if self.block_dims == 1 else "128x128"
         options = "" if self.power_of_two_scale else ", fp32 scales"
-        return f"{self.fp8_format} {scaled}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"
+        return f"{self.fp8_format} {self.scaling()}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"

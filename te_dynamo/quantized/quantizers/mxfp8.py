@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -44,6 +44,9 @@ class MXFP8Quantizer(Float8Quantizer):
             raise QuantizationError(
                 f"scale_block: expected 32 (the format's own block) or 128 (four equal scales), got {self.scale_block!r}"
             )
+
+    def scaling(self) -> Literal["1x32", "1x128"]:
+        return "1x32" if self.scale_block == BLOCK or self.swizzled else "1x128"
 
     def transposes_columns(self) -> bool:
         return self.scale_block != BLOCK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,9 @@ class NVFP4Quantizer(Quantizer):
                 "NVFP4Quantizer: two_d=True with hadamard=True: 16x16 blocks share scales between rows and columns, so columns "
                 "cannot be rotated; hold the weight in 2D or rotate both operands of wgrad"
             )
+
+    def scaling(self) -> Literal["1x16"]:
+        return "1x16"
 
     def needs_random(self) -> bool:
         return self.stochastic_rounding

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers.base import Quantizer
-from te_dynamo.quantized.quantizers.float8_block import Float8BlockQuantizer
-from te_dynamo.quantized.quantizers.mxfp8 import MXFP8Quantizer
-from te_dynamo.quantized.quantizers.nvfp4 import NVFP4Quantizer
 
 
 def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
@@ -58,15 +55,15 @@ def check_product(a: Quantizer, a_columnwise: bool, b: Quantizer, b_columnwise: 
         raise QuantizationError(f"no GEMM multiplies {type(a).__name__} by {type(b).__name__}")
     if _both_e5m2(a, b):
         raise QuantizationError("e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one operand in e4m3")
-    if isinstance(a, Float8BlockQuantizer) and isinstance(b, Float8BlockQuantizer):
-        if a.block_dims == b.block_dims == 2:
-            raise QuantizationError("2D x 2D: no GEMM multiplies two operands in 128x128 blocks; hold one in 1x128")
-    elif isinstance(a, MXFP8Quantizer) and isinstance(b, MXFP8Quantizer):
-        if a.scale_block != b.scale_block:
-            raise QuantizationError(f"scale blocks of {a.scale_block} and {b.scale_block}: expected equal ones")
-    elif (
-        isinstance(a, NVFP4Quantizer)
-        and isinstance(b, NVFP4Quantizer)
-        and (a.hadamard and a_columnwise) != (b.hadamard and b_columnwise)
-    ):
+    if a.scaling() == b.scaling() == "128x128":
+        raise QuantizationError("2D x 2D: no GEMM multiplies two operands in 128x128 blocks; hold one in 1x128")
+    blocks = [getattr(quantizer, "scale_block", 0) for quantizer in (a, b)]
+    if blocks[0] != blocks[1]:
+        raise QuantizationError(f"scale blocks of {blocks[0]} and {blocks[1]}: expected equal ones")
+    if (_rotated(a) and a_columnwise) != (_rotated(b) and b_columnwise):
         raise QuantizationError("one operand is rotated by the Hadamard transform and the other is not")
+
+
+def _rotated(quantizer: Quantizer) -> bool:
+    """Whether its columns are rotated."""
+    return getattr(quantizer, "hadamard", False)

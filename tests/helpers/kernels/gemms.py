@@ -3,25 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from te_dynamo.dialect.gemm import block_request, mxfp8_request, nvfp4_request, sum_request, tensor_request
-from te_dynamo.dialect.grouped import (
-    block_columns_request,
-    block_rows_request,
-    columns_request,
-    mxfp8_columns_request,
-    mxfp8_rows_request,
-    rows_request,
-)
 from te_dynamo.kernels.gemm.choose import Choice
 from te_dynamo.kernels.gemm.multiply import multiply, multiply_gated, multiply_with_amax, run
 from te_dynamo.kernels.gemm.reference import reference, reference_gated, reference_with_amax
-from te_dynamo.kernels.gemm.request import Request
+from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.gemm.tiles import DecodeTile, Tile
+from te_dynamo.kernels.tiles.stacking import Stacking
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
+
+
+def tensor_request(
+    a: Any, sa: Any, b: Any, sb: Any, bias: Any, dtype: Any, fast: bool, along: str = "", segments: Sequence[int] = ()
+) -> Request:
+    return Request(Operand(a, sa), Operand(b, sb), dtype, fast, bias, stacking=Stacking(along, tuple(segments)))
+
+
+def sum_request(a: Any, sa: Any, b: Any, sb: Any, bias: Any, addend: Any, dtype: Any, fast: bool) -> Request:
+    return Request(Operand(a, sa), Operand(b, sb), dtype, fast, bias, addend)
+
+
+def block_request(a: Any, sa: Any, b: Any, sb: Any, bias: Any, dtype: Any, a_two_d: bool, b_two_d: bool) -> Request:
+    return Request(Operand(a, sa, _blocks(a_two_d)), Operand(b, sb, _blocks(b_two_d)), dtype, bias=bias)
+
+
+def _blocks(two_d: bool) -> Any:
+    return "128x128" if two_d else "1x128"
+
+
+def mxfp8_request(a: Any, sa: Any, b: Any, sb: Any, bias: Any, dtype: Any, a_turned: bool, b_turned: bool) -> Request:
+    return Request(Operand(a, sa, "1x32", a_turned), Operand(b, sb, "1x32", b_turned), dtype, bias=bias)
+
+
+def nvfp4_request(a: Any, sa: Any, a_amax: Any, b: Any, sb: Any, b_amax: Any, bias: Any, dtype: Any) -> Request:
+    return Request(Operand(a, sa, "1x16", amax=a_amax), Operand(b, sb, "1x16", amax=b_amax), dtype, bias=bias)
+
+
+def rows_request(a: Any, sa: Any, b: Any, sb: Any, offs: Any, dtype: Any, fast: bool) -> Request:
+    return Request(Operand(a, sa), Operand(b, sb), dtype, fast, groups="rows", offs=offs)
+
+
+def columns_request(a: Any, sa: Any, b: Any, sb: Any, offs: Any, dtype: Any, fast: bool) -> Request:
+    return Request(Operand(a, sa), Operand(b, sb), dtype, fast, groups="columns", offs=offs)
+
+
+def block_rows_request(a: Any, sa: Any, b: Any, sb: Any, offs: Any, dtype: Any, b_two_d: bool, deep: bool) -> Request:
+    sides = Operand(a, sa, "1x128"), Operand(b, sb, _blocks(b_two_d))
+    return Request(*sides, dtype, groups="rows", offs=offs, deep=deep)
+
+
+def block_columns_request(a: Any, sa: Any, b: Any, sb: Any, offs: Any, dtype: Any) -> Request:
+    return Request(Operand(a, sa, "1x128"), Operand(b, sb, "1x128"), dtype, groups="columns", offs=offs)
+
+
+def mxfp8_rows_request(a: Any, sa: Any, b: Any, sb: Any, offs: Any, dtype: Any, deep: bool) -> Request:
+    sides = Operand(a, sa, "1x32"), Operand(b, sb, "1x32", deep)
+    return Request(*sides, dtype, groups="rows", offs=offs, deep=deep)
+
+
+def mxfp8_columns_request(a: Any, sa: Any, b: Any, sb: Any, offs: Any, dtype: Any) -> Request:
+    return Request(Operand(a, sa, "1x32", True), Operand(b, sb, "1x32", True), dtype, groups="columns", offs=offs)
+
+
+ROWS = Float8CurrentScalingQuantizer(columnwise=False)
+
+
+def arguments(a: Any, sa: Any, b: Any, sb: Any, bias: Any, dtype: Any, fast: bool, *others: Any) -> tuple[Any, ...]:
+    """Those of te.gemm, of operands with one scale a tensor. others: addend, along, segments."""
+    return [a, sa], ROWS, [b, sb], ROWS, dtype, fast, bias, *others
 
 
 def _both(request: Callable[..., Request]) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
@@ -56,7 +109,7 @@ def gemm_amax_reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _of_gate_and_up(a: Any, a_scale: Any, b: Any, b_scale: Any, fast_accum: bool) -> Request:
-    return tensor_request(a, a_scale, b, b_scale, None, torch.bfloat16, fast_accum)
+    return tensor_request(a, a_scale, b, b_scale, None, torch.bfloat16, fast_accum, "N", 2 * (b.shape[0] // 2,))
 
 
 def gemm_gated(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

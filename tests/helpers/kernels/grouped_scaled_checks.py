@@ -8,29 +8,17 @@ from collections.abc import Callable, Sequence
 import torch
 from helpers.kernels import gemms
 from helpers.kernels.gemm_operands import relative_error
+from helpers.kernels.gemms import block_columns_request, block_rows_request, mxfp8_columns_request, mxfp8_rows_request
 from helpers.kernels.grouped_operands import offsets
 from helpers.kernels.kernel_cases import assert_same_bits
 from torch.testing import assert_close
 
-from te_dynamo.dialect.grouped import (
-    block_columns_request,
-    block_rows_request,
-    mxfp8_columns_request,
-    mxfp8_rows_request,
-)
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
 from te_dynamo.kernels.gemm.reference import reference
 from te_dynamo.kernels.gemm.tiles import Tile
-from te_dynamo.kernels.quantize.float8_block import (
-    quantize_block_columns,
-    quantize_block_columns_reference,
-    quantize_block_reference,
-)
-from te_dynamo.kernels.quantize.mxfp8 import (
-    quantize_mxfp8_columns,
-    quantize_mxfp8_columns_reference,
-    quantize_mxfp8_reference,
-)
+from te_dynamo.kernels.quantize.float8_block import quantize_block, quantize_block_reference
+from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8, quantize_mxfp8_reference
+from te_dynamo.kernels.tiles.groups import padded_reference
 
 E4M3 = torch.float8_e4m3fn
 SIZES = [[5, 0, 130, 61], [0, 0, 1], [128, 256, 0], [127, 2, 129, 0]]
@@ -70,8 +58,8 @@ def check_block(
             form = torch.float32, two_d, by_columns
             want = gemms.gemm_grouped_block_reference(*operands, *form)
             assert_near(gemms.gemm_grouped_block_with_tile(tile, *operands, *form), want)
-    columns = [t for rows in (dy, x) for t in quantize_block_columns_reference(rows, offs, E4M3, True, 0.0)]
-    codes = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, 128)]
+    columns = [t for rows in (dy, x) for t in block_columns_reference(rows, offs, True)]
+    codes = [t for rows in (dy, x) for t in mxfp8_columns_reference(rows, offs, 128)]
     for operands, tile in itertools.product((columns, codes), tiles_of(False)):
         want = gemms.gemm_grouped_block_columns_reference(*operands, offs, torch.float32)
         assert_near(gemms.gemm_grouped_block_columns_with_tile(tile, *operands, offs, torch.float32), want)
@@ -87,21 +75,31 @@ def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: t
             else:
                 request = block_rows_request(*operands, False, by_columns)
             assert_near(multiply_groups(request), reference(request))
-        operands = [t for rows in (dy, x) for t in quantize_mxfp8_columns_reference(rows, offs, E4M3, block)]
+        operands = [t for rows in (dy, x) for t in mxfp8_columns_reference(rows, offs, block)]
         columns = mxfp8_columns_request if block == 32 else block_columns_request
         request = columns(*operands, offs, torch.float32)
         assert_near(multiply_groups(request), reference(request))
+
+
+def block_columns_reference(x: torch.Tensor, offs: torch.Tensor, power_of_two: bool) -> list[torch.Tensor]:
+    return quantize_block_reference(padded_reference(x, offs), E4M3, False, True, False, power_of_two, 0.0)
+
+
+def mxfp8_columns_reference(x: torch.Tensor, offs: torch.Tensor, block: int) -> list[torch.Tensor]:
+    return quantize_mxfp8_reference(padded_reference(x, offs), E4M3, False, True, block)
 
 
 def check_columns(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> None:
     """Of values that are not packed: the interpreter lacks the instructions on words."""
     for values in (x, dy):
         for block in (32, 128):
-            want = quantize_mxfp8_columns_reference(values, offs, E4M3, block)
-            assert_same_bits(quantize_mxfp8_columns(values, offs, E4M3, block), want, (block, offs.tolist()))
+            want = mxfp8_columns_reference(values, offs, block)
+            assert_same_bits(quantize_mxfp8(values, E4M3, False, True, block, offs=offs), want, (block, offs.tolist()))
         for power_of_two in (True, False):
-            want = quantize_block_columns_reference(values, offs, E4M3, power_of_two, 0.0)
-            assert_same_bits(quantize_block_columns(values, offs, E4M3, power_of_two, 0.0), want, offs.tolist())
+            want = block_columns_reference(values, offs, power_of_two)
+            assert_same_bits(
+                quantize_block(values, E4M3, False, True, False, power_of_two, 0.0, offs=offs), want, offs.tolist()
+            )
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from te_dynamo.kernels.gemm.tiles import BLOCK_TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda
 
@@ -99,8 +100,10 @@ def graph_of_gemm(m: int, n: int, k: int, a_two_d: bool, b_two_d: bool) -> fx.Gr
     }
     for name, (shape, dtype) in shapes.items():
         graph.placeholder(name).meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
-    args = (*graph.nodes, None, torch.bfloat16, a_two_d, b_two_d)
-    product = graph.call_function(torch.ops.te.gemm_block.default, args)
+    a, sa, b, sb = graph.nodes
+    one, other = (Float8BlockQuantizer(columnwise=False, block_dims=1 + two_d) for two_d in (a_two_d, b_two_d))
+    args = ([a, sa], one, [b, sb], other, torch.bfloat16, False)
+    product = graph.call_function(torch.ops.te.gemm.default, args)
     product.meta["val"] = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     graph.output(product)
     return graph
@@ -108,10 +111,10 @@ def graph_of_gemm(m: int, n: int, k: int, a_two_d: bool, b_two_d: bool) -> fx.Gr
 
 def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_others() -> None:
     with fake_cuda(), kernels_everywhere():
-        assert lower(graph_of_gemm(8192, 14336, 4096, False, True)) == [("te.gemm_block", "Gluon")]
-        assert lower(graph_of_gemm(8192, 14336, 4096, False, False)) == [("te.gemm_block", "Gluon")]
-        assert lower(graph_of_gemm(8192, 14336, 4096, True, False)) == [("te.gemm_block", "Triton")]
-        assert lower(graph_of_gemm(256, 512, 128, False, True)) == [("te.gemm_block", "Triton")]
+        assert lower(graph_of_gemm(8192, 14336, 4096, False, True)) == [("te.gemm", "Gluon")]
+        assert lower(graph_of_gemm(8192, 14336, 4096, False, False)) == [("te.gemm", "Gluon")]
+        assert lower(graph_of_gemm(8192, 14336, 4096, True, False)) == [("te.gemm", "Triton")]
+        assert lower(graph_of_gemm(256, 512, 128, False, True)) == [("te.gemm", "Triton")]
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ def test_inductors_code_calls_it_without_the_dispatcher(mode: str, recipe: Recip
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(train, compiled, x)
     source = "\n".join(codes)
-    assert "extern_kernels.te_gemm_block(" in source and "torch.ops.te." not in source
+    assert "extern_kernels.te_gemm(" in source and "torch.ops.te." not in source
     for _ in range(3):  # CUDA graphs are recorded on the second call and replayed on the third
         for got, wanted in zip(train(compiled, x), expected, strict=True):
             assert relative_error(got, wanted.double().cpu()) < 5e-2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.kernels.compiled_cases import SHARED_BYTES
 from helpers.kernels.gemm_operands import E4M3, E5M2, operands
-from helpers.kernels.gemms import gemm_gated, gemm_gated_reference, gemm_stacked, gemm_stacked_reference
+from helpers.kernels.gemms import ROWS, gemm_gated, gemm_gated_reference, gemm_stacked, gemm_stacked_reference
 from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.models.snapshot_models import SwigluMLP, calls_to_gemms_everywhere, compiled_run, kernels_everywhere
 from torch import fx
@@ -46,6 +46,11 @@ def stacked(m: int, width: int, k: int, a_dtype=E4M3, b_dtype=E4M3, device: str 
     return a, a_scale, b, torch.cat([one_scale, 1.7 * two_scale])
 
 
+def operation(a, a_scale, b, b_scale):
+    """The operands as operations take them."""
+    return [a, a_scale], ROWS, [b, b_scale], ROWS
+
+
 def halves(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
     parts = c.chunk(2, 1)
     return parts[gate], parts[1 - gate]
@@ -59,7 +64,7 @@ def halves(c: torch.Tensor, gate: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_reference_is_what_it_is_made_of(gate: int, kind: str) -> None:
     a, a_scale, b, b_scale = stacked(37, 128, 64)
     given = (a, a_scale, b, 0.02 * b_scale)
-    c, partials = te.gemm_gated(*given, True, gate, kind)
+    c, partials = te.gemm_gated(*operation(*given), True, gate, kind)
     expected = gemm_stacked_reference(*given, None, torch.bfloat16, True, "N", (128, 128))
     assert torch.equal(c, expected)
     assert partials.max() == gated_reference(*halves(c, gate), kind).abs().max()
@@ -71,7 +76,9 @@ def test_the_reference_is_what_it_is_made_of(gate: int, kind: str) -> None:
 
 
 def test_no_rows_have_amax_zero() -> None:
-    c, partials = te.gemm_gated(*(t[:0] if i == 0 else t for i, t in enumerate(stacked(1, 128, 64))), True, 0, "gelu")
+    c, partials = te.gemm_gated(
+        *operation(*(t[:0] if i == 0 else t for i, t in enumerate(stacked(1, 128, 64)))), True, 0, "gelu"
+    )
     assert c.shape == (0, 256) and partials.count_nonzero() == 0
 
 
@@ -179,8 +186,8 @@ def graph_of(m: int, width: int, k: int) -> fx.Graph:
     nodes = [graph.placeholder(name) for name in shapes]
     for node, (shape, dtype) in zip(nodes, shapes.values(), strict=True):
         node.meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
-    both = graph.call_function(te.gemm_gated.default, (*nodes, True, 0, "gelu"))
-    both.meta["val"] = te.gemm_gated(*(node.meta["val"] for node in nodes), True, 0, "gelu")
+    both = graph.call_function(te.gemm_gated.default, (*operation(*nodes), True, 0, "gelu"))
+    both.meta["val"] = te.gemm_gated(*operation(*(node.meta["val"] for node in nodes)), True, 0, "gelu")
     items = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
     for i, item in enumerate(items):
         item.meta["val"] = both.meta["val"][i]
@@ -206,7 +213,7 @@ def test_inductors_code_calls_it_and_takes_both_results(monkeypatch: pytest.Monk
     given = stacked(48, 128, 64)
     torch._dynamo.reset()
     torch._dynamo.mark_dynamic(given[0], 0)
-    compiled = torch.compile(lambda *tensors: te.gemm_gated(*tensors, False, 1, "gelu"))
+    compiled = torch.compile(lambda *tensors: te.gemm_gated(*operation(*tensors), False, 1, "gelu"))
     with torch._inductor.config.patch(force_disable_caches=True):
         results, (code,) = run_and_get_code(compiled, *given)
     assert (

@@ -21,6 +21,7 @@ from te_dynamo.kernels.gemm.specialized.grouped import (
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower
+from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import fake_cuda
 
 H200 = TARGETS["h200"]
@@ -77,15 +78,17 @@ def test_lowering_leaves_it_to_be_called() -> None:
         nodes = {name: graph.placeholder(name) for name in shapes}
         for name, (shape, dtype) in shapes.items():
             nodes[name].meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
-        args = (nodes["a"], nodes["s"], nodes["b"], nodes["s"], nodes["offs"], torch.bfloat16, False)
-        product = graph.call_function(torch.ops.te.gemm_grouped_columns.default, args)
+        a, b = ([nodes[name], nodes["s"]] for name in "ab")
+        columns = Float8CurrentScalingQuantizer(rowwise=False)
+        args = (a, columns, b, columns, nodes["offs"], torch.bfloat16, False)
+        product = graph.call_function(torch.ops.te.grouped_gemm.default, args)
         product.meta["val"] = torch.empty(groups, n, k, dtype=torch.bfloat16, device="cuda")
         graph.output(product)
         return graph
 
     with fake_cuda(), kernels_everywhere():
-        assert lower(graph_of(14336, 4096, 16384, 8)) == [("te.gemm_grouped_columns", "Gluon")]
-        assert lower(graph_of(256, 128, 512, 4)) == [("te.gemm_grouped_columns", "Triton")]
+        assert lower(graph_of(14336, 4096, 16384, 8)) == [("te.grouped_gemm", "Gluon")]
+        assert lower(graph_of(256, 128, 512, 4)) == [("te.grouped_gemm", "Triton")]
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers.kernels.gemm_operands import relative_error
-from helpers.kernels.gemms import gemm_reference
+from helpers.kernels.gemms import block_request, gemm_reference, tensor_request
 
-from te_dynamo.dialect.gemm import block_request, tensor_request
 from te_dynamo.kernels.gemm import cublaslt
 from te_dynamo.kernels.gemm.choose import (
     TUNED,

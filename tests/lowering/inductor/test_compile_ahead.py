@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from helpers.graphs.lowered_graphs import CASES, graph_of
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from te_dynamo.dialect.gemm import values_of
 from te_dynamo.kernels.runtime.launch import compiling_only, is_recording, launch
 from te_dynamo.lowering.extern.gemm import _EXTERNS, _compile_kernel_of
 from te_dynamo.lowering.inductor.compile_ahead import compile_ahead, compiles_ahead
@@ -108,8 +108,9 @@ def test_what_is_compiled_is_what_is_launched(case: str, monkeypatch: pytest.Mon
     def real(value: torch.Tensor) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.dtype)
 
-    tensors = [real(x.meta["val"]) for x in node.args[: extern.tensors] if isinstance(x, fx.Node)]
-    keywords = extern.keywords(*extern.flags(node.args))
+    asked = values_of(node)
+    tensors = [real(x) for x in extern.tensors(asked) if x is not None]
+    keywords = extern.keywords(asked)
     if extern.planned:
         keywords["out"] = real(node.meta["val"])
     with mock.patch.object(driver, "_active", Device()):
@@ -149,7 +150,7 @@ PROGRAM = textwrap.dedent(
     events = []
     knobs.runtime.jit_post_compile_hook = lambda **given: events.append(given["fn"].name.rsplit(".")[-1])
     extern_gemm.register()
-    for name in ("te_gemm", "te_gemm_stacked", "te_gemm_gated"):
+    for name in ("te_gemm", "te_gemm_gated"):
         def call(*args, _of=getattr(extern_kernels, name), **keywords):
             events.append("call")
             return _of(*args, **keywords)

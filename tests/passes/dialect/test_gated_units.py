@@ -129,12 +129,12 @@ gate_up.1.weight: bf16[128, 64] = input
 down.weight: bf16[64, 128] = input
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate_up.1.weight, gate_up.0.weight], e4m3[row+column], by_columns=False)
-gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], fast_accum=False, gate=0, kind='gelu_tanh')
+gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], fast_accum=False, gate=0, kind='gelu_tanh')
 slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
 slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
 gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(slice_1, slice, 'gelu_tanh', e4m3[row+column], keep_output=False, amax=gemm_gated[1])
 quantize_1: (f8e4m3[64, 128], f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[row+column])
-gemm: bf16[32, 64] = te.gemm(gated_quantize[0], gated_quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 64] = te.gemm([gated_quantize[0], gated_quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
 return gemm, quantize[1], quantize[2], quantize_stacked[1], quantize_stacked[2], slice, slice_1, gated_quantize[1], gated_quantize[2], quantize_1[1], quantize_1[2]
 
 quantize[1]: f8e4m3[64, 32] = input
@@ -149,13 +149,13 @@ quantize_1[1]: f8e4m3[128, 64] = input
 quantize_1[2]: f32[1] = input
 tangents_1: bf16[32, 64] = input
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[32, 128] = te.gemm(quantize_2[0], quantize_2[2], quantize_1[1], quantize_1[2], None, bf16, fast_accum=False)
+gemm: bf16[32, 128] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
 gated_backward_quantize: (f8e5m2[32, 256], f32[2]) = te.gated_backward_quantize(gemm, slice_1, slice, 'gelu_tanh', e5m2[row], keep_output=False, stacked=True)
-gemm_stacked: bf16[32, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_1: bf16[32, 64] = te.gemm([gated_backward_quantize[0], gated_backward_quantize[1]], e5m2[row], [quantize_stacked[1], quantize_stacked[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 128])
 transpose: f8e5m2[256, 32] = te.transpose(gated_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quantize[1], quantize[1], quantize[2], None, bf16, fast_accum=False, along='M', segments=[128, 128])
-slice_2: bf16[128, 64] = aten.slice(gemm_stacked_1, start=0, end=128)
-slice_3: bf16[128, 64] = aten.slice(gemm_stacked_1, start=128, end=256)
-gemm_1: bf16[64, 128] = te.gemm(quantize_2[1], quantize_2[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
-return gemm_stacked, slice_3, slice_2, gemm_1""",
+gemm_2: bf16[256, 64] = te.gemm([transpose, gated_backward_quantize[1]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 128])
+slice_2: bf16[128, 64] = aten.slice(gemm_2, start=0, end=128)
+slice_3: bf16[128, 64] = aten.slice(gemm_2, start=128, end=256)
+gemm_3: bf16[64, 128] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [gated_quantize[1], gated_quantize[2]], e4m3[column], bf16, fast_accum=False)
+return gemm_1, slice_3, slice_2, gemm_3""",
     )

@@ -55,18 +55,18 @@ def test_backward_graph() -> None:
         """\
 rms_norm_quantize: (f32[256], f8e4m3[256, 64], f8e4m3[64, 256], f32[1]) = te.rms_norm_quantize(x, norm.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize_stacked: (f8e4m3[256, 64], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row], by_columns=False)
-gemm_gated: (bf16[256, 256], f32[512]) = te.gemm_gated(rms_norm_quantize[1], rms_norm_quantize[3], quantize_stacked[0], quantize_stacked[1], fast_accum=False, gate=0, kind='silu')
+gemm_gated: (bf16[256, 256], f32[512]) = te.gemm_gated([rms_norm_quantize[1], rms_norm_quantize[3]], e4m3[row], [quantize_stacked[0], quantize_stacked[1]], e4m3[row], fast_accum=False, gate=0, kind='silu')
 quantize: (f8e5m2[256, 64], f32[1]) = te.quantize(tangents_1, e5m2[row])
 quantize_1: (f8e4m3[128, 64], f32[1]) = te.quantize(down.weight, e4m3[column])
-gemm: bf16[256, 128] = te.gemm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], None, bf16, fast_accum=False)
+gemm: bf16[256, 128] = te.gemm([quantize[0], quantize[1]], e5m2[row], [quantize_1[0], quantize_1[1]], e4m3[column], bf16, fast_accum=False)
 gated_quantize: (f8e4m3[128, 256], f32[1]) = te.gated_quantize(slice, slice_1, 'silu', e4m3[column], keep_output=False, amax=gemm_gated[1])
 gated_backward_quantize: (f8e5m2[256, 256], f32[2]) = te.gated_backward_quantize(gemm, slice, slice_1, 'silu', e5m2[row], keep_output=False, stacked=True)
 quantize_2: (f8e5m2[64, 256], f32[1]) = te.quantize(tangents_1, e5m2[column])
-gemm_1: bf16[64, 128] = te.gemm(quantize_2[0], quantize_2[1], gated_quantize[0], gated_quantize[1], None, bf16, fast_accum=False)
+gemm_1: bf16[64, 128] = te.gemm([quantize_2[0], quantize_2[1]], e5m2[column], [gated_quantize[0], gated_quantize[1]], e4m3[column], bf16, fast_accum=False)
 quantize_stacked_1: (f8e4m3[64, 256], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[column], by_columns=False)
-gemm_stacked: bf16[256, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked_1[0], quantize_stacked_1[1], None, bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_2: bf16[256, 64] = te.gemm([gated_backward_quantize[0], gated_backward_quantize[1]], e5m2[row], [quantize_stacked_1[0], quantize_stacked_1[1]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 128])
 transpose: f8e5m2[256, 256] = te.transpose(gated_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False, along='M', segments=[128, 128])""",
+gemm_3: bf16[256, 64] = te.gemm([transpose, gated_backward_quantize[1]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 128])""",
     )
 
 

@@ -54,12 +54,12 @@ def test_backward_graph() -> None:
         "\n".join(kernels),
         """\
 quantize_1: (f8e5m2[256, 64], f8e5m2[64, 256], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
-gemm: bf16[64, 128] = te.gemm(quantize_1[1], quantize_1[2], gated_quantize[1], gated_quantize[2], None, bf16, fast_accum=False)
-gemm_1: bf16[256, 128] = te.gemm(quantize_1[0], quantize_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm: bf16[64, 128] = te.gemm([quantize_1[1], quantize_1[2]], e5m2[column], [gated_quantize[1], gated_quantize[2]], e4m3[column], bf16, fast_accum=False)
+gemm_1: bf16[256, 128] = te.gemm([quantize_1[0], quantize_1[2]], e5m2[row], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 gated_backward_quantize: (f8e5m2[256, 256], f32[2]) = te.gated_backward_quantize(gemm_1, slice, slice_1, 'silu', e5m2[row], keep_output=False, stacked=True)
-gemm_stacked: bf16[256, 64] = te.gemm_stacked(gated_backward_quantize[0], gated_backward_quantize[1], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_2: bf16[256, 64] = te.gemm([gated_backward_quantize[0], gated_backward_quantize[1]], e5m2[row], [quantize_stacked[1], quantize_stacked[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 128])
 transpose: f8e5m2[256, 256] = te.transpose(gated_backward_quantize[0])
-gemm_stacked_1: bf16[256, 64] = te.gemm_stacked(transpose, gated_backward_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3], None, bf16, fast_accum=False, along='M', segments=[128, 128])""",
+gemm_3: bf16[256, 64] = te.gemm([transpose, gated_backward_quantize[1]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 128])""",
     )
 
 

@@ -62,32 +62,32 @@ def lines(text: str, *operations: str) -> str:
 
 def test_before() -> None:
     graphs = capture_training(Linears, (32, HIDDEN), "cpu", fusions=False)
-    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "te.gemm_stacked", "aten.add")
+    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "aten.add")
     assert text.count("= te.gemm(") == 9 and "stacked" not in text
 
 
 def test_after() -> None:
     """One GEMM in forward, one dgrad, one wgrad; the gradient of x is no sum any more."""
     graphs = capture_training(Linears, (32, HIDDEN), "cpu")
-    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "te.gemm_stacked", "aten.slice")
+    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "aten.slice")
     assert_expected_inline(
         text,
         """\
 quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x, e4m3[row+column])
 quantize_stacked: (f8e4m3[512, 64], f8e4m3[64, 512], f32[3]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], None, bf16, fast_accum=False, along='N', segments=[256, 128, 128])
-slice: bf16[32, 256] = aten.slice(gemm_stacked, 1, 0, 256)
-slice_1: bf16[32, 128] = aten.slice(gemm_stacked, 1, 256, 384)
-slice_2: bf16[32, 128] = aten.slice(gemm_stacked, 1, 384, 512)
+gemm: bf16[32, 512] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, along='N', segments=[256, 128, 128])
+slice: bf16[32, 256] = aten.slice(gemm, 1, 0, 256)
+slice_1: bf16[32, 128] = aten.slice(gemm, 1, 256, 384)
+slice_2: bf16[32, 128] = aten.slice(gemm, 1, 384, 512)
 slice_3: bf16[32, 256] = aten.slice(tangents_1, 1, 0, 256)
 slice_4: bf16[32, 128] = aten.slice(tangents_1, 1, 256, 384)
 slice_5: bf16[32, 128] = aten.slice(tangents_1, 1, 384, 512)
 quantize_stacked_1: (f8e5m2[32, 512], f8e5m2[512, 32], f32[3]) = te.quantize_stacked([clone_2, clone_1, clone], e5m2[row+column], by_columns=True)
-gemm_stacked_1: bf16[32, 64] = te.gemm_stacked(quantize_stacked_1[0], quantize_stacked_1[2], quantize_stacked[1], quantize_stacked[2], None, bf16, fast_accum=False, along='K', segments=[256, 128, 128])
-gemm_stacked_2: bf16[512, 64] = te.gemm_stacked(quantize_stacked_1[1], quantize_stacked_1[2], quantize[1], quantize[2], None, bf16, fast_accum=False, along='M', segments=[256, 128, 128])
-slice_6: bf16[128, 64] = aten.slice(gemm_stacked_2, start=384, end=512)
-slice_7: bf16[128, 64] = aten.slice(gemm_stacked_2, start=256, end=384)
-slice_8: bf16[256, 64] = aten.slice(gemm_stacked_2, start=0, end=256)""",
+gemm_1: bf16[32, 64] = te.gemm([quantize_stacked_1[0], quantize_stacked_1[2]], e5m2[row], [quantize_stacked[1], quantize_stacked[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[256, 128, 128])
+gemm_2: bf16[512, 64] = te.gemm([quantize_stacked_1[1], quantize_stacked_1[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, along='M', segments=[256, 128, 128])
+slice_6: bf16[128, 64] = aten.slice(gemm_2, start=384, end=512)
+slice_7: bf16[128, 64] = aten.slice(gemm_2, start=256, end=384)
+slice_8: bf16[256, 64] = aten.slice(gemm_2, start=0, end=256)""",
     )
 
 
@@ -102,36 +102,34 @@ def test_what_is_saved_does_not_grow() -> None:
 
 def test_a_result_that_backward_reads_does_not_keep_the_others_alive() -> None:
     graphs = capture_training(Rotary, (1, 32, HIDDEN), "cpu")
-    text = lines(graphs["forward"], "te.quantize_stacked", "te.gemm_stacked", "te.gemm")
+    text = lines(graphs["forward"], "te.quantize_stacked", "te.gemm")
     assert_expected_inline(
         text,
         """\
 quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
-gemm_stacked: bf16[32, 256] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], None, bf16, fast_accum=False, along='N', segments=[128, 128])
-gemm: bf16[32, 128] = te.gemm(quantize[0], quantize[2], quantize_1[0], quantize_1[2], None, bf16, fast_accum=False)""",
+gemm: bf16[32, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, along='N', segments=[128, 128])
+gemm_1: bf16[32, 128] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)""",
     )
 
 
 def test_inference_stacks_all() -> None:
     graphs = capture_inference(Rotary, (1, 32, HIDDEN), "cpu")
-    assert graphs["inference"].count("= te.gemm_stacked(") == 1 and "= te.gemm(" not in graphs["inference"]
+    assert graphs["inference"].count("along='N'") == graphs["inference"].count("= te.gemm(") == 1
 
 
 def test_biases_are_one() -> None:
     """-0.0 where a linear has none: it changes no bit. The GEMM adds them."""
     graphs = capture_training(Biased, (32, HIDDEN), "cpu")
-    text = lines(
-        graphs["forward"], "te.gemm", "te.gemm_stacked", "te.add_bias", "aten.cat", "aten.new_full", "aten.full"
-    )
+    text = lines(graphs["forward"], "te.gemm", "te.add_bias", "aten.cat", "aten.new_full", "aten.full")
     assert_expected_inline(
         text,
         """\
 new_full: bf16[128] = aten.new_full(linears.0.bias, [128], -0.0)
 cat: bf16[512] = aten.cat([linears.0.bias, new_full, linears.2.bias])
-gemm_stacked: bf16[32, 512] = te.gemm_stacked(quantize[0], quantize[2], quantize_stacked[0], quantize_stacked[2], cat, bf16, fast_accum=False, along='N', segments=[256, 128, 128])
+gemm: bf16[32, 512] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, bias=cat, along='N', segments=[256, 128, 128])
 cat_1: bf16[32, 512] = aten.cat([add, add_1, add_2], -1)""",
     )
-    assert graphs["joint"].count("= te.gemm_stacked(") == 3 and graphs["joint"].count("= te.bias_grad(") == 2
+    assert graphs["joint"].count(", along='") == 3 and graphs["joint"].count("= te.bias_grad(") == 2
 
 
 def test_kept_weights_with_biases_are_one() -> None:
@@ -144,7 +142,7 @@ def test_kept_weights_with_biases_are_one() -> None:
         with te_dynamo.capture() as graphs:
             assert torch.equal(run(x), expected)
     assert "te.quantize_stacked(" not in graphs["inference"]
-    assert graphs["inference"].count("= te.gemm_stacked(") == 1 and "= te.gemm(" not in graphs["inference"]
+    assert graphs["inference"].count("along='N'") == graphs["inference"].count("= te.gemm(") == 1
 
 
 # -- refused -----------------------------------------------------------------------------------------
@@ -242,7 +240,7 @@ def test_left_apart_in_training(model: type[nn.Module]) -> None:
 
 def test_other_recipes_are_left_apart() -> None:
     graphs = capture_inference(Linears, (32, HIDDEN), "cpu", recipe="float8_block_scaling")
-    assert "te.gemm_block(" in graphs["inference"] and "stacked" not in graphs["inference"]
+    assert "te.gemm(" in graphs["inference"] and "stacked" not in graphs["inference"]
 
 
 def test_a_gradient_that_others_add_to() -> None:
@@ -256,7 +254,7 @@ def test_a_gradient_that_others_add_to() -> None:
             return self.mix(first(x), second(x), x * 3.0)
 
     graphs = capture_training(Residual, (32, HIDDEN), "cpu")
-    assert graphs["joint"].count("= te.gemm_stacked(") == 3 and "aten.add(" in graphs["joint"]
+    assert graphs["joint"].count(", along='") == 3 and "aten.add(" in graphs["joint"]
 
 
 # -- numbers -----------------------------------------------------------------------------------------
