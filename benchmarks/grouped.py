@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import environment
 import report
@@ -26,10 +27,9 @@ import torch.nn.functional as F
 from gemm import Provider, measure, parsed, time_once
 from models import Experts
 
-from te_dynamo.dialect.gemm import tensor_request
-from te_dynamo.dialect.grouped import columns_request, rows_request
 from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.multiply import multiply, run
+from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import COLUMNS_TILES, GROUPED_TILES, Tile
 from te_dynamo.kernels.runtime.target import target_of
@@ -101,11 +101,11 @@ class Problem:
 
     def tile(self, product: str, tile: Tile) -> Provider:
         if product == "rows":
-            operands = (self.x8, self.one, self.w8, self.ones)
-            request = rows_request(*operands, self.ends, torch.bfloat16, tile.fast)
-            return lambda: run(Choice("usual", tile), request)
-        operands = (self.dy8_t, self.one, self.x8_t, self.one)
-        request = columns_request(*operands, self.ends, torch.bfloat16, tile.fast)
+            sides = Operand(self.x8, self.one), Operand(self.w8, self.ones)
+        else:
+            sides = Operand(self.dy8_t, self.one), Operand(self.x8_t, self.one)
+        groups: Any = "rows" if product == "rows" else "columns"
+        request = Request(*sides, torch.bfloat16, tile.fast, groups=groups, offs=self.ends)
         return lambda: run(Choice("usual", tile), request)
 
     def specialized(self, fast: bool) -> Provider:
@@ -129,7 +129,7 @@ class Problem:
             "bf16 grouped_mm": lambda: F.grouped_mm(self.x, w, offs=self.ends),
             "bf16 loop": lambda: [torch.mm(self.x[a:b], w[g]) for g, (a, b) in enumerate(self.parts)][-1],
             "fp8 loop": lambda: [
-                multiply(tensor_request(self.x8[a:b], self.one, self.w8[g], self.one, None, torch.bfloat16, True))
+                multiply(Request(Operand(self.x8[a:b], self.one), Operand(self.w8[g], self.one), torch.bfloat16, True))
                 for g, (a, b) in enumerate(self.parts)
                 if b > a
             ][-1],

@@ -2,6 +2,7 @@
 
     python benchmarks/targets.py                  # all targets: some minutes each
     python benchmarks/targets.py l40s b200        # these; the rows of the others stay
+    python benchmarks/targets.py --check          # writes nothing: names the kernels whose machine code is not the recorded one
 
 The launchers run with fake tensors and compile what they would launch. Every tile of the tables is compiled that is a candidate on the
 target, as `Tile.fitted` leaves it there; the kernels of norms, activations and quantizers by the tiles that they choose themselves.
@@ -18,17 +19,17 @@ import itertools
 import multiprocessing
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import environment
+import machine_code
 import report
 import torch
 from torch import Tensor
 from triton import knobs
 
-from te_dynamo.dialect.gemm import block_request, sum_request, tensor_request
-from te_dynamo.dialect.grouped import block_columns_request, block_rows_request, columns_request, rows_request
 from te_dynamo.inspect.fake_cuda import fake_cuda
 from te_dynamo.kernels.activation import activation, gated
 from te_dynamo.kernels.gemm.choose import Choice, Product, choose
@@ -36,18 +37,17 @@ from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
 from te_dynamo.kernels.gemm.multiply import run
 from te_dynamo.kernels.gemm.request import Operand, Request
-from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
-from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.tiles import (
     BLOCK_TILES,
     COLUMNS_TILES,
     GROUPED_TILES,
+    SPECIALIZED_BLOCK,
     TILES,
     DecodeTile,
     Tile,
     grouped_block_tiles,
+    specialized_tile,
 )
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.norm import add, modulate, norm
@@ -67,7 +67,6 @@ KINDS = {name: TARGETS[name] for name in ("l40s", "h200", "b200", "gb300", "rtx5
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 M, N, K, GROUPS = 4096, 4096, 2048, 8
-HALVES = Stacking("N", (N // 2, N // 2))
 MULTIPLIES = re.compile(
     r"(wgmma)\.mma_async\.sync\.aligned\.m\d+n\d+(k\d+)\.f32\.(\w+)|(mma\.sync)\.aligned\.m\d+n\d+(k\d+)\.row\.col\.f32\.(\w+)"
     r"|(tcgen05\.mma)\.[\w.:]*kind::(\w+)"
@@ -78,7 +77,8 @@ Launch = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One compiled kernel. most_kib: what the choice of tiles counts with, or what a program may take; spills: bytes a thread, stored and loaded."""
+    """One compiled kernel. most_kib: what the choice of tiles counts with, or what a program may take; spills: bytes a thread, stored and
+    loaded; instructions, code: machine_code.py's."""
 
     target: str
     kernel: str
@@ -88,6 +88,8 @@ class Row:
     registers: int
     spills: int
     multiplies: str
+    instructions: int
+    code: str
     error: str = ""
 
 
@@ -130,14 +132,14 @@ def candidates(tiles: tuple[Tile, ...], target: Target, out_bytes: int = 2) -> I
             yield fitted, fitted.shared_bytes(out_bytes, target)
 
 
-def _by(tile: Tile, request: Request) -> Launch:
-    return functools.partial(run, Choice("usual", tile), request)
+def _by(tile: Tile, request: Request, kernel: Any = "usual") -> Launch:
+    return functools.partial(run, Choice(kernel, tile), request)
 
 
 def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     a, b, one, bias = f8(M, K), f8(N, K), f32(1), bf16(N)
     for tile, most in candidates(TILES, target):
-        yield tile.name, _by(tile, tensor_request(a, one, b, one, bias, BF16, tile.fast)), most
+        yield tile.name, _by(tile, Request(Operand(a, one), Operand(b, one), BF16, tile.fast, bias)), most
     for fast in (True, False):
         for what, n, dtype, epilogue in (
             ("fp32", N, torch.float32, "none"),
@@ -147,7 +149,8 @@ def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             product = Product(M, n, K, fast, dtype.itemsize, epilogue, n_known=True)
             tile: Any = choose(product, target, recorded=True).tile
             adds = epilogue == "add"
-            request = sum_request(a, one, f8(n, K), one, None, bf16(M, n) if adds else None, dtype, fast)  # type: ignore[arg-type]
+            addend = bf16(M, n) if adds else None
+            request = Request(Operand(a, one), Operand(f8(n, K), one), dtype, fast, addend=addend)
             yield f"{tile.name}, {what}", _by(tile, request), tile.shared_bytes(dtype.itemsize * (1 + adds), target)
 
 
@@ -158,7 +161,7 @@ def _stacked_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
         tile: Any = choose(Product(*size.values(), fast, 2, stacking=stacking, m_known=False), target, True).tile
         a, b = f8(size["M"], K), f8(N, K)
         scales = [f32(2 if along in dims else 1) for dims in ("MK", "NK")]
-        request = tensor_request(a, scales[0], b, scales[1], None, BF16, fast, along, stacking.segments)
+        request = Request(Operand(a, scales[0]), Operand(b, scales[1]), BF16, fast, stacking=stacking)
         yield (
             f"{tile.name}, along {along}",
             _by(tile, request),
@@ -166,26 +169,32 @@ def _stacked_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
         )
 
 
+def _blocks(two_d: bool) -> Literal["1x128", "128x128"]:
+    return "128x128" if two_d else "1x128"
+
+
 def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     for tile, most in candidates(BLOCK_TILES, target):
         for two_d in (True, False):
             scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
-            arguments = (f8(M, K), scales[0], f8(N, K), scales[1], bf16(N), BF16, False, two_d)
-            name = f"{tile.name}, 1x128 by {'128' if two_d else '1'}x128"
-            yield name, _by(tile, block_request(*arguments)), most
+            sides = Operand(f8(M, K), scales[0], "1x128"), Operand(f8(N, K), scales[1], _blocks(two_d))
+            yield f"{tile.name}, 1x128 by {_blocks(two_d)}", _by(tile, Request(*sides, BF16, bias=bf16(N))), most
         if tile.split_k == 1:
             codes = [u8(rows, K // 32) for rows in (M, N)]
-            arguments = (f8(M, K), codes[0], f8(N, K), codes[1], bf16(N), BF16, False, False)
-            yield f"{tile.name}, E8M0", _by(tile, block_request(*arguments)), most
+            sides = Operand(f8(M, K), codes[0], "1x128"), Operand(f8(N, K), codes[1], "1x128")
+            yield f"{tile.name}, E8M0", _by(tile, Request(*sides, BF16, bias=bf16(N))), most
 
 
 def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     offs, one = i32(GROUPS), f32(1)
     for tile, most in candidates(GROUPED_TILES, target):
-        rows = rows_request(f8(M, K), one, f8(GROUPS, N, K), f32(GROUPS), offs, BF16, tile.fast)
+        rows = Request(
+            Operand(f8(M, K), one), Operand(f8(GROUPS, N, K), f32(GROUPS)), BF16, tile.fast, groups="rows", offs=offs
+        )
         yield f"{tile.name}, rows", _by(tile, rows), most
     for tile, most in candidates(COLUMNS_TILES, target):
-        columns = columns_request(f8(N, M), one, f8(K, M), one, offs, BF16, tile.fast)
+        sides = Operand(f8(N, M), one), Operand(f8(K, M), one)
+        columns = Request(*sides, BF16, tile.fast, groups="columns", offs=offs)
         yield f"{tile.name}, columns", _by(tile, columns), most
 
 
@@ -203,19 +212,20 @@ def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             for by_columns in (False, True):
                 shape = (N, GROUPS * K) if by_columns else (GROUPS * N, K)
                 scales = [f32(*scale_shape(*s, square)) for s, square in (((M, K), False), (shape, two_d))]
-                arguments = (f8(M, K), scales[0], f8(*shape), scales[1], offs, BF16, two_d, by_columns)
-                call = _by(fitted, block_rows_request(*arguments))
+                sides = Operand(f8(M, K), scales[0], "1x128"), Operand(f8(*shape), scales[1], _blocks(two_d))
+                call = _by(fitted, Request(*sides, BF16, groups="rows", offs=offs, deep=by_columns))
                 yield f"{name}, {'dgrad' if by_columns else 'fprop'}", call, most
             if two_d:
                 continue
-            rows = (f8(M, K), u8(M, K // 32), f8(GROUPS * N, K), u8(GROUPS * N, K // 32), offs, BF16, False, False)
-            yield f"{name}, E8M0", _by(fitted, block_rows_request(*rows)), most
+            x, weight = ((f8(size, K), u8(size, K // 32), "1x128") for size in (M, GROUPS * N))
+            rows = Request(Operand(*x), Operand(*weight), BF16, groups="rows", offs=offs)  # type: ignore[arg-type]
+            yield f"{name}, E8M0", _by(fitted, rows), most
             for kind, scales in (
                 ("wgrad", [f32(padded // 128, size) for size in (N, K)]),
                 ("wgrad, E8M0", [u8(size, padded // 32) for size in (N, K)]),
             ):
-                columns = (f8(N, padded), scales[0], f8(K, padded), scales[1], offs, BF16)
-                call = _by(fitted, block_columns_request(*columns))
+                sides = Operand(f8(N, padded), scales[0], "1x128"), Operand(f8(K, padded), scales[1], "1x128")
+                call = _by(fitted, Request(*sides, BF16, groups="columns", offs=offs))
                 yield f"{name}, {kind}", call, most
 
 
@@ -240,31 +250,53 @@ def _grouped_mxfp8() -> Iterator[tuple[str, Launch]]:
 
 
 def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
-    a, b, one, two, out = f8(M, K), f8(N, K), f32(1), f32(2), bf16(M, N)
-    scales = f32(*scale_shape(M, K, False))
+    a, b, one, bias = f8(M, K), f8(N, K), f32(1), bf16(N)
+    e5m2 = torch.empty(M, K, dtype=torch.float8_e5m2, device="cuda")
     for fast in (True, False):
-        name = "fast" if fast else "slow"
-        plain = functools.partial(gemm_specialized_out, a, one, b, one, bf16(N), fast=fast, out=out)
-        yield f"specialized {name}", plain
-        halves = functools.partial(gemm_specialized_out, a, one, b, two, fast=fast, stacking=HALVES, out=out)
-        yield f"specialized {name}, stacked", halves
-        yield f"specialized {name}, gated", functools.partial(gemm_gated_specialized, a, one, b, two, fast, 0, "silu")
-        columns = (f8(N, M), one, f8(K, M), one, i32(GROUPS), fast)
-        yield (
-            f"specialized {name}, grouped",
-            functools.partial(columns_specialized_out, *columns, out=bf16(GROUPS, N, K)),
-        )
+        name, tile = f"specialized {'fast' if fast else 'slow'}", specialized_tile(fast)
+        for what, x, shift, addend, dtype in (
+            ("", a, bias, None, BF16),
+            (", e5m2", e5m2, None, None, BF16),
+            (", fp32", a, None, None, torch.float32),
+            (", fp32 with bias", a, bias, None, torch.float32),
+            (", fp16", a, None, None, torch.float16),
+            (", adds", a, None, bf16(M, N), BF16),
+            (", adds with bias", a, bias, bf16(M, N), BF16),
+        ):
+            request = Request(Operand(x, one), Operand(b, one), dtype, fast, shift, addend)
+            yield name + what, _by(tile, request, "specialized")
+        for along, parts, shift in itertools.product("MNK", (2, 3), (None, bias)):
+            quarter = {"M": M, "N": N, "K": K}[along] // 4
+            segments = (2 * quarter, 2 * quarter) if parts == 2 else (quarter, quarter, 2 * quarter)
+            scales = [f32(parts if along in dims else 1) for dims in ("MK", "NK")]
+            sides = Operand(a, scales[0]), Operand(b, scales[1])
+            request = Request(*sides, BF16, fast, shift, stacking=Stacking(along, segments))
+            what = f"{name}, along {along} in {parts}{' with bias' if shift is not None else ''}"
+            yield what, _by(tile, request, "specialized")
+        gated = functools.partial(gemm_gated_specialized, a, one, b, f32(2), fast, 0)
+        for kind in ("silu", "gelu"):
+            yield f"{name}, gated {kind}", functools.partial(gated, kind)
+        for dtype in (BF16, torch.float32):
+            sides = Operand(f8(N, M), one), Operand(f8(K, M), one)
+            request = Request(*sides, dtype, fast, groups="columns", offs=i32(GROUPS))
+            what = str(dtype).removeprefix("torch.")
+            yield f"{name}, columns of groups, {what}", _by(tile, request, "specialized")
         for rows in (1, 16, 64):
             tile = choose(Product(rows, N, K, fast, 2), target).tile
             assert isinstance(tile, DecodeTile)
             yield (
-                f"decode {name}, {rows} rows, {tile.split_k} parts",
+                f"decode {'fast' if fast else 'slow'}, {rows} rows, {tile.split_k} parts",
                 functools.partial(launch_decode, tile, f8(rows, K), one, b, one, None, f32(tile.split_k, rows, N)),
             )
-    yield (
-        "specialized blocks",
-        functools.partial(gemm_block_specialized_out, a, scales, b, scales, b_two_d=False, out=out),
-    )
+    for two_d, shift, dtype in itertools.product((True, False), (None, bias), (BF16, torch.float32)):
+        scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
+        sides = Operand(a, scales[0], "1x128"), Operand(b, scales[1], _blocks(two_d))
+        request = Request(*sides, dtype, bias=shift)
+        name = f"specialized, 1x128 by {_blocks(two_d)}, {str(dtype).removeprefix('torch.')}"
+        yield name + ("" if shift is None else " with bias"), _by(SPECIALIZED_BLOCK, request, "specialized")
+    codes = [u8(rows, K // 32) for rows in (M, N)]
+    request = Request(Operand(a, codes[0], "1x128"), Operand(b, codes[1], "1x128"), BF16)
+    yield "specialized, E8M0", _by(SPECIALIZED_BLOCK, request, "specialized")
 
 
 def _others() -> Iterator[tuple[str, Launch]]:
@@ -284,6 +316,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
         )
         for size in (32, 128):
             yield f"MXFP8 {size}, {name}", functools.partial(mxfp8.quantize_mxfp8, x, E4M3, *usage, size)
+        yield from _blocks_otherwise(name, usage)
         for special in (False, True):
             how = (special, special, i32(2) if special else None)  # hadamard, stochastic_rounding
             call = functools.partial(nvfp4.quantize_nvfp4, x, *usage, False, *how)
@@ -334,6 +367,18 @@ def _others() -> Iterator[tuple[str, Launch]]:
     )
 
 
+def _blocks_otherwise(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str, Launch]]:
+    """Scales of blocks where x is not whole tiles of bf16, or scales are not what is usual."""
+    for what, x in (("fp32", torch.empty(M, K, device="cuda")), ("ragged", bf16(M + 1, K + 8))):
+        for two_d, power_of_two in itertools.product((False, True), repeat=2):
+            blocks = f"{'128' if two_d else '1'}x128{'' if power_of_two else ' of any scale'}"
+            call = functools.partial(float8_block.quantize_block, x, E4M3, *usage, two_d, power_of_two, 0.0)
+            yield f"blocks {blocks}, {name}, {what}", call
+        for size, swizzled in itertools.product((32, 128), (False, True)):
+            call = functools.partial(mxfp8.quantize_mxfp8, x, E4M3, *usage, size, swizzled)
+            yield f"MXFP8 {size}{' swizzled' if swizzled else ''}, {name}, {what}", call
+
+
 # --- compiling ------------------------------------------------------------------------------------------------
 
 
@@ -349,13 +394,14 @@ def compiled_for(target: Target, found: list[dict[str, Any]]) -> Iterator[None]:
         log.truncate()
         spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", text))
         registers = max((int(count) for count in re.findall(r"Used (\d+) registers", text)), default=0)
-        ptx = next(pathlib.Path(path).read_text() for name, path in metadata_group.items() if name.endswith(".ptx"))
+        made = {pathlib.Path(name).suffix: pathlib.Path(path) for name, path in metadata_group.items()}
         found.append({
             "kernel": metadata["name"],
             "shared_kib": metadata["shared"] / 1024,
             "registers": registers,
             "spills": spills,
-            "multiplies": ", ".join(sorted({" ".join(filter(None, parts)) for parts in MULTIPLIES.findall(ptx)})),
+            "multiplies": ", ".join(sorted({" ".join(filter(None, parts)) for parts in MULTIPLIES.findall(made[".ptx"].read_text())})),
+            **dataclasses.asdict(machine_code.code_of(made[".cubin"].read_bytes())),
         })  # fmt: skip
 
     from triton.runtime import driver
@@ -384,7 +430,8 @@ def compiled(name: str, wanted: str = "") -> list[Row]:
                     launch()
             except Exception as failure:
                 error = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}"
-                found.append({"kernel": "", "shared_kib": 0.0, "registers": 0, "spills": 0, "multiplies": ""})
+                nothing = dict.fromkeys(("registers", "spills", "instructions"), 0)
+                found.append({"kernel": "", "shared_kib": 0.0, "multiplies": "", "code": "", **nothing})
             for facts in found:
                 # The kernel that adds up parts, and those that swizzle scales, are no tile's.
                 own = most if facts["multiplies"] else target.shared_bytes
@@ -395,14 +442,36 @@ def compiled(name: str, wanted: str = "") -> list[Row]:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("targets", nargs="*", help=f"of {', '.join(KINDS)}; all that have kernels without it")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the file of results, by the Triton that it was made with"
+    )
     args = parser.parse_args()
     facts = {**environment.collect("cpu"), "device": "no GPU"}
     path = args.out / "targets-no-gpu.json"
-    kept = [Row(**row) for row in report.read(path).rows] if path.exists() else []
+    recorded = report.read(path) if path.exists() else None
+    kept = [Row(**row) for row in recorded.rows] if recorded else []
+    if args.check and (why := why_not_comparable(recorded, facts["triton"])):
+        parser.error(why)
+    names = args.targets or [name for name, target in KINDS.items() if not why_no_kernels(target)]
+    changed = []
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for name in args.targets or [name for name, target in KINDS.items() if not why_no_kernels(target)]:
-            kept = [row for row in kept if row.target != KINDS[name].arch] + pool.submit(compiled, name).result()
-            report.write(args.out, "targets", facts, kept)
+        for name, rows in zip(names, pool.map(compiled, names), strict=True):
+            arch = KINDS[name].arch
+            if args.check:
+                of_target = [row for row in kept if row.target == arch]
+                changed += machine_code.changes(map(dataclasses.asdict, of_target), map(dataclasses.asdict, rows))
+            else:
+                kept = [row for row in kept if row.target != arch] + rows
+                report.write(args.out, "targets", facts, kept)
+    print(*changed, sep="\n", end="\n" * bool(changed))
+    sys.exit(bool(changed))
+
+
+def why_not_comparable(recorded: report.Run | None, triton: str) -> str | None:
+    if recorded is None:
+        return "no results to compare with; run without --check first"
+    made_by = recorded.environment["triton"]
+    return None if made_by == triton else f"the results were made with Triton {made_by}, this is {triton}"
 
 
 if __name__ == "__main__":

@@ -149,8 +149,9 @@ def _bf16_product() -> Call:
 
 def _fp8_product() -> Call:
     m, n, k = _PRODUCT
-    x, weight = (torch.ops.te.quantize(_random(rows, k), _rowwise()) for rows in (m, n))
-    return lambda: torch.ops.te.gemm(*x, *weight, None, torch.bfloat16, False)
+    quantizer = _rowwise()
+    x, weight = (torch.ops.te.quantize(_random(rows, k), quantizer) for rows in (m, n))
+    return lambda: torch.ops.te.gemm(x, quantizer, weight, quantizer, torch.bfloat16, False)
 
 
 def _quantize(rows: int, columns: int) -> Call:
