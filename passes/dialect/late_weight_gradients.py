@@ -6,15 +6,15 @@ order of autograd dw is alive by then too, and so are both copies of dy.
 
     before    h: (f8e4m3[K, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[column], ..)
               q: (f8e5m2[M, N], f8e5m2[N, M], f32[1]) = te.quantize(dy, e5m2[row+column])
-              dw = te.gemm(q[1], q[2], h[0], h[1], ..)
-              dh = te.gemm(q[0], q[2], w[0], w[1], ..)
+              dw = te.gemm([q[1], q[2]], .., [h[0], h[1]], ..)
+              dh = te.gemm([q[0], q[2]], .., [w[0], w[1]], ..)
               d = te.gated_backward_quantize(dh, gate, up, 'silu', e5m2[row], ..)
     after     q: (f8e5m2[M, N], f32[1]) = te.quantize(dy, e5m2[row])
-              dh = te.gemm(q[0], q[1], w[0], w[1], ..)
+              dh = te.gemm([q[0], q[1]], .., [w[0], w[1]], ..)
               h: (f8e4m3[K, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[column], ..)
               d = te.gated_backward_quantize(dh, gate, up, 'silu', e5m2[row], ..)
               c: (f8e5m2[N, M], f32[1]) = te.quantize(dy, e5m2[column])
-              dw = te.gemm(c[0], c[1], h[0], h[1], ..)
+              dw = te.gemm([c[0], c[1]], .., [h[0], h[1]], ..)
 
 dy is quantized twice where it lives on for something else. Where more stays than bf16 has there (it has dw), other columns that
 are read later are made later as well, of tensors that live until then: attention's output, weights. Every bit is the same.

@@ -5,20 +5,20 @@ while two float8 copies of both gradients are written. Only the rowwise copy is 
 (lowering/in_place.py), and the columnwise copy is a transposition of it, made when dy, gate and up are gone.
 
     before    d: (f8e5m2[M, 2K], f8e5m2[2K, M], f32[2]) = te.gated_backward_quantize(dy, gate, up, 'silu', e5m2[row+column], .., stacked=True)
-              dx = te.gemm_stacked(d[0], d[2], ..)
-              dw = te.gemm_stacked(d[1], d[2], ..)
+              dx = te.gemm([d[0], d[2]], ..)
+              dw = te.gemm([d[1], d[2]], ..)
     after     d: (f8e5m2[M, 2K], f32[2]) = te.gated_backward_quantize(dy, gate, up, 'silu', e5m2[row], .., stacked=True)
-              dx = te.gemm_stacked(d[0], d[1], ..)
+              dx = te.gemm([d[0], d[1]], ..)
               t: f8e5m2[2K, M] = te.transpose(d[0])
-              dw = te.gemm_stacked(t, d[1], ..)
+              dw = te.gemm([t, d[1]], ..)
 
 The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads, and, but for the place in dy's memory, for
 te.activation_backward_quantize. Every bit is the same. It costs one more read of the codes.
 
 Of a linear's two products in backward the one goes first whose operands, then gone, leave more room for the other's result.
 
-    before    dx = te.gemm(q[0], .., w);  dw = te.gemm(q[1], .., x)
-    after     dw = te.gemm(q[1], .., x);  dx = te.gemm(q[0], .., w)
+    before    dx = te.gemm([q[0], ..], .., w, ..);  dw = te.gemm([q[1], ..], .., x, ..)
+    after     dw = te.gemm([q[1], ..], .., x, ..);  dx = te.gemm([q[0], ..], .., w, ..)
 
 And a product that has more bytes than the operands which live longer for it, or a quantization or a transposition of one of the graph's inputs, is
 made right before it is read. So the last dgrad of a checkpointed region waits until the region's forward is computed again. A graph with

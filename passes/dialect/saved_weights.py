@@ -1,12 +1,12 @@
 """What backward has of a weight: the columnwise data that forward made, or data that backward makes again from the weight itself.
 
     before    w: (f8e4m3[N, K], f8e4m3[K, N], f32[1]) = te.quantize(weight, e4m3[row+column])
-              y = te.gemm(x[0], x[2], w[0], w[2], ..)
-              dx = te.gemm(dy[0], dy[2], w[1], w[2], ..)
+              y = te.gemm([x[0], x[2]], .., [w[0], w[2]], ..)
+              dx = te.gemm([dy[0], dy[2]], .., [w[1], w[2]], ..)
     after     w: (f8e4m3[N, K], f8e4m3[K, N], f32[1]) = te.quantize(weight, e4m3[row+column])      usage.py takes its columns away
-              y = te.gemm(x[0], x[2], w[0], w[2], ..)
+              y = te.gemm([x[0], x[2]], .., [w[0], w[2]], ..)
               v: (f8e4m3[K, N], f32[1]) = te.quantize(weight, e4m3[column])                        in backward's graph
-              dx = te.gemm(dy[0], dy[2], v[0], v[1], ..)
+              dx = te.gemm([dy[0], dy[2]], .., [v[0], v[1]], ..)
 
 Of a weight that is quantized already (a QuantizedTensor with rows alone) backward makes the columns by te.transpose, whatever the bytes.
 

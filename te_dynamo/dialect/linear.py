@@ -3,7 +3,7 @@
     forward    out = x @ weight^T + bias                       x and weight rowwise in their quantizer's format
     backward   dx = dy @ weight,  dw = dy^T @ x,  db = sum dy  the columnwise operands that forward saved, dy quantized
 
-Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm or its siblings, te.add_bias), below autograd, so
+Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm, te.add_bias), below autograd, so
 that shared inputs are quantized once and producers can write FP8 themselves. A recipe that keeps backward in high precision
 saves x and weight as they are, and its two products are torch's own.
 

@@ -2,12 +2,12 @@
 
     before    y: bf16[B, P*S, K] = what ranks gather of x: bf16[B, S, K]                       see fusions/gather_quantize.py
               q: (f8e4m3[M, K], f8e4m3[K, M], f32[1]) = te.quantize(y, e4m3[row+column])       M = B*P*S
-              h = te.gemm(q[0], q[2], w[0], ..)
-              dw = te.gemm(dh[1], dh[2], q[1], q[2], ..)
+              h = te.gemm([q[0], q[2]], .., [w[0], ..], ..)
+              dw = te.gemm([dh[1], dh[2]], .., [q[1], q[2]], ..)
     after     c: (f8e4m3[M/P, K], f32[1]) = te.quantize_with_amax(x, e4m3[row], the largest amax)
-              h = te.gemm(what ranks gather of c[0], c[1], w[0], ..)
+              h = te.gemm([what ranks gather of c[0], c[1]], .., w, ..)
               t: f8e4m3[K, M] = te.transpose(what ranks gather of c[0])                         in backward's graph
-              dw = te.gemm(dh[1], dh[2], t, c[1], ..)
+              dw = te.gemm([dh[1], dh[2]], .., [t, c[1]], ..)
 
 Saved are c[0] and c[1] in place of q[1] and q[2]: a byte for each value of the rank's own tokens, where 16 bits save two for each
 value of all of them. Every bit is the same. An all-gather that checkpointing repeats anyway is left, as backward saves nothing of it.

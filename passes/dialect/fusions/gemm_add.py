@@ -1,8 +1,8 @@
 """An addition in the GEMM whose result it reads: a residual stream's, or that of the gradients of linears with one input.
 
-    before    gemm: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, bias, bf16, fast_accum=False)
+    before    gemm: bf16[M, N] = te.gemm(a, e4m3[row], b, e4m3[row], bf16, fast_accum=False, bias=bias)
               y: bf16[M, N] = aten.add(x, gemm)
-    after     y: bf16[M, N] = te.gemm_add(a, a_scale_inv, b, b_scale_inv, bias, x, bf16, fast_accum=False)
+    after     y: bf16[M, N] = te.gemm(a, e4m3[row], b, e4m3[row], bf16, fast_accum=False, bias=bias, addend=x)
 
 Bit-equal: the product is rounded before x is added. Where nothing reads x later, y takes its memory (lowering/in_place.py).
 

@@ -1,8 +1,8 @@
 """A GEMM of a few rows that knows the amax of its result, which the next linear quantizes: that saves a launch and a pass.
 
-    before    y: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, None, bf16, fast_accum=False)
+    before    y: bf16[M, N] = te.gemm(a, e4m3[row], b, e4m3[row], bf16, fast_accum=False)
               q: (f8e4m3[M, N], f32[1]) = te.quantize(y, e4m3[row])
-    after     y: (bf16[M, N], f32[512]) = te.gemm_amax(a, a_scale_inv, b, b_scale_inv, None, bf16, fast_accum=False)
+    after     y: (bf16[M, N], f32[512]) = te.gemm_amax(a, e4m3[row], b, e4m3[row], bf16, fast_accum=False)
               q: (f8e4m3[M, N], f32[1]) = te.quantize_with_amax(y[0], e4m3[row], y[1])
 
 Bit-equal. The fusion is for at most 64 rows, a number that is known when compiling. There a launch takes as long as what it computes, and the

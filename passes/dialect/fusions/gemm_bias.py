@@ -1,10 +1,10 @@
 """Bias in the GEMM's epilogue.
 
-    before    gemm: f32[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, None, f32, fast_accum=False)
+    before    gemm: f32[M, N] = te.gemm(a, e4m3[row], b, e4m3[row], f32, fast_accum=False)
               y: bf16[M, N] = te.add_bias(gemm, bias, bf16)
-    after     y: bf16[M, N] = te.gemm(a, a_scale_inv, b, b_scale_inv, bias, bf16, fast_accum=False)
+    after     y: bf16[M, N] = te.gemm(a, e4m3[row], b, e4m3[row], bf16, fast_accum=False, bias=bias)
 
-Both add in fp32 before the one rounding: bit-equal. te.gemm_block, te.gemm_mxfp8, te.gemm_nvfp4 and te.gemm_stacked take their bias in the same way.
+Both add in fp32 before the one rounding: bit-equal, in every format.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The GEMM of gate and up that finds the amax of f(gate) * up while it multiplies, which saves a pass over both.
 
-    before    y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, w.data, w.scale_inv, None, bf16, False, "N", [N, N])
+    before    y: bf16[M, 2N] = te.gemm(x, e4m3[row], w, e4m3[row], bf16, fast_accum=False, along='N', segments=[N, N])
               gate = y[:, :N];  up = y[:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[row+column], keep_output=False)
-    after     y: (bf16[M, 2N], f32[512]) = te.gemm_gated(x.data, x.scale_inv, w.data, w.scale_inv, False, gate=0, kind='silu')
+    after     y: (bf16[M, 2N], f32[512]) = te.gemm_gated(x, e4m3[row], w, e4m3[row], fast_accum=False, gate=0, kind='silu')
               gate = y[0][:, :N];  up = y[0][:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[row+column], keep_output=False, amax=y[1])
 
@@ -29,7 +29,7 @@ _slice = torch.ops.aten.slice.Tensor
 
 
 def fuse_gemm_gated(graph: Graph) -> int:
-    """te.gemm_stacked of gate and up + te.gated_quantize -> te.gemm_gated + te.gated_quantize with its amax."""
+    """te.gemm of a stack of gate and up + te.gated_quantize -> te.gemm_gated + te.gated_quantize with its amax."""
     fired = 0
     for node in calls(graph, gated_quantize):
         if len(node.args) > 5 or node.args[2] not in BOUNDED_KINDS:

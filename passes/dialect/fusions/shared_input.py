@@ -1,19 +1,19 @@
 """Linears that share an input, as one GEMM in forward, one dgrad and one wgrad: gate and up; q and k, or q, k and v.
 
     before    q_1 = te.quantize(gate.weight, e4m3[row+column]);  q_2 = te.quantize(up.weight, e4m3[row+column])
-              gate: bf16[M, N] = te.gemm(x.data, x.scale_inv, q_1.data, q_1.scale_inv, None, bf16, fast_accum=False)
-              up: bf16[M, N] = te.gemm(x.data, x.scale_inv, q_2.data, q_2.scale_inv, None, bf16, fast_accum=False)
+              gate: bf16[M, N] = te.gemm([x.data, x.scale_inv], e4m3[row], [q_1.data, q_1.scale_inv], e4m3[row], bf16, False)
+              up: bf16[M, N] = te.gemm([x.data, x.scale_inv], e4m3[row], [q_2.data, q_2.scale_inv], e4m3[row], bf16, False)
               ...
               p_1 = te.quantize(dgate, e5m2[row+column]);  p_2 = te.quantize(dup, e5m2[row+column])
-              dx = te.gemm(p_1.data, .., q_1.transpose, ..) + te.gemm(p_2.data, .., q_2.transpose, ..)
-              dw_1: bf16[N, K] = te.gemm(p_1.transpose, .., x.transpose, ..);  dw_2 = te.gemm(p_2.transpose, .., x.transpose, ..)
+              dx = te.gemm([p_1.data, ..], .., [q_1.transpose, ..], ..) + te.gemm([p_2.data, ..], .., [q_2.transpose, ..], ..)
+              dw_1: bf16[N, K] = te.gemm([p_1.transpose, ..], .., [x.transpose, ..], ..);  dw_2 = te.gemm([p_2.transpose, ..], ..)
     after     q: (f8e4m3[2N, K], f8e4m3[K, 2N], f32[2]) = te.quantize_stacked([gate.weight, up.weight], e4m3[row+column], False)
-              y: bf16[M, 2N] = te.gemm_stacked(x.data, x.scale_inv, q.data, q.scale_inv, None, bf16, False, "N", [N, N])
+              y: bf16[M, 2N] = te.gemm([x.data, x.scale_inv], e4m3[row], [q.data, q.scale_inv], e4m3[row], bf16, False, along='N', segments=[N, N])
               gate = y[:, :N];  up = y[:, N:]
               ...
               p: (f8e5m2[M, 2N], f8e5m2[2N, M], f32[2]) = te.quantize_stacked([dgate, dup], e5m2[row+column], True)
-              dx = te.gemm_stacked(p.data, .., q.transpose, .., None, .., "K", [N, N])
-              dw: bf16[2N, K] = te.gemm_stacked(p.transpose, .., x.transpose, .., None, .., "M", [N, N]);  dw_1 = dw[:N];  dw_2 = dw[N:]
+              dx = te.gemm([p.data, ..], .., [q.transpose, ..], .., along='K', segments=[N, N])
+              dw: bf16[2N, K] = te.gemm([p.transpose, ..], .., [x.transpose, ..], .., along='M', segments=[N, N]);  dw_1 = dw[:N];  dw_2 = dw[N:]
 
 Each tensor keeps its own scale, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.

@@ -4,7 +4,7 @@
     b: f8e4m3[256, 64] = input
     b_scale_inv: f32[1] = input
     quantize: (f8e4m3[8, 64], f8e4m3[64, 16], f32[1]) = te.quantize(x, e4m3[row+column])
-    gemm: bf16[8, 256] = te.gemm(quantize[0], quantize[2], b, b_scale_inv, None, bf16, fast_accum=False)
+    gemm: bf16[8, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [b, b_scale_inv], e4m3[row], bf16, fast_accum=False)
     return gemm, quantize[1]
 
 What torch decides and may change is left out: its node numbers (values are numbered per operation), its

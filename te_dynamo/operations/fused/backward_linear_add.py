@@ -3,7 +3,7 @@
     before   BasicLinear      dx = dy @ weight         GEMM, writes dx
              MakeExtraOutput  dx' = dx + dextra        reads both, writes dx'
     after    BackwardLinearAdd
-                              dx = dy @ weight + dextra      GEMM (te.gemm_add), dextra in its epilogue
+                              dx = dy @ weight + dextra      GEMM, dextra in its epilogue
 
 Without a gradient of the extra output, dx is as it is. Recipes other than current scaling add in a pass of its own, as in forward.
 """

@@ -4,7 +4,7 @@
              Bias           z = h + bias             reads h, writes z
              AddExtraInput  y = z + extra            reads z and extra, writes y
     after    ForwardLinearBiasAdd
-                            y = x @ weight^T + bias + extra      GEMM (te.gemm_add), bias and extra in its epilogue
+                            y = x @ weight^T + bias + extra      GEMM, bias and extra in its epilogue
 
 The Bias may be missing. y is a tensor of its own: the user's extra input keeps its values. In other recipes than current scaling the
 GEMM has no such epilogue, and the sum is a pass of its own over its result.

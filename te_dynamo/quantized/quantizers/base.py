@@ -53,10 +53,10 @@ class Quantizer(metaclass=OpaqueMeta):
     """Whether norms, activations and their gradients write the buffers themselves (te.rms_norm_quantize and its like)."""
 
     fused_sums: ClassVar[bool] = False
-    """Whether its GEMM adds another tensor to its result (te.gemm_add)."""
+    """Whether its GEMM adds another tensor to its result (the addend of te.gemm)."""
 
     stacks: ClassVar[bool] = False
-    """Whether tensors of several linears may be one operand with a scale each (te.quantize_stacked, te.gemm_stacked)."""
+    """Whether tensors of several linears may be one operand with a scale each (te.quantize_stacked)."""
 
     experts_begin_at: ClassVar[int] = 1
     """Where the experts of a weight [G, N, K] may begin, read as [G N, K]: a multiple of it, so that none shares a block with another."""
@@ -128,7 +128,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return False
 
     def no_groups_reason(self) -> str:
-        """Why no GEMM multiplies groups of rows of a tensor held so (te.gemm_grouped and its like), "" where one does."""
+        """Why no GEMM multiplies groups of rows of a tensor held so (te.grouped_gemm), "" where one does."""
         return "there is no grouped GEMM for it"
 
     def for_groups(self, rowwise: bool, columnwise: bool) -> Quantizer:
