@@ -153,10 +153,8 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 def finds_amax(x: torch.Tensor, quantizer: Quantizer) -> bool:
     """Whether `te.quantize` finds the amax in a launch of its own."""
-    one_scale = isinstance(quantizer, Float8CurrentScalingQuantizer) and not kernels.in_one_launch(
-        x, quantizer.columnwise
-    )
-    return one_scale and availability.kernels_available(x.device).ok
+    apart = quantizer.one_scale and not kernels.in_one_launch(x, quantizer.columnwise)
+    return apart and availability.kernels_available(x.device).ok
 
 
 @te_op(reference=kernels.partial_amaxes_of_reference, kernel=kernels.partial_amaxes_of)

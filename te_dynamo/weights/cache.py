@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.quantized.quantizers import Float8GroupedQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.weights.frozen import FROZEN, end_own_load, is_dropped, is_part, lock, place_of, values_of
 from te_dynamo.weights.unseen_writes import tell_of_unseen_writes
@@ -164,7 +164,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
             quantizer, shape = entry.quantizer, tuple(weight.shape)
             if len(entry.weights) > 1:
                 quantizer = quantizer.with_usage(columnwise=False)
-                shape = (1, *shape) if isinstance(quantizer, Float8GroupedQuantizer) else shape
+                shape = (1, *shape) if not quantizer.reads_as_matrix else shape
             buffers = {name: part[name] for name in quantizer.buffer_names()}
             metadata = quantizer.create_metadata(shape, weight.dtype)
             return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize().view(weight.shape)
@@ -356,7 +356,7 @@ def make_buffers(
     values = [value.to(workspace.dtype).contiguous() for value in values]
     if len(values) == 1:
         made = quantize_tensor(values[0], quantizer)
-    elif isinstance(quantizer, Float8GroupedQuantizer):
+    elif not quantizer.reads_as_matrix:
         made = quantize_tensor(torch.stack(values), quantizer)
     else:
         made = quantize_stacked(values, quantizer, False)
@@ -373,7 +373,7 @@ def _part(
     """Views of what the buffers hold of one weight; rows: of each weight in them."""
     if len(rows) == 1:
         return buffers
-    if isinstance(quantizer, Float8GroupedQuantizer):
+    if not quantizer.reads_as_matrix:
         return {name: buffer.narrow(0, index, 1) for name, buffer in buffers.items()}
     first, length = sum(rows[:index]), rows[index]
     places = {"data": (0, first, length), "transpose": (1, first, length), "scale_inv": (0, index, 1)}
