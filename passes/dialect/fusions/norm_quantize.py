@@ -23,24 +23,17 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.memory import CASTS
-from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from te_dynamo.dialect.norm_modulate import layer_norm_modulate, layer_norm_modulate_quantize
+from te_dynamo.dialect.producers import NORMS
 from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
 
 __all__ = ["fuse_norm_quantize"]
 
-_FUSED = {
-    rms_norm: rms_norm_quantize,
-    layer_norm: layer_norm_quantize,
-    layer_norm_modulate: layer_norm_modulate_quantize,
-}
-
 
 def fuse_norm_quantize(graph: Graph) -> int:
     """te.rms_norm, te.layer_norm or te.layer_norm_modulate + te.quantize -> one operation."""
     fired = 0
-    for node in calls(graph, *_FUSED):
+    for node in calls(graph, *NORMS):
         results = item_users(node)
         outputs = results.get(0, [])
         quantized = quantize_of(outputs[0]) if len(outputs) == 1 else None
@@ -49,7 +42,7 @@ def fuse_norm_quantize(graph: Graph) -> int:
         if quantized is None:
             continue
         keep_output = bool(other_readers(outputs[0], rounded or quantized))
-        fused = call_like(graph, _FUSED[node.target], _arguments(node, quantized, keep_output, rounded), node)
+        fused = call_like(graph, NORMS[node.target], _arguments(node, quantized, keep_output, rounded), node)
         statistics = len(node.meta["val"]) - 1
         take_over(graph, fused, keep_output + statistics, quantized)
         if rounded is not None:
