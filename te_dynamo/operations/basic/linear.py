@@ -15,9 +15,9 @@ from te_dynamo.dialect.linear import (
     backward_products,
     forward_product,
     linear_backward,
+    linear_forward_fake,
     saved_operands,
 )
-from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations import types
 from te_dynamo.operations.checks import check_settings, check_width
@@ -127,7 +127,7 @@ class BasicLinear(SavesAll):
         if config is None:
             output = TensorProto((*input.shape[:-1], self.out_features), input.dtype, device=input.device)
             return output, self._unquantized(input, weight, requires_grad)
-        output, saved = linear_forward_fake(LinearFwdProtos(input, weight, None, config))
+        output, saved = linear_forward_fake(input, weight, None, config)
         if config.grad_output_quantizer is None:
             return output, self._unquantized(input, weight, requires_grad)
         return output, [buffer for proto in saved for buffer in buffer_protos(proto)]
