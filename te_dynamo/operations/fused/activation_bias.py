@@ -12,29 +12,21 @@ dz is never written in bf16. The Bias may be missing. The activation is one of t
 one scale a tensor: the kernel writes nothing else.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.fused.joined import JoinedBackward
 from te_dynamo.operations.fused.quantized import ACTIVATIONS
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class BackwardActivationBias(JoinedBackward):
     """dx [..., K], dweight [N, K] and dbias [N] of y = f(x @ weight^T + bias) from dy [..., N] and z, the input of f."""
 
 
-def fuse_activation_bias(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((BasicLinear, Bias, ACTIVATIONS), (BasicLinear, ACTIVATIONS))
+def fuse_activation_bias(window: Window) -> Optional[FusedOperation]:
     """BasicLinear (, Bias), activation -> BackwardActivationBias where the linear takes its dy in current scaling."""
-    found = sliding_window(ops, (BasicLinear, Bias, ACTIVATIONS), _fused)
-    return sliding_window(found, (BasicLinear, ACTIVATIONS), _fused)
-
-
-def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
     dy = window[0].grad_output_quantizer()
     return BackwardActivationBias(window) if dy is not None and dy.fused_producers else None

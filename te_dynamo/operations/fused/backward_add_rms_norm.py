@@ -8,23 +8,18 @@
 The norms' backward is made of aten operations. When compiled, all of it is one kernel.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Optional
-
 from te_dynamo.operations.basic.extra import MakeExtraOutput
 from te_dynamo.operations.basic.norm import RMSNorm
 from te_dynamo.operations.fused.joined import JoinedBackward
-from te_dynamo.operations.op import FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class BackwardAddRMSNorm(JoinedBackward):
     """dx [..., features] of RMSNorm, plus dextra, and dweight [features]."""
 
 
-def fuse_backward_add_rms_norm(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((MakeExtraOutput, RMSNorm))
+def fuse_backward_add_rms_norm(window: Window) -> FusedOperation:
     """MakeExtraOutput, RMSNorm -> BackwardAddRMSNorm."""
-    return sliding_window(ops, (MakeExtraOutput, RMSNorm), BackwardAddRMSNorm)
+    return BackwardAddRMSNorm(window)

@@ -8,23 +8,18 @@
 Without a gradient of the extra output, dx is as it is. Recipes other than current scaling add in a pass of its own, as in forward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Optional
-
 from te_dynamo.operations.basic.extra import MakeExtraOutput
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.fused.joined import JoinedBackward
-from te_dynamo.operations.op import FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class BackwardLinearAdd(JoinedBackward):
     """dx [..., K] = dy [..., N] @ weight [N, K] + dextra [..., K], and dweight [N, K]."""
 
 
-def fuse_backward_linear_add(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((MakeExtraOutput, BasicLinear))
+def fuse_backward_linear_add(window: Window) -> FusedOperation:
     """MakeExtraOutput, BasicLinear -> BackwardLinearAdd."""
-    return sliding_window(ops, (MakeExtraOutput, BasicLinear), BackwardLinearAdd)
+    return BackwardLinearAdd(window)

@@ -12,28 +12,21 @@ This saves one pass over dy. It is for recipes with one scale a tensor, because 
 not rounded before it is quantized. So where the scale is no power of two, values at a rounding boundary may round to the other side.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
 from te_dynamo.operations.fused.joined import JoinedBackward
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class BackwardLinearScale(JoinedBackward):
     """dx [..., K] and dweight [N, K] of y = scale * (x @ weight^T) from dy [..., N]."""
 
 
-def fuse_backward_linear_scale(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((BasicLinear, ConstantScale))
+def fuse_backward_linear_scale(window: Window) -> Optional[FusedOperation]:
     """BasicLinear, ConstantScale -> BackwardLinearScale where the linear takes its dy in current scaling."""
-    return sliding_window(ops, (BasicLinear, ConstantScale), _fused)
-
-
-def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
     dy = window[0].grad_output_quantizer()
     return BackwardLinearScale(window) if dy is not None and dy.one_scale else None

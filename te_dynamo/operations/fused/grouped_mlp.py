@@ -32,9 +32,8 @@ from te_dynamo.operations.basic.grouped_linear import GroupedLinear
 from te_dynamo.operations.basic.scaled import Scaled
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.joined import JoinedBackward, JoinedForward, recomputes, without_wgrad
-from te_dynamo.operations.op import FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class GroupedMLP(JoinedForward, JoinedBackward):
@@ -78,6 +77,7 @@ class GroupedMLP(JoinedForward, JoinedBackward):
         return [*quantizer.operand(quantize_groups(a.contiguous(), offs, quantizer), columnwise=True)]
 
 
-def fuse_grouped_mlp(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((GroupedLinear, (Activation, Gated, Scaled), GroupedLinear))
+def fuse_grouped_mlp(window: Window) -> FusedOperation:
     """GroupedLinear, activation, GroupedLinear -> GroupedMLP, which does not save the second linear's input."""
-    return sliding_window(ops, (GroupedLinear, (Activation, Gated, Scaled), GroupedLinear), GroupedMLP)
+    return GroupedMLP(window)

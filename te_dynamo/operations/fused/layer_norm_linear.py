@@ -13,30 +13,22 @@ its statistics, only where the norm has a gradient to compute. The norm is a Lay
 one whose buffers the norm kernels write (one scale a tensor) and whose backward is quantized.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.fused.joined import JoinedBackward, JoinedForward
 from te_dynamo.operations.fused.quantized import NORMS
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class LayerNormLinear(JoinedForward, JoinedBackward):
     """z [..., N] = norm(x [..., K]) @ weight [N, K]^T (+ bias [N])."""
 
 
-def fuse_layer_norm_linear(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((NORMS, BasicLinear, Bias), (NORMS, BasicLinear))
+def fuse_layer_norm_linear(window: Window) -> Optional[FusedOperation]:
     """LayerNorm or RMSNorm, BasicLinear (, Bias) -> LayerNormLinear."""
-    found = sliding_window(ops, (NORMS, BasicLinear, Bias), _fused)
-    return sliding_window(found, (NORMS, BasicLinear), _fused)
-
-
-def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
     linear = window[1]
     quantized = linear.grad_output_quantizer() is not None and linear.input_quantizer().fused_producers
     return LayerNormLinear(window) if quantized else None

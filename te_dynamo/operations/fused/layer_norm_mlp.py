@@ -25,7 +25,6 @@ unquantized result. Without recompute, such recipes are left to the smaller fusi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, Optional
@@ -41,10 +40,9 @@ from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.fused.joined import JoinedBackward, JoinedForward, recomputes, without_wgrad
 from te_dynamo.operations.fused.quantized import NORMS, output_quantized
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.recipe import Recipe
 
 
 class LayerNormMLP(JoinedForward, JoinedBackward):
@@ -102,21 +100,19 @@ def layer_norm_mlp(recompute: Optional[str] = None) -> Fusion:
     te_dynamo.register_forward_backward_fusion(layer_norm_mlp(recompute="activation")).
     """
 
-    def fuse(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+    @fusion_of_windows(
+        *(
+            (NORMS, BasicLinear, *first, (Activation, Gated), BasicLinear, *second)
+            for first, second in product(((Bias,), ()), repeat=2)
+        )
+    )
+    def fuse(window: Window) -> Optional[FusedOperation]:
         """Norm, BasicLinear (, Bias), activation, BasicLinear (, Bias) -> LayerNormMLP."""
-        found = list(ops)
-        for first, second in product(((Bias,), ()), repeat=2):  # the longer first
-            types: Any = (NORMS, BasicLinear, *first, (Activation, Gated), BasicLinear, *second)
-            found = sliding_window(found, types, functools.partial(_fused, recompute))
-        return found
+        linears = [op for op in window if isinstance(op, BasicLinear)]
+        if any(linear.grad_output_quantizer() is None for linear in linears):
+            return None
+        has_kernels = all(linear.input_quantizer().fused_producers for linear in linears)
+        return LayerNormMLP(window, recompute) if has_kernels or recompute else None
 
     fuse.__qualname__ = f"layer_norm_mlp(recompute={recompute!r})"
     return fuse
-
-
-def _fused(recompute: Optional[str], window: tuple[Any, ...]) -> Optional[FusedOperation]:
-    linears: list[Any] = [op for op in window if isinstance(op, BasicLinear)]
-    if any(linear.grad_output_quantizer() is None for linear in linears):
-        return None
-    has_kernels = all(linear.input_quantizer().fused_producers for linear in linears)
-    return LayerNormMLP(window, recompute) if has_kernels or recompute else None

@@ -11,24 +11,18 @@ z is what the activation's backward reads, so it is written in any case; h is no
 that has one input and no extra ones.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Optional
-
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.linear import BasicLinear, Bias
 from te_dynamo.operations.fused.joined import JoinedForward
-from te_dynamo.operations.op import FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class ForwardLinearBiasActivation(JoinedForward):
     """y [..., N] = f(x [..., K] @ weight [N, K]^T + bias [N]); f the identity without a third operation."""
 
 
-def fuse_linear_bias_activation(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((BasicLinear, Bias, Activation), (BasicLinear, Bias))
+def fuse_linear_bias_activation(window: Window) -> FusedOperation:
     """BasicLinear, Bias (, activation) -> ForwardLinearBiasActivation, the longer first."""
-    found = sliding_window(ops, (BasicLinear, Bias, Activation), ForwardLinearBiasActivation)
-    return sliding_window(found, (BasicLinear, Bias), ForwardLinearBiasActivation)
+    return ForwardLinearBiasActivation(window)

@@ -10,24 +10,19 @@
 The sum is rounded once. Without the fusion, z is rounded before it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Optional
-
 from te_dynamo.operations.basic.extra import AddExtraInput
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
 from te_dynamo.operations.fused.joined import JoinedForward
-from te_dynamo.operations.op import FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
 class ForwardLinearScaleAdd(JoinedForward):
     """y [..., N] = scale * (x [..., K] @ weight [N, K]^T) + extra [..., N]."""
 
 
-def fuse_linear_scale_add(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((BasicLinear, ConstantScale, AddExtraInput))
+def fuse_linear_scale_add(window: Window) -> FusedOperation:
     """BasicLinear, ConstantScale, AddExtraInput -> ForwardLinearScaleAdd."""
-    return sliding_window(ops, (BasicLinear, ConstantScale, AddExtraInput), ForwardLinearScaleAdd)
+    return ForwardLinearScaleAdd(window)
