@@ -317,9 +317,10 @@ def _gated_product(value: fx.Node) -> _Gated | None:
 def _as_gated(node: fx.Node) -> _Gated | None:
     """`node` as the product f(gate) * up."""
     if calls(node, {_te.gated.default}):
-        gate, up, kind = node.args
-        _, op = _ACTIVATIONS.get(kind, (None, None))  # type: ignore[call-overload]
-        return None if op is None else (op, (gate, up), [node])  # type: ignore[return-value]
+        given: tuple[Any, ...] = node.args
+        _, op = _ACTIVATIONS.get(given[2], (None, None))
+        return None if op is None else (op, given[:2], [node])
+    gate: Any
     for f, up in factors(node):
         kind, gate, nodes = _activation_of(f) or ("sigmoid", None, ())
         _, op = _ACTIVATIONS[kind]

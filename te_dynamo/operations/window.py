@@ -36,7 +36,7 @@ def sliding_window(
 
 
 def fusion_of_windows(
-    *windows: Sequence[type | tuple[type, ...]],
+    *windows: Sequence[Any],
 ) -> Callable[[Callable[[Window], Optional[FusedOperation]]], Fusion]:
     """Makes a fusion of a function from a window of operations: what is put there, or None. Of several windows the first goes first."""
 

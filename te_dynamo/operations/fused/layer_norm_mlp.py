@@ -108,7 +108,7 @@ def layer_norm_mlp(recompute: Optional[str] = None) -> Fusion:
     )
     def fuse(window: Window) -> Optional[FusedOperation]:
         """Norm, BasicLinear (, Bias), activation, BasicLinear (, Bias) -> LayerNormMLP."""
-        linears = [op for op in window if isinstance(op, BasicLinear)]
+        linears: list[Any] = [op for op in window if isinstance(op, BasicLinear)]
         if any(linear.grad_output_quantizer() is None for linear in linears):
             return None
         has_kernels = all(linear.input_quantizer().fused_producers for linear in linears)
