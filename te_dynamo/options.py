@@ -7,9 +7,9 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from te_dynamo import recipe as recipes
 from te_dynamo._compat import sm_carveout
@@ -20,10 +20,6 @@ __all__ = ["UNSET", "Options"]
 
 UNSET: Any = object()
 """The default of a keyword whose option is then not given."""
-
-_CODEGENS = ("inductor", "eager")
-_WEIGHT_CACHES = (None, "step")
-_SAVED_WEIGHTS = (None, "original", "quantized")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +45,17 @@ class Options:
     inductor: options passed on to Inductor, a mode's included.
     """
 
-    recipe: Recipe | None
+    recipe: Recipe | None = dataclasses.field(default_factory=lambda: _default_recipe())
     rules: tuple[tuple[str, Recipe | None], ...] = ()
-    codegen: str = "inductor"
+    codegen: Literal["inductor", "eager"] = "inductor"
     fusions: bool | tuple[str, ...] = True
-    weight_cache: str | None = None
+    weight_cache: Literal["step"] | None = None
     weight_cache_check: bool = False
-    save_weights: str | None = None
+    save_weights: Literal["original", "quantized"] | None = None
     low_memory: bool = True
     regather: bool = False
     require_coverage: float = 0.0
-    sm_margin: int = 0
+    sm_margin: int = dataclasses.field(default_factory=sm_carveout)
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -67,34 +63,12 @@ class Options:
         """Checks and splits a user's options. Raises InvalidOptionError naming the wrong one and the nearest valid."""
         options = dict(options or {})
         inductor = _inductor_options(options, mode)
-        codegen = options.get("codegen", "inductor")
-        if codegen not in _CODEGENS:
-            raise InvalidOptionError.unknown("codegen", codegen, _CODEGENS)
-        weight_cache = options.get("weight_cache")
-        if weight_cache not in _WEIGHT_CACHES:
-            raise InvalidOptionError.unknown("weight_cache", weight_cache, _WEIGHT_CACHES)
-        save_weights = options.get("save_weights")
-        if save_weights not in _SAVED_WEIGHTS:
-            raise InvalidOptionError.unknown("save_weights", save_weights, _SAVED_WEIGHTS)
-        recipe = recipes.as_recipe(options["recipe"]) if "recipe" in options else _default_recipe()
-        rules, least = _rules(options.get("rules", ())), _share("require_coverage", options)
-        if is_disabled():
-            _warn_disabled()
-            recipe, rules, least = None, (), 0.0
-        return cls(
-            recipe=recipe,
-            rules=rules,
-            codegen=codegen,
-            fusions=_fusions(options.get("fusions", True)),
-            weight_cache=weight_cache,
-            weight_cache_check=_flag("weight_cache_check", options),
-            save_weights=save_weights,
-            low_memory=_flag("low_memory", options, default=True),
-            regather=_flag("regather", options),
-            require_coverage=least,
-            sm_margin=_margin(options.get("sm_margin")),
-            inductor=tuple(sorted(inductor.items())),
-        )
+        own = {name: _checked(name, value) for name, value in options.items() if name in OWN}
+        parsed = cls(**own, inductor=tuple(sorted(inductor.items())))
+        if not is_disabled():
+            return parsed
+        _warn_disabled()
+        return dataclasses.replace(parsed, recipe=None, rules=(), require_coverage=0.0)
 
     @property
     def max_autotune(self) -> bool:
@@ -119,6 +93,8 @@ class Options:
 
 OWN = tuple(field.name for field in dataclasses.fields(Options) if field.name != "inductor")
 """The names of the options that are not Inductor's."""
+
+_TYPES = get_type_hints(Options)
 
 
 def is_disabled() -> bool:
@@ -179,17 +155,15 @@ def _fusions(value: Any) -> bool | tuple[str, ...]:
     return tuple(value)
 
 
-def _flag(name: str, options: Mapping[str, Any], default: bool = False) -> bool:
-    value = options.get(name, default)
+def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value
 
 
-def _share(name: str, options: Mapping[str, Any]) -> float:
-    value = options.get(name, 0.0)
+def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise InvalidOptionError(f"te_dynamo: option {name!r} takes a share from 0 to 1, got {value!r}")
+        raise InvalidOptionError(f"te_dynamo: option 'require_coverage' takes a share from 0 to 1, got {value!r}")
     return float(value)
 
 
@@ -201,6 +175,34 @@ def _margin(value: Any) -> int:
             f"te_dynamo: option 'sm_margin' takes a number of multiprocessors or None, got {value!r}"
         )
     return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "recipe": recipes.as_recipe,
+    "rules": _rules,
+    "fusions": _fusions,
+    "require_coverage": _share,
+    "sm_margin": _margin,
+}
+"""Of the options that more is asked of than to be a flag, or one of a few words."""
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of an option of ours as `Options` holds it."""
+    wanted = _TYPES[name]
+    if name in _CHECKS:
+        return _CHECKS[name](value)
+    if wanted is bool:
+        return _flag(name, value)
+    if not _is_of(wanted, value):
+        raise InvalidOptionError.unknown(name, value, _choices(wanted))
+    return value
+
+
+def _choices(wanted: Any) -> list[Any]:
+    """The values of a Literal, or of one that may be None."""
+    parts = [wanted] if get_origin(wanted) is Literal else get_args(wanted)
+    return [choice for part in parts for choice in get_args(part) or (None,)]
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

@@ -273,7 +273,13 @@ def _backward_quarter(
     return quarter_codes(result, scale, DTYPE)
 
 
-@writes(y="KEEP_OUTPUT", dbias="PARTS", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
+@writes(
+    y="KEEP_OUTPUT",
+    dbias="PARTS",
+    data="ROWWISE",
+    transpose="COLUMNWISE",
+    scale_inv=lambda k: k.ROWWISE or k.COLUMNWISE,
+)
 @triton.jit
 def activation_write_kernel(
     dy,

@@ -79,7 +79,7 @@ def gated_amax_kernel(
     store_partial_amax(partials, bits)
 
 
-@writes(y="KEEP_OUTPUT", data="ROWWISE", transpose="COLUMNWISE", scale_inv="ROWWISE or COLUMNWISE")
+@writes(y="KEEP_OUTPUT", data="ROWWISE", transpose="COLUMNWISE", scale_inv=lambda k: k.ROWWISE or k.COLUMNWISE)
 @triton.jit
 def gated_write_kernel(
     gate,
@@ -175,7 +175,7 @@ def _backward_quarter(
     return quarter_codes(g, gate_scale, DTYPE), quarter_codes(u, up_scale, DTYPE)
 
 
-@writes("gate_partials", up_partials="not ONE_AMAX")
+@writes("gate_partials", up_partials=lambda k: not k.ONE_AMAX)
 @triton.jit
 def gated_backward_amax_kernel(
     dy,
@@ -212,13 +212,13 @@ def gated_backward_amax_kernel(
 
 @writes(
     dgate="KEEP_OUTPUT",
-    dup="KEEP_OUTPUT and GATE_HALF == -1",
+    dup=lambda k: k.KEEP_OUTPUT and k.GATE_HALF == -1,
     gate_data="ROWWISE",
     gate_transpose="COLUMNWISE",
-    gate_scale_inv="ROWWISE or COLUMNWISE",
-    up_data="ROWWISE and GATE_HALF == -1 and not STACKED",
-    up_transpose="COLUMNWISE and GATE_HALF == -1 and not STACKED",
-    up_scale_inv="(ROWWISE or COLUMNWISE) and GATE_HALF == -1 and not STACKED",
+    gate_scale_inv=lambda k: k.ROWWISE or k.COLUMNWISE,
+    up_data=lambda k: k.ROWWISE and k.GATE_HALF == -1 and not k.STACKED,
+    up_transpose=lambda k: k.COLUMNWISE and k.GATE_HALF == -1 and not k.STACKED,
+    up_scale_inv=lambda k: (k.ROWWISE or k.COLUMNWISE) and k.GATE_HALF == -1 and not k.STACKED,
 )
 @triton.jit
 def gated_backward_write_kernel(

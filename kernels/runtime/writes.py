@@ -8,16 +8,17 @@ true is tested against torch's analysis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def writes(*always: str, **sometimes: str) -> Callable[[T], T]:
+def writes(*always: str, **sometimes: str | Callable[[Any], bool]) -> Callable[[T], T]:
     """Marks a kernel: the tensors that it writes, always, or as its constants are.
 
-    sometimes: {tensor: an expression of the constants, as "ROWWISE and not STACKED"}. Where a tensor is not written, something else
-    may stand in for it. `updates` also names the tensors that the kernel reads as well.
+    sometimes: {tensor: a constant that has to be true, or a function of all arguments, as lambda k: k.ROWWISE and not k.STACKED}. Where a
+    tensor is not written, something else may stand in for it. `updates` also names the tensors that the kernel reads as well.
     """
 
     def mark(kernel: T) -> T:
@@ -50,5 +51,7 @@ def written(kernel: Any, arguments: Mapping[str, Any]) -> list[str] | None:
     return [name for name in kernel.arg_names if name in declared and _holds(declared[name], arguments)]
 
 
-def _holds(condition: str, arguments: Mapping[str, Any]) -> bool:
-    return not condition or bool(eval(condition, {"__builtins__": {}}, dict(arguments)))
+def _holds(condition: str | Callable[[Any], bool], arguments: Mapping[str, Any]) -> bool:
+    if callable(condition):
+        return bool(condition(SimpleNamespace(**arguments)))
+    return not condition or bool(arguments[condition])

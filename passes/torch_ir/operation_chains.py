@@ -31,6 +31,7 @@ from te_dynamo.operations import (
     GELU,
     GLU,
     QGEGLU,
+    QGELU,
     AddExtraInput,
     BasicLinear,
     Bias,
@@ -46,17 +47,25 @@ from te_dynamo.operations import (
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.run import Call
 from te_dynamo.options import Options
-from te_dynamo.passes.torch_ir.match.patterns import activation as spellings
-from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL, RELU, written_formula
+from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors
+from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, SIGMOID
 from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, called_norm, why_no_te_norm
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import written_norm
-from te_dynamo.passes.torch_ir.match.values import FLOATS, arguments, calls, fixed, left_as_plain, sole_user, tensor_of
+from te_dynamo.passes.torch_ir.match.values import (
+    FLOATS,
+    arguments,
+    calls,
+    fixed,
+    left_as_plain,
+    name_of,
+    sole_user,
+    tensor_of,
+)
 from te_dynamo.passes.torch_ir.match.where import linear_path
 
 _te = torch.ops.te
 _LINEAR = _te.linear.default
 _CHUNK = ({torch.chunk}, {"chunk"})
-_SIGMOID = ({torch.sigmoid, torch.nn.functional.sigmoid}, {"sigmoid"})
 
 
 @dataclasses.dataclass(eq=False)
@@ -242,7 +251,7 @@ def _te_norm(node: fx.Node) -> Norm | None:
     """A te norm that the matcher put in."""
     if not calls(node, {_te.rms_norm.default, _te.layer_norm.default}):
         return None
-    kind, output = node.target.__name__.partition(".")[0], sole_user(node)  # type: ignore[union-attr]
+    kind, output = name_of(node), sole_user(node)
     x, *rest = node.args
     weights = 1 if kind == "rms_norm" else 2
     return None if output is None else Norm(kind, x, tuple(rest[:weights]), tuple(rest[weights:]), (node, output))  # type: ignore[arg-type]
@@ -250,46 +259,45 @@ def _te_norm(node: fx.Node) -> Norm | None:
 
 # ---- activations
 
+_ACTIVATIONS: dict[str, tuple[BasicOperation | None, BasicOperation | None]] = {
+    "gelu": (GELU(), GEGLU()),
+    "gelu_tanh": (GELU("tanh"), GEGLU("tanh")),
+    "quick_gelu": (QGELU(), QGEGLU()),
+    "relu": (ReLU(), ReGLU()),
+    "relu2": (SReLU(), None),
+    "sigmoid": (None, GLU()),
+    "silu": (SiLU(), SwiGLU()),
+}
+"""Kind -> (the operation, its gated form)."""
+
+_LONGEST = 9
+"""No activation that is written out has more operations one after another."""
+
+_OF_TE = {_te.gelu.default, _te.quick_gelu.default, _te.silu.default, _te.relu.default, _te.relu2.default}
+
+
+def _activation_of(node: Any) -> tuple[str, Any, tuple[fx.Node, ...]] | None:
+    """(kind, x, nodes) of the activation that `node` ends: the matcher's, or as the user spells it."""
+    if calls(node, _OF_TE):
+        x, *approximate = node.args
+        return name_of(node) + "_tanh" * (approximate == ["tanh"]), x, (node,)
+    if calls(node, *SIGMOID) and len(node.args) == 1 and not node.kwargs:
+        return "sigmoid", node.args[0], (node,)
+    return activation_of(node)
+
 
 def _activation(node: fx.Node, x: fx.Node) -> Link | None:
-    """gelu, silu, relu or the square of relu, of x."""
-    op = _activation_op(node, x)
-    if op is None:
-        return None
-    nodes = [node]
-    square = sole_user(node)
-    formula = written_formula(square)
-    if formula is not None and formula.nodes == (node, square) and formula.kind == "relu2":
-        op, nodes = SReLU(), [node, square]
-    return Link([op], x, nodes[-1], nodes) if _same_kind(x, *nodes) else None
+    """The activation of x that `node` begins, the longest: the square of a relu is no relu."""
+    ends = [node]
+    while len(ends) < _LONGEST and (user := sole_user(ends[-1])) is not None:
+        ends.append(user)
+    for last in reversed(ends):
+        kind, of, nodes = _activation_of(last) or ("", None, ())
+        op = _ACTIVATIONS[kind][0] if of is x and node in nodes else None
+        if op is not None:
+            return Link([op], x, nodes[-1], list(nodes)) if _same_kind(x, *nodes) else None
+    return None
 
-
-def _activation_op(node: fx.Node, x: fx.Node) -> BasicOperation | None:
-    op: BasicOperation | None = None
-    if calls(node, {_te.gelu.default}):
-        op = GELU(str(node.args[1]))
-    elif calls(node, spellings.GELU):
-        op = GELU((arguments(node, "input", "approximate") or {}).get("approximate", "none"))
-    elif calls(node, {_te.silu.default} | spellings.SILU):
-        op = SiLU()
-    elif calls(node, {_te.relu.default} | RELU[0], RELU[1]):
-        op = ReLU()
-    elif calls(node, {_te.relu2.default}):
-        op = SReLU()
-    return None if node.all_input_nodes != [x] else op
-
-
-# ---- gated activations
-
-_GATED: dict[Any, BasicOperation] = {
-    "gelu": GEGLU(),
-    "gelu_tanh": GEGLU("tanh"),
-    "quick_gelu": QGEGLU(),
-    "relu": ReGLU(),
-    "sigmoid": GLU(),
-    "silu": SwiGLU(),
-}
-"""te.gated's kind -> the operation."""
 
 _Gated = tuple[BasicOperation, tuple[fx.Node, fx.Node], list[fx.Node]]
 """(operation, (gate, up), nodes)."""
@@ -309,32 +317,19 @@ def _gated_product(value: fx.Node) -> _Gated | None:
 def _as_gated(node: fx.Node) -> _Gated | None:
     """`node` as the product f(gate) * up."""
     if calls(node, {_te.gated.default}):
-        gate, up, kind = node.args
-        return (_GATED[kind], (gate, up), [node]) if kind in _GATED else None  # type: ignore[return-value]
-    if not calls(node, *MUL) or node.kwargs or len(node.args) != 2:
-        return None
-    for f, up in (node.args, node.args[::-1]):
-        if isinstance(f, fx.Node) and isinstance(up, fx.Node) and len(f.all_input_nodes) == 1:
-            (gate,) = f.all_input_nodes
-            op = None if gate is up else _gated_form(f, gate)
-            if (
-                op is not None
-                and sole_user(f) is node
-                and _same_kind(gate, up, f, node)
-                and _same_shape(gate, up, node)
-            ):
-                return op, (gate, up), [f, node]
+        given: tuple[Any, ...] = node.args
+        _, op = _ACTIVATIONS.get(given[2], (None, None))
+        return None if op is None else (op, given[:2], [node])
+    gate: Any
+    for f, up in factors(node):
+        kind, gate, nodes = _activation_of(f) or ("sigmoid", None, ())
+        _, op = _ACTIVATIONS[kind]
+        tensors = gate, up, *nodes, node
+        if op is None or nodes != (f,) or gate is up or sole_user(f) is not node:
+            continue
+        if _same_kind(*tensors) and _same_shape(gate, up, node):
+            return op, (gate, up), [f, node]
     return None
-
-
-def _gated_form(node: fx.Node, x: fx.Node) -> BasicOperation | None:
-    """The gated form of the activation that `node` is."""
-    if calls(node, *_SIGMOID) and node.args == (x,) and not node.kwargs:
-        return GLU()
-    op = _activation_op(node, x)
-    if isinstance(op, GELU):
-        return GEGLU(op.approximate)
-    return SwiGLU() if isinstance(op, SiLU) else ReGLU() if isinstance(op, ReLU) else None
 
 
 def _cast_of(value: fx.Node) -> Any:

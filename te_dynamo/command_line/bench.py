@@ -1,4 +1,4 @@
-"""`te-dynamo bench`: the time and memory of a model with te_dynamo and without, on this GPU."""
+"""`te-dynamo bench`: measure the time and memory of a model with te_dynamo and without, on this GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`te-dynamo calibrate`: measures what the rule of what FP8 costs asks of this GPU, and saves it."""
+"""`te-dynamo calibrate`: benchmark this GPU and save the result for the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`te-dynamo compare`: what each linear's recipe costs in accuracy."""
+"""`te-dynamo compare`: measure what each linear's recipe costs in accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`te-dynamo doctor`: versions, device, and how each recipe runs here."""
+"""`te-dynamo doctor`: show versions, the device, and how each recipe runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`te-dynamo explain`: what is made of a model, and why the rest is left alone."""
+"""`te-dynamo explain`: show which layers run in FP8, and why the others do not."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ it is imported for that command alone: --help, --version and a mistyped command 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import logging
 import os
@@ -15,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import te_dynamo
@@ -22,13 +24,7 @@ from te_dynamo.command_line.failure import Failure
 
 __all__ = ["main"]
 
-_COMMANDS = {
-    "explain": "show which layers run in FP8, and why the others do not",
-    "compare": "measure what each linear's recipe costs in accuracy",
-    "bench": "measure the time and memory of a model with te_dynamo and without, on this GPU",
-    "calibrate": "benchmark this GPU and save the result for the cost model",
-    "doctor": "show versions, the device, and how each recipe runs here",
-}
+_COMMANDS = ("explain", "compare", "bench", "calibrate", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,13 +56,20 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="te-dynamo", description="FP8, MXFP8 and NVFP4 for PyTorch models, through torch.compile.")
     parser.add_argument("--version", action="version", version=f"te-dynamo {te_dynamo.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, summary in _COMMANDS.items():
+    for name in _COMMANDS:
+        summary = _summary(name)
         subparser = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:
             command = import_module(f"te_dynamo.command_line.{name}")
             subparser.set_defaults(run=command.run)
             command.add(subparser)
     return parser
+
+
+def _summary(command: str) -> str:
+    """What the docstring of a command's file says behind its name."""
+    source = Path(__file__).with_name(f"{command}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
 @contextlib.contextmanager

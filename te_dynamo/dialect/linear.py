@@ -28,8 +28,8 @@ from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm import add_bias, bias_grad
-from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.dialect.multiply import Operand, multiply
+from te_dynamo.errors import InputError
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer, check_linear
@@ -241,6 +241,37 @@ def _with_leading(product: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return product if like.dim() == 2 else product.reshape(*like.shape[:-1], product.shape[-1])
 
 
+def linear_forward_fake(
+    x: TensorProto, weight: TensorProto, bias: Optional[Sequence[int]], config: LinearConfig
+) -> tuple[TensorProto, list[TensorProto]]:
+    """`linear_forward` over protos and the bias's shape: (out, saved), a proto for each operand that is saved quantized.
+
+    Raises InputError for shapes that no linear has.
+    """
+    transposed = config.weight_transposed
+    _check_shapes(x.shape, weight.shape, transposed, None if bias is None else tuple(bias))
+    out = TensorProto((*x.shape[:-1], weight.shape[1 if transposed else 0]), x.dtype, device=x.device)
+    saved = []
+    if config.grad_output_quantizer is not None:
+        if config.weight_requires_grad:
+            saved.append(TensorProto(x.shape, x.dtype, config.input_quantizer, device=x.device))
+            saved[-1].update_usage(rowwise_usage=False, columnwise_usage=True)
+        if config.input_requires_grad:
+            saved.append(TensorProto(weight.shape, weight.dtype, config.weight_quantizer, device=weight.device))
+            saved[-1].update_usage(rowwise_usage=transposed, columnwise_usage=not transposed)
+    return out, saved
+
+
+def _check_shapes(
+    x: tuple[int, ...], weight: tuple[int, ...], transposed: bool, bias: Optional[tuple[int, ...]]
+) -> None:
+    n_k = weight[::-1] if transposed else weight
+    if len(weight) != 2 or not x or x[-1] != n_k[1] or bias not in (None, n_k[:1]):
+        stored = "[K, N]" if transposed else "[N, K]"
+        given = "" if bias is None else f" and a bias of {bias}"
+        raise InputError(f"linear: expected x [..., K], a weight {stored} and a bias [N], got {x}, {weight}{given}")
+
+
 def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_input_grad: tuple[bool, ...]) -> None:
     """What backward needs beside the saved tensors; runs once, on fake tensors under the compiler."""
     config = fwd_args.config
@@ -415,8 +446,7 @@ def _fake(
     config: LinearConfig,
     workspace: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    protos = (to_tensor_proto(x), weight, None if bias is None else to_tensor_proto(bias))
-    out, saved = linear_forward_fake(LinearFwdProtos(*protos, config))
+    out, saved = linear_forward_fake(to_tensor_proto(x), weight, None if bias is None else bias.shape, config)
     if workspace and config.input_requires_grad and config.grad_output_quantizer is not None:
         saved.pop()  # the weight's, an alias
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]

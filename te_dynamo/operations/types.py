@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -31,3 +31,6 @@ FuserFake = tuple[TensorProto, list[Protos], list[list[Optional[TensorProto]]]]
 
 FuserBackward = tuple[Optional[torch.Tensor], list[Grads], list[Grads]]
 """(grad of the input, grads of the parameters, of the extra inputs), the last two with an entry for each basic operation."""
+
+TeCall = tuple[torch._ops.OpOverload, tuple[Any, ...]]
+"""A `te::` operation and its arguments."""

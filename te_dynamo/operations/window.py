@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from te_dynamo.operations.op import FusibleOperation
+from te_dynamo.fusion_registry import Fusion
+from te_dynamo.operations.op import FusedOperation, FusibleOperation
+from te_dynamo.recipe import Recipe
+
+Window = tuple[Any, ...]
+"""Operations that stand next to one another, of the types that were asked for."""
 
 
 def sliding_window(
@@ -27,6 +33,25 @@ def sliding_window(
         result.append(rest[0] if fused is None else fused)
         rest = rest[1 if fused is None else len(types) :]
     return result
+
+
+def fusion_of_windows(
+    *windows: Sequence[Any],
+) -> Callable[[Callable[[Window], Optional[FusedOperation]]], Fusion]:
+    """Makes a fusion of a function from a window of operations: what is put there, or None. Of several windows the first goes first."""
+
+    def decorate(function: Callable[[Window], Optional[FusedOperation]]) -> Fusion:
+        def fuse(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+            found = list(ops)
+            for types in windows:
+                found = sliding_window(found, types, function)
+            return found
+
+        functools.update_wrapper(fuse, function)
+        del fuse.__wrapped__  # type: ignore[attr-defined]  # its signature is another
+        return fuse
+
+    return decorate
 
 
 def _is_of(op: FusibleOperation, types: type | tuple[type, ...]) -> bool:

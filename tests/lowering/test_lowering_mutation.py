@@ -100,7 +100,7 @@ def test_kernels_write_what_they_say() -> None:
 
 def test_what_a_kernel_says() -> None:
     kernel = SimpleNamespace(arg_names=["x", "data", "scale", "y", "c"])
-    writes("c", data="ROWWISE", y="not QUANTIZE", scale="ROWWISE or COLUMNWISE")(kernel)
+    writes("c", data="ROWWISE", y=lambda k: not k.QUANTIZE, scale=lambda k: k.ROWWISE or k.COLUMNWISE)(kernel)
     flags = {"ROWWISE": False, "COLUMNWISE": 1, "QUANTIZE": False}
     tensors = dict.fromkeys(kernel.arg_names)
     assert written(kernel, {**tensors, **flags}) == ["scale", "y", "c"]

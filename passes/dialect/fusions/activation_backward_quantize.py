@@ -26,8 +26,8 @@ from te_dynamo.dialect.activation import activation_backward, activation_backwar
 from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
+from te_dynamo.passes.dialect.graph import calls, item_users
 
 __all__ = ["fuse_activation_backward_quantize", "fuse_gated_backward_quantize"]
 
@@ -40,16 +40,8 @@ def fuse_activation_backward_quantize(graph: Graph) -> int:
         if quantized is None:
             continue
         sums = next((user for user in node.users if user.target is bias_grad), None)
-        keep_output = bool(other_readers(node, quantized, sums))
-        args = (*node.args, quantized.args[1], keep_output, sums is not None)
-        fused = call_like(graph, activation_backward_quantize, args, node)
-        take_over(graph, fused, keep_output + (sums is not None), quantized)
-        if sums is not None:
-            read_item(fused, int(keep_output), [sums])
-        if keep_output:
-            read_item(fused, 0, [node])
-        else:
-            graph.erase_node(node)
+        others = [[sums]] if sums is not None else []
+        fuse_producer(node, activation_backward_quantize, [node], [quantized], node.args, (sums is not None,), others)
         fired += 1
     return fired
 
@@ -65,18 +57,8 @@ def fuse_gated_backward_quantize(graph: Graph) -> int:
         quantized = _quantized_together(gradients)
         if quantized is None:
             continue
-        keep_output = any(other_readers(gradient, *quantized) for gradient in gradients)
-        args = (*node.args, quantized[0].args[1], keep_output, quantized[0].target is quantize_stacked)
-        fused = call_like(graph, gated_backward_quantize, args, node)
-        position = 2 * keep_output
-        for one in quantized:
-            position = take_over(graph, fused, position, one)
-        for index, gradient in enumerate(gradients):
-            if keep_output:
-                read_item(fused, index, [gradient])
-            else:
-                graph.erase_node(gradient)
-        graph.erase_node(node)
+        stacked = quantized[0].target is quantize_stacked
+        fuse_producer(node, gated_backward_quantize, gradients, quantized, node.args, (stacked,))
         fired += 1
     return fired
 

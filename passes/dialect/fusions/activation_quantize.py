@@ -11,29 +11,20 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from te_dynamo.dialect.activation import activation, activation_quantize
-from te_dynamo.dialect.gated import gated, gated_quantize
-from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.dialect.graph import call_like, calls, read_item
+from te_dynamo.dialect.producers import ACTIVATIONS
+from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
+from te_dynamo.passes.dialect.graph import calls
 
 __all__ = ["fuse_activation_quantize"]
-
-_FUSED = {activation: activation_quantize, gated: gated_quantize}
 
 
 def fuse_activation_quantize(graph: Graph) -> int:
     """te.activation or te.gated + te.quantize -> one operation."""
     fired = 0
-    for node in calls(graph, *_FUSED):
+    for node in calls(graph, *ACTIVATIONS):
         quantized = quantize_of(node)
         if quantized is None:
             continue
-        keep_output = bool(other_readers(node, quantized))
-        fused = call_like(graph, _FUSED[node.target], (*node.args, quantized.args[1], keep_output), node)
-        take_over(graph, fused, int(keep_output), quantized)
-        if keep_output:
-            read_item(fused, 0, [node])
-        else:
-            graph.erase_node(node)
+        fuse_producer(node, ACTIVATIONS[node.target], [node], [quantized], node.args)
         fired += 1
     return fired

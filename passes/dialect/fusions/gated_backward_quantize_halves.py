@@ -18,8 +18,8 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize_halves
-from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
+from te_dynamo.passes.dialect.graph import calls, item_users
 
 __all__ = ["fuse_gated_backward_quantize_halves"]
 
@@ -35,17 +35,8 @@ def fuse_gated_backward_quantize_halves(graph: Graph) -> int:
         if joined is None or quantized is None:
             continue
         grad, gradients = joined
-        keep_output = bool(other_readers(grad, quantized))
-        args = (*node.args, quantized.args[1], keep_output, gradients[0].args[1] == 0)
-        fused = call_like(graph, gated_backward_quantize_halves, args, node)
-        take_over(graph, fused, int(keep_output), quantized)
-        if keep_output:
-            read_item(fused, 0, [grad])
-        else:
-            graph.erase_node(grad)
-        for gradient in gradients:
-            graph.erase_node(gradient)
-        graph.erase_node(node)
+        gate_first = gradients[0].args[1] == 0
+        fuse_producer(node, gated_backward_quantize_halves, [grad], [quantized], node.args, (gate_first,))
         fired += 1
     return fired
 

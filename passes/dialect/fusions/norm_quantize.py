@@ -23,24 +23,17 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.memory import CASTS
-from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from te_dynamo.dialect.norm_modulate import layer_norm_modulate, layer_norm_modulate_quantize
-from te_dynamo.passes.dialect.fusions.producer import other_readers, quantize_of, take_over
-from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+from te_dynamo.dialect.producers import NORMS
+from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
+from te_dynamo.passes.dialect.graph import calls, item_users
 
 __all__ = ["fuse_norm_quantize"]
-
-_FUSED = {
-    rms_norm: rms_norm_quantize,
-    layer_norm: layer_norm_quantize,
-    layer_norm_modulate: layer_norm_modulate_quantize,
-}
 
 
 def fuse_norm_quantize(graph: Graph) -> int:
     """te.rms_norm, te.layer_norm or te.layer_norm_modulate + te.quantize -> one operation."""
     fired = 0
-    for node in calls(graph, *_FUSED):
+    for node in calls(graph, *NORMS):
         results = item_users(node)
         outputs = results.get(0, [])
         quantized = quantize_of(outputs[0]) if len(outputs) == 1 else None
@@ -48,20 +41,8 @@ def fuse_norm_quantize(graph: Graph) -> int:
         quantized = quantized or (rounded and quantize_of(rounded))
         if quantized is None:
             continue
-        keep_output = bool(other_readers(outputs[0], rounded or quantized))
-        fused = call_like(graph, _FUSED[node.target], _arguments(node, quantized, keep_output, rounded), node)
-        statistics = len(node.meta["val"]) - 1
-        take_over(graph, fused, keep_output + statistics, quantized)
-        if rounded is not None:
-            graph.erase_node(rounded)
-        for index, readers in results.items():
-            if index > 0:
-                read_item(fused, keep_output + index - 1, readers)
-        if keep_output:
-            read_item(fused, 0, outputs)
-        else:
-            graph.erase_node(outputs[0])
-        graph.erase_node(node)
+        statistics = [results.get(index, []) for index in range(1, len(node.meta["val"]))]
+        fuse_producer(node, NORMS[node.target], outputs, [quantized], *_arguments(node, rounded), statistics)
         fired += 1
     return fired
 
@@ -74,11 +55,11 @@ def _rounded_for_quantize(y: Node) -> Node | None:
     return casts[0] if len(casts) == 1 and y.meta["val"].dtype == torch.float32 else None
 
 
-def _arguments(node: Node, quantized: Node, keep_output: bool, rounded: Node | None) -> tuple[Any, ...]:
-    """Those of the fused operation: the norm's dtype, where it is not x's, goes behind the quantizer."""
+def _arguments(node: Node, rounded: Node | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(those of the norm, its dtype where it is not x's and that of what is quantized), the second behind the quantizer."""
     assert isinstance(node.target, torch._ops.OpOverload)
     required = sum(not argument.has_default_value() for argument in node.target._schema.arguments)
     dtypes: tuple[Any, ...] = tuple(node.args[required:])
     if rounded is not None:
         dtypes = (*(dtypes or (None,)), rounded.meta["val"].dtype)
-    return (*node.args[:required], quantized.args[1], keep_output, *dtypes)
+    return node.args[:required], dtypes

@@ -42,7 +42,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
 )
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, is_parameter, product_of
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared
-from te_dynamo.passes.torch_ir.match.values import tensor_of
+from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.where import linear_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.tensor import QuantizedTensor
@@ -225,12 +225,12 @@ def _launches(node: fx.Node, made: set[fx.Node]) -> int:
     if out is not None and out._is_view():
         made.update([node] if reads_product else [])
         return 0
-    if _PRODUCTS.search(_name(node)):
+    if _PRODUCTS.search(name_of(node)):
         made.add(node)
         return 1
     given = max((_count(local_of(v)) for n in node.all_input_nodes if (v := tensor_of(n)) is not None), default=0)
     reduces = out is not None and 0 < _count(local_of(out)) < given
-    return int(reduces or reads_product or bool(_REDUCING.search(_name(node))))
+    return int(reduces or reads_product or bool(_REDUCING.search(name_of(node))))
 
 
 def _runs(part: Region) -> int:
@@ -262,7 +262,7 @@ def _other_us(node: fx.Node, rates: Rates) -> float | None:
     """us on the GPU of what is no linear, in forward; None where nobody knows."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
         return None
-    name, out = _name(node), local_of(tensor_of(node))
+    name, out = name_of(node), local_of(tensor_of(node))
     given = [local_of(v) for n in node.all_input_nodes if (v := tensor_of(n)) is not None]
     if _UNKNOWN.search(name):
         return None
@@ -274,10 +274,6 @@ def _other_us(node: fx.Node, rates: Rates) -> float | None:
         flops = 4 * _count(given[0]) * tokens if "attention" in name else 2 * _count(out) * depth
     nbytes = sum(_count(tensor) * tensor.itemsize for tensor in (out, *given))
     return flops / BF16_FLOPS_PER_US / rates.bf16 + nbytes / BYTES_PER_US / rates.quantizing
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _count(tensor: torch.Tensor) -> int:

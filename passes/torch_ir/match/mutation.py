@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.memory import CHANGED_BY, Memory, memory_of, note_body, note_graph, share
-from te_dynamo.passes.torch_ir.match.values import tensor_of
-from te_dynamo.passes.torch_ir.match.writes import changes_form, name_of, written_by
+from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
+from te_dynamo.passes.torch_ir.match.writes import changes_form, written_by
 from te_dynamo.passes.torch_ir.regions import regions
 
 __all__ = ["facts_known", "reads_through", "refuses", "written_inputs"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.values import tensor_of
+from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 
 __all__ = ["Origin", "is_module_parameter", "origin_of", "origins_known", "parameters_below"]
 
@@ -71,15 +71,9 @@ def _origin(node: fx.Node, operands: list[Origin]) -> Origin:
         constant = node.op == "get_attr" or "_buffers_" in str(node.target) or tensor_of(node) is None
         return Origin.CONSTANT if constant else Origin.INPUT
     found = max(operands, default=Origin.CONSTANT)
-    if found is Origin.PARAMETER and _name(node) in _PRODUCTS:
+    if found is Origin.PARAMETER and name_of(node) in _PRODUCTS:
         return Origin.PRODUCT
     return found
-
-
-def _name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.partition("::")[2]
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_module_parameter(node: fx.Node | None) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "fixed",
     "is_number",
     "left_as_plain",
+    "name_of",
     "number",
     "quantized_of",
     "replace",
@@ -67,6 +68,14 @@ def calls(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[st
     return spells(node, functions, methods) and CHANGED_BY not in node.meta
 
 
+def name_of(node: fx.Node) -> str:
+    """What a node calls, as the user's line spells it: "add_" of aten.add_.Tensor."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
 def spells(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[str] | set[str] = frozenset()) -> bool:
     """Whether a node calls one of these functions or tensor methods, or the aten operation of that name, as a module that
     torch.export made does."""
@@ -77,7 +86,7 @@ def spells(node: Any, functions: frozenset[Any] | set[Any], methods: frozenset[s
     if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
-        name = node.target.overloadpacket.__name__
+        name = name_of(node)
         return node.target in functions or name in methods or any(getattr(f, "__name__", "") == name for f in functions)
     return node.target in functions
 

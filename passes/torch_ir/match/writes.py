@@ -23,9 +23,10 @@ from torch import fx
 
 from te_dynamo._compat import REDISTRIBUTE, SAME_SHARDS
 from te_dynamo.passes.torch_ir.match.memory import memory_of, share
+from te_dynamo.passes.torch_ir.match.values import name_of
 from te_dynamo.passes.torch_ir.regions import bodies_of, has_operands
 
-__all__ = ["changes_form", "name_of", "written_by"]
+__all__ = ["changes_form", "written_by"]
 
 _AUGMENTED = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -76,14 +77,6 @@ def changes_form(node: fx.Node) -> bool:
     """Whether it changes the size, the strides or the storage of what it writes: its fake value is the one after that, and says nothing
     of what came before."""
     return name_of(node) in _FORMS or any(torch.Tag.inplace_view in op.tags for op in _overloads(node))
-
-
-def name_of(node: fx.Node) -> str:
-    """What a node calls, as the user's line spells it: "add_" of aten.add_.Tensor."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 # --- who is known

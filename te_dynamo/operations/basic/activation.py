@@ -24,9 +24,14 @@ class Activation(SavesAll, abstract=True):
         """What te.activation calls f: the class's `name`, unless a setting decides."""
         return self.name
 
+    def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
+        """f(x)."""
+        return activation, (x.contiguous(), self.kind())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """f(x)."""
-        return activation(x.contiguous(), self.kind())
+        function, arguments = self.call(x, ())
+        return function(*arguments)
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dy * f'(x)."""

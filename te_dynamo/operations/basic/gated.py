@@ -29,9 +29,14 @@ class Gated(SavesAll, abstract=True):
         """What te.gated calls f: the class's `name`, unless a setting decides."""
         return self.name
 
+    def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
+        """y of x."""
+        return gated, (*x.chunk(2, -1), self.kind())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y of x."""
-        return gated(*x.chunk(2, -1), self.kind())
+        function, arguments = self.call(x, ())
+        return function(*arguments)
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dx = [dy * b * f'(a), dy * f(a)]."""

@@ -13,6 +13,7 @@ from te_dynamo.dialect.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearConfig,
     GroupedLinearFwdArgs,
+    grouped_backward_products,
     grouped_linear_backward,
     grouped_linear_forward,
     grouped_linear_forward_fake,
@@ -146,6 +147,11 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
         else:
             dx, dweight = grouped_linear_backward(args, grad_output)
         return dx, [(dweight,)], [(None,)]
+
+    def products(self, ctx: OperationContext, dy_buffers: list[torch.Tensor]) -> types.Backward:
+        """(dx, (dweight,)) of a dy that is quantized, as both of its products need it."""
+        dx, dweight = grouped_backward_products(self.backward_args(ctx), dy_buffers)
+        return dx, (dweight,)
 
     def backward_args(self, ctx: OperationContext) -> GroupedLinearBwdArgs:
         """What te.grouped_linear's helpers need of a context with saved tensors; without a config in high precision."""

@@ -12,19 +12,19 @@ from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.linear import (
     LinearBwdArgs,
     LinearConfig,
-    LinearFwdArgs,
+    backward_products,
     forward_product,
     linear_backward,
-    quantize_operands,
+    linear_forward_fake,
     saved_operands,
 )
-from te_dynamo.dialect.linear_fake import LinearFwdProtos, linear_forward_fake
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations import types
 from te_dynamo.operations.checks import check_settings, check_width
 from te_dynamo.operations.context import OperationContext, RequiresGrad
 from te_dynamo.operations.op import BasicOperation, Parameter
 from te_dynamo.operations.saves import SavesAll
+from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor_proto import TensorProto, buffer_protos
 from te_dynamo.recipe import Recipe
@@ -97,15 +97,20 @@ class BasicLinear(SavesAll):
         bias: Optional[torch.Tensor],
         requires_grad: RequiresGrad,
         addend: Optional[torch.Tensor] = None,
+        x_buffers: Optional[list[torch.Tensor]] = None,
     ) -> types.Forward:
-        """(output, tensors to save), a bias in the GEMM's epilogue, and then an addend of the output's shape."""
+        """(output, tensors to save), a bias in the GEMM's epilogue, and then an addend of the output's shape.
+
+        x_buffers: those of the input, where it is quantized already; of `input` the dtype and the leading sizes are then read alone.
+        """
         config = self.config(requires_grad)
         if config is None:
             bias = None if bias is None else bias.to(input.dtype)
             output = torch.nn.functional.linear(input, weight.to(input.dtype), bias)
             output = output if addend is None else output.add_(addend)
             return output, self._unquantized(input, weight, requires_grad)
-        operands = quantize_operands(LinearFwdArgs(input, weight, None, config))
+        x_buffers = x_buffers or quantize_tensor(input.contiguous(), config.input_quantizer)
+        operands = x_buffers, quantize_tensor(weight.contiguous(), config.weight_quantizer)
         if addend is not None and addend.dim() != 2:
             addend = addend.reshape(-1, self.out_features)
         output = forward_product(config, *operands, input.dtype, bias, addend)
@@ -122,7 +127,7 @@ class BasicLinear(SavesAll):
         if config is None:
             output = TensorProto((*input.shape[:-1], self.out_features), input.dtype, device=input.device)
             return output, self._unquantized(input, weight, requires_grad)
-        output, saved = linear_forward_fake(LinearFwdProtos(input, weight, None, config))
+        output, saved = linear_forward_fake(input, weight, None, config)
         if config.grad_output_quantizer is None:
             return output, self._unquantized(input, weight, requires_grad)
         return output, [buffer for proto in saved for buffer in buffer_protos(proto)]
@@ -144,6 +149,11 @@ class BasicLinear(SavesAll):
             return dx if dx is None or addend is None else dx.add_(addend), dweights
         dx, dweight, _ = linear_backward(args, grad_output, addend)
         return dx, (dweight,)
+
+    def products(self, ctx: OperationContext, dy_buffers: list[torch.Tensor]) -> types.Backward:
+        """`backward` of a dy that is quantized, as both of its products need it."""
+        dx, dweight = backward_products(self.backward_args(ctx), dy_buffers)
+        return dx if dx is None or len(ctx.input.shape) == 2 else dx.reshape(ctx.input.shape), (dweight,)
 
     def backward_args(self, ctx: OperationContext) -> LinearBwdArgs:
         """What te.linear's helpers read in backward; `config` is None in high precision."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -28,6 +28,15 @@ class _OfFeatures(SavesAll, abstract=True):
     def check_input(self, input: TensorProto) -> None:
         check_width(self, input.shape, self.features)
 
+    def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
+        """(y, statistics)."""
+        raise NotImplementedError
+
+    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
+        function, arguments = self.call(input, params)
+        output, *statistics = function(*arguments)
+        return output, [input, params[0], *statistics]
+
 
 class LayerNorm(_OfFeatures):
     """y = (x - mean) * rsqrt(var + eps) * weight + bias, [..., features]. Saves x, the weight, mean and rstd."""
@@ -38,10 +47,8 @@ class LayerNorm(_OfFeatures):
         shape = (self.features,)
         return Parameter("weight", shape, torch.nn.init.ones_), Parameter("bias", shape, torch.nn.init.zeros_)
 
-    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
-        weight, bias = params
-        output, mean, rstd = layer_norm(input.contiguous(), weight, bias, self.eps)
-        return output, [input, weight, mean, rstd]
+    def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
+        return layer_norm, (x.contiguous(), *params, self.eps)
 
     def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         output = TensorProto(input.shape, input.dtype, device=input.device)
@@ -70,10 +77,8 @@ class RMSNorm(_OfFeatures):
         init = torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_
         return (Parameter("weight", (self.features,), init),)
 
-    def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
-        (weight,) = params
-        output, rstd = rms_norm(input.contiguous(), weight, self.eps, self.cast_before_weight, self.zero_centered)
-        return output, [input, weight, rstd]
+    def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
+        return rms_norm, (x.contiguous(), *params, self.eps, self.cast_before_weight, self.zero_centered)
 
     def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         output = TensorProto(input.shape, input.dtype, device=input.device)
@@ -85,6 +90,13 @@ class RMSNorm(_OfFeatures):
         needs = (ctx.requires_grad.input, *ctx.requires_grad.params)
         dx, dweight = rms_norm_gradients(grad_output, x, weight, rstd, self.zero_centered, needs)
         return dx, (dweight,)
+
+    def backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor, addend: Optional[torch.Tensor]
+    ) -> types.Backward:
+        """`op_backward` with an addend of dx's shape."""
+        dx, dweights = self.op_backward(ctx, grad_output)
+        return dx if dx is None or addend is None else dx.add_(addend), dweights
 
 
 class L2Normalization(SavesAll):

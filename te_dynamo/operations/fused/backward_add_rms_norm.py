@@ -8,35 +8,18 @@
 The norms' backward is made of aten operations. When compiled, all of it is one kernel.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Optional
-
-import torch
-
-from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import MakeExtraOutput
 from te_dynamo.operations.basic.norm import RMSNorm
-from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.fused.joined import JoinedBackward
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
-class BackwardAddRMSNorm(FusedOperation):
+class BackwardAddRMSNorm(JoinedBackward):
     """dx [..., features] of RMSNorm, plus dextra, and dweight [features]."""
 
-    def fuser_backward(
-        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Sequence[types.Grads]
-    ) -> types.FuserBackward:
-        (grad_extra,) = grad_extra_outputs[0]
-        dx, of_params = self.ops[1].op_backward(ctxs[1], grad_output)
-        if dx is not None and grad_extra is not None:
-            dx = dx.add_(grad_extra)
-        return dx, [(), of_params], [(), ()]
 
-
-def fuse_backward_add_rms_norm(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((MakeExtraOutput, RMSNorm))
+def fuse_backward_add_rms_norm(window: Window) -> FusedOperation:
     """MakeExtraOutput, RMSNorm -> BackwardAddRMSNorm."""
-    return sliding_window(ops, (MakeExtraOutput, RMSNorm), BackwardAddRMSNorm)
+    return BackwardAddRMSNorm(window)

@@ -8,35 +8,18 @@
 Without a gradient of the extra output, dx is as it is. Recipes other than current scaling add in a pass of its own, as in forward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Optional
-
-import torch
-
-from te_dynamo.operations import types
 from te_dynamo.operations.basic.extra import MakeExtraOutput
 from te_dynamo.operations.basic.linear import BasicLinear
-from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.fused.joined import JoinedBackward
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
-class BackwardLinearAdd(FusedOperation):
+class BackwardLinearAdd(JoinedBackward):
     """dx [..., K] = dy [..., N] @ weight [N, K] + dextra [..., K], and dweight [N, K]."""
 
-    def fuser_backward(
-        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Sequence[types.Grads]
-    ) -> types.FuserBackward:
-        linear = self.ops[1]
-        assert isinstance(linear, BasicLinear)
-        (grad_extra,) = grad_extra_outputs[0]
-        dx, of_params = linear.backward(ctxs[1], grad_output, grad_extra)
-        return dx, [(), of_params], [(), ()]
 
-
-def fuse_backward_linear_add(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((MakeExtraOutput, BasicLinear))
+def fuse_backward_linear_add(window: Window) -> FusedOperation:
     """MakeExtraOutput, BasicLinear -> BackwardLinearAdd."""
-    return sliding_window(ops, (MakeExtraOutput, BasicLinear), BackwardLinearAdd)
+    return BackwardLinearAdd(window)

@@ -12,48 +12,21 @@ This saves one pass over dy. It is for recipes with one scale a tensor, because 
 not rounded before it is quantized. So where the scale is no power of two, values at a rounding boundary may round to the other side.
 """
 
-from __future__ import annotations
+from typing import Optional
 
-from collections.abc import Sequence
-from typing import Any, Optional
-
-import torch
-
-from te_dynamo.dialect.linear import backward_products, grad_output_quantizer
-from te_dynamo.operations import types
 from te_dynamo.operations.basic.linear import BasicLinear
 from te_dynamo.operations.basic.shape import ConstantScale
-from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.fused.backward_chain import backward_chain
-from te_dynamo.operations.op import FusedOperation, FusibleOperation
-from te_dynamo.operations.window import sliding_window
-from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.recipe import Recipe
+from te_dynamo.operations.fused.joined import JoinedBackward
+from te_dynamo.operations.op import FusedOperation
+from te_dynamo.operations.window import Window, fusion_of_windows
 
 
-class BackwardLinearScale(FusedOperation):
+class BackwardLinearScale(JoinedBackward):
     """dx [..., K] and dweight [N, K] of y = scale * (x @ weight^T) from dy [..., N]."""
 
-    def fuser_backward(
-        self, ctxs: Sequence[OperationContext], grad_output: torch.Tensor, grad_extra_outputs: Any
-    ) -> types.FuserBackward:
-        linear, scale = self.ops
-        assert isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale)
-        if not ctxs[0].requires_grad.any():
-            return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
-        args = linear.backward_args(ctxs[0])
-        *data, scale_inv = quantize_tensor(grad_output.contiguous(), grad_output_quantizer(args))
-        dx, dweight = backward_products(args, [*data, scale_inv * scale.scale])
-        if dx is not None:
-            dx = dx.reshape(ctxs[0].input.shape)
-        return dx, [(dweight,), ()], [(), ()]
 
-
-def fuse_backward_linear_scale(ops: Sequence[FusibleOperation], *, recipe: Optional[Recipe]) -> list[FusibleOperation]:
+@fusion_of_windows((BasicLinear, ConstantScale))
+def fuse_backward_linear_scale(window: Window) -> Optional[FusedOperation]:
     """BasicLinear, ConstantScale -> BackwardLinearScale where the linear takes its dy in current scaling."""
-    return sliding_window(ops, (BasicLinear, ConstantScale), _fused)
-
-
-def _fused(window: tuple[Any, ...]) -> Optional[FusedOperation]:
     dy = window[0].grad_output_quantizer()
     return BackwardLinearScale(window) if dy is not None and dy.one_scale else None

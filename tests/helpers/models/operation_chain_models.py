@@ -10,7 +10,7 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo.operations import FusedOperation, sliding_window
-from te_dynamo.operations.fused.backward_chain import backward_chain
+from te_dynamo.operations.fused.joined import joined_backward
 
 WIDTH = 32
 EAGER = {"codegen": "eager", "recipe": te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)}
@@ -38,14 +38,14 @@ class Whole(FusedOperation):
         return super().fuser_forward_fake(input, params, extra_inputs, **keywords)
 
     def fuser_backward(self, ctxs, grad_output, grad_extra_outputs):
-        return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
+        return joined_backward(self.ops, ctxs, grad_output, grad_extra_outputs)
 
 
 class WholeBackward(FusedOperation):
     """Its operations one after another, backward."""
 
     def fuser_backward(self, ctxs, grad_output, grad_extra_outputs):
-        return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
+        return joined_backward(self.ops, ctxs, grad_output, grad_extra_outputs)
 
 
 @contextlib.contextmanager

@@ -110,6 +110,7 @@ MATCHED: dict[str, Callable[[Weights, Tensor], Tensor]] = {
     "inner method": lambda m, x: x.inner(m.nk),
     "linalg": lambda m, x: torch.linalg.matmul(x, m.kn),
     "aten.mm": lambda m, x: torch.ops.aten.mm(x[0], m.kn),
+    "aten.mm by names": lambda m, x: torch.ops.aten.mm.default(x[0], mat2=m.kn),
     "aten.linear": lambda m, x: torch.ops.aten.linear(x, m.nk, m.bias),
     "aten.addmm": lambda m, x: torch.ops.aten.addmm(m.bias, x[0], m.kn),
     "a part": lambda m, x: x @ m.both[1],

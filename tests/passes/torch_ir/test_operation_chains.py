@@ -27,6 +27,7 @@ import te_dynamo
 from te_dynamo.operations import (
     GEGLU,
     GELU,
+    QGELU,
     AddExtraInput,
     BasicLinear,
     Bias,
@@ -104,6 +105,24 @@ def test_a_backward_fusion_of_a_norm_and_a_linear():
     assert [type(group.op).__name__ for group in program.forward] == ["RMSNorm", "BasicLinear"]
     assert [type(group.op).__name__ for group in program.backward] == ["WholeBackward"]
     assert graphs.reports[0].fusions[0] == ("backward", "WholeBackward", 1)
+
+
+class QuickGelu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h * torch.sigmoid(1.702 * h))
+
+
+@pytest.mark.parametrize("recipe", [EAGER["recipe"], pytest.param("mxfp8", marks=pytest.mark.slow)], ids=["te", "left"])
+def test_a_quick_gelu_that_is_written_out(recipe):
+    """As te.quick_gelu; and as the user's nodes, where no kernel of ours writes the recipe's format."""
+    with fusing(BasicLinear, Bias, QGELU, BasicLinear, Bias):
+        graphs = check(QuickGelu().bfloat16(), {**EAGER, "recipe": recipe})
+    assert "= te.Whole(x, [up.weight, up.bias, down.weight, down.bias], []" in graphs["match"]
 
 
 class Shared(nn.Module):

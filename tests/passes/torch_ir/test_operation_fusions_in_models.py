@@ -17,7 +17,7 @@ from te_dynamo.operations import (
     SReLU,
     sliding_window,
 )
-from te_dynamo.operations.fused.backward_chain import backward_chain
+from te_dynamo.operations.fused.joined import joined_backward
 from te_dynamo.operations.fused.linear_bias_activation import ForwardLinearBiasActivation
 
 EAGER = {"codegen": "eager", "recipe": te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)}
@@ -27,7 +27,7 @@ class BackwardOfThree(FusedOperation):
     """The backward of its operations, one after another."""
 
     def fuser_backward(self, ctxs, grad_output, grad_extra_outputs):
-        return backward_chain(self.ops, ctxs, grad_output, grad_extra_outputs)
+        return joined_backward(self.ops, ctxs, grad_output, grad_extra_outputs)
 
 
 def squared_relu_forward(ops, *, recipe):

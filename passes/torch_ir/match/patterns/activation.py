@@ -35,8 +35,6 @@ from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.report import MatchRecord
 
 __all__ = [
-    "GELU",
-    "SILU",
     "activation_of",
     "factors",
     "match_activation",
@@ -45,8 +43,8 @@ __all__ = [
     "replace_activation",
 ]
 
-GELU = {F.gelu, torch._C._nn.gelu}
-SILU = {F.silu, torch._C._nn.silu}
+_GELU = {F.gelu, torch._C._nn.gelu}
+_SILU = {F.silu, torch._C._nn.silu}
 
 _OPERATIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "gelu": ("gelu", torch.ops.te.gelu.default, ("none",)),
@@ -101,12 +99,12 @@ def activation_of(node: Any) -> _Activation | None:
 def _called(node: Any) -> _Activation | None:
     kind: str | None
     nodes: tuple[fx.Node, ...]
-    if calls(node, GELU):
+    if calls(node, _GELU):
         given, nodes = arguments(node, "input", "approximate") or {}, (node,)
         x, kind = given.get("input"), {"none": "gelu", "tanh": "gelu_tanh"}.get(given.get("approximate", "none"))
     elif calls(node, *RELU):
         kind, x, nodes = "relu", (arguments(node, "input", "inplace") or {}).get("input"), (node,)
-    elif calls(node, SILU):
+    elif calls(node, _SILU):
         kind, x, nodes = "silu", (arguments(node, "input", "inplace") or {}).get("input"), (node,)
     else:
         return None

@@ -25,7 +25,7 @@ from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linears.letters import einsum_steps, emit_steps
 from te_dynamo.passes.torch_ir.match.patterns.linears.linear import RecipeFor, linear_record, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Sizes, contraction_by_weight, is_parameter
-from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, replace, tensor_of
+from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, name_of, replace, tensor_of
 from te_dynamo.report import RECORD, MatchRecord
 
 __all__ = ["match_compound"]
@@ -57,7 +57,7 @@ def match_compound(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> l
     for weight, sizes in weights:
         record, recipe = linear_record(node, weight, sizes, recipe_for)
         if recipe is not None:
-            name = getattr(node.target, "__name__", node.target)
+            name = name_of(node)
             apart = f"inside torch.{name}, which te_dynamo does not take apart"
             apart += "; write it as products of two" if steps else ""
             apart += "; write it as torch.bmm and a sum" if name in ("addbmm", "baddbmm") else ""

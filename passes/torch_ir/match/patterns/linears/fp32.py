@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.cost import BY_RULE
-from te_dynamo.passes.torch_ir.match.values import tensor_of
-from te_dynamo.passes.torch_ir.match.writes import name_of
+from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 
 __all__ = ["kept_in_fp32"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import Contraction, Factor
-from te_dynamo.passes.torch_ir.match.values import arguments, calls, emit, fixed, spells, tensor_of
+from te_dynamo.passes.torch_ir.match.values import arguments, calls, emit, fixed, name_of, spells, tensor_of
 
 __all__ = ["MATMUL", "MATMUL_METHODS", "contraction_of", "einsum_steps", "emit_steps", "factors_of"]
 
@@ -35,7 +35,7 @@ _SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec"}
 
 def factors_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of one of MATMUL by the names "input", "other" and "out"."""
-    second = _SECOND.get(getattr(node.target, "__name__", str(node.target)), "other")
+    second = _SECOND.get(name_of(node), "other")
     given = arguments(node, "input", second, "out") or {}
     return {"other" if name == second else name: value for name, value in given.items()}
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from te_dynamo._compat import REDISTRIBUTE, SAME_SHARDS
-from te_dynamo.passes.torch_ir.match.values import emit, tensor_of
+from te_dynamo.passes.torch_ir.match.values import emit, name_of, tensor_of
 
 __all__ = ["Layout", "is_shared", "keeps_shards", "layout_of", "local", "local_bias", "of_shards", "to_shards"]
 
@@ -177,7 +177,7 @@ def keeps_shards(user: fx.Node, node: fx.Node) -> bool:
         return False
     if user.target in (local, of_shards):
         return True
-    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+    name = name_of(user)
     if name in SAME_SHARDS:
         return is_shared(user) or is_shared(node)
     before, after = tensor_of(node), tensor_of(user)
