@@ -107,6 +107,12 @@ def forgotten_after_a_test(facts_of_this_worker: pathlib.Path) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Alone, and after other tests."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """No compiled code, guard or recompilation count crosses from one test to the next."""
     torch._dynamo.reset()

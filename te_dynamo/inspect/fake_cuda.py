@@ -16,7 +16,6 @@ Fake tensors carry device "cuda" through every build of torch, but training grap
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -30,7 +29,6 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
-from te_dynamo.inspect.dynamo import dynamo_untouched
 from te_dynamo.inspect.fake_autocast import autocast_on_cuda
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
 from te_dynamo.torch_private.table import FAKE_CUDA
@@ -39,16 +37,14 @@ from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 __all__ = ["fake_cuda", "grad", "move", "moved"]
 
 
-@functools.cache
-def show_dynamo_torch() -> None:
-    """Dynamo learns in its first compilation which functions are torch's, by identity: not inside of `fake_cuda`, where `grad` is ours."""
-    with dynamo_untouched():
-        torch.compile(_relu, backend="eager")(torch.zeros(1))
+def _show_dynamo_torch() -> None:
+    """Dynamo learns which functions are torch's, by identity: not inside of `fake_cuda`, where `grad` is ours. It remembers them until
+    a process group is made."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-
-def _relu(x: Tensor) -> Tensor:
-    """Compiled by nobody else: torch's own functions and modules share one frame, whose next input would count as of another size."""
-    return torch.relu(x)
+    get_torch_obj_rule_map()
+    TorchInGraphFunctionVariable._get_handlers()
 
 
 @contextlib.contextmanager
@@ -65,7 +61,7 @@ def fake_cuda(device: str | Target = "h200") -> Iterator[None]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     ensure_device_guard()
-    show_dynamo_torch()
+    _show_dynamo_torch()
     with (
         FakeTensorMode(shape_env=ShapeEnv()),
         mock.patch("torch.autograd.grad", grad),

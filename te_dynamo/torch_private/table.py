@@ -105,6 +105,7 @@ FAKE_CUDA = Private(
         "torch._inductor.compile_fx._compile_fx_inner", "torch._C._autograd._get_current_graph_task_keep_graph",
         "torch.cuda._lazy_init", "torch.autograd.graph.Node._input_metadata", "torch.autograd.graph.Node._sequence_nr",
         "torch.autocast()._enabled", "torch.autograd.Function()._forward_cls", "torch.utils.flop_counter.FlopCounterMode()._get_raw",
+        "torch._dynamo.trace_rules.get_torch_obj_rule_map", "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     ),
 )
 ARTIFACT = Private(

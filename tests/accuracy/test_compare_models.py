@@ -130,6 +130,7 @@ def test_a_transposed_weight_has_the_numbers_of_the_other_layout(recipe):
     for name in ("output", "dx", "dw"):
         assert getattr(one, f"{name}_snr_db") == pytest.approx(getattr(other, f"{name}_snr_db"), abs=1e-3)
     assert one.tensors["weight"].snr_db == pytest.approx(other.tensors["weight"].snr_db, abs=1e-3)
+    assert one.flops == other.flops == 2 * 32 * 32 * 64
 
 
 def test_bodies_that_run_at_several_places_have_a_row_each_or_one():

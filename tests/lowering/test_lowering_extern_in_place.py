@@ -132,3 +132,11 @@ def test_into_a_buffer_of_its_own(function: Function) -> None:
 
 def test_an_input_keeps_its_values() -> None:
     assert in_place(run(an_input, also=(torch.randn(64, 96).bfloat16(),))[1]) == [False]
+
+
+def test_a_copy_that_inductor_makes_of_the_addend_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where it has given the addend other strides than the graph's."""
+    from torch._inductor import ir
+
+    monkeypatch.setattr(ir.ExternKernel, "require_contiguous", ir.ExternKernel.copy_input)
+    assert in_place(run(dead)[1]) == [False]

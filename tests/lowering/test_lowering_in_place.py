@@ -14,6 +14,7 @@ from helpers.kernels.gemms import arguments
 from torch import fx
 
 from te_dynamo.lowering.extern.gemm import is_extern
+from te_dynamo.lowering.extern.in_place import can_write_into_addend
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import graph_text
@@ -84,6 +85,15 @@ def test_an_addend_that_no_descriptor_reads_is_copied() -> None:
     graph.output((node,))
     lower(graph)
     assert "aten.clone(view" in graph_text(graph)
+
+
+@pytest.mark.parametrize("made_by", ["a GEMM", "Inductor"])
+def test_a_call_takes_the_place_of_what_has_a_buffer_for_certain(made_by: str) -> None:
+    """Inductor may compute its own values where they are read."""
+    graph = fx.Graph()
+    a, s, b, x = inputs(graph, f8(4096, 4096), f32(1), f8(4096, 4096), bf16(4096, 4096))
+    addend = product(graph, a, s, b) if made_by == "a GEMM" else call(graph, aten.relu.default, x)
+    assert can_write_into_addend(product(graph, a, s, b, addend)) == (made_by == "a GEMM")
 
 
 # ---- what the graph returns is kept, though lowering has replaced it

@@ -272,6 +272,12 @@ def test_collectives_of_two_processes(two_processes: None, op: BasicOperation, r
     assert compiled.shape == (rows, 3) and torch.autograd.grad(compiled.sum(), x)[0].shape == (4, 3)
 
 
+def test_collectives_are_of_the_group_they_name(two_processes: None) -> None:
+    alone = torch.distributed.new_group([0]).group_name
+    for op in (B.AllGather(group=alone), B.AllReduce(group=alone), B.ReduceScatter(group=alone)):
+        assert Sequential(op)(torch.ones(3, 2)).shape == (3, 2), "no other process shares it"
+
+
 def test_processes_cannot_share_an_odd_dimension(two_processes: None) -> None:
     with pytest.raises(InputError, match=r"ReduceScatter: 2 processes cannot share a leading dimension of 3"):
         Sequential(B.ReduceScatter())(torch.randn(3, 2))

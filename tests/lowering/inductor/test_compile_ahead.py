@@ -17,6 +17,7 @@ import torch
 from helpers.graphs.lowered_graphs import CASES, graph_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -45,6 +46,14 @@ def test_a_launch_becomes_a_compilation() -> None:
     assert tensor.dtype == torch.float32 and size == 16 and keywords == {"grid": (3,), "BLOCK": 32}
 
 
+def test_a_launch_that_is_early_is_compiled_as_one() -> None:
+    kernel = Kernel()
+    with compiling_only():
+        launch(kernel, (3,), EARLY=True)
+    ((_, keywords),) = kernel.compiled
+    assert keywords == {"grid": (3,), "EARLY": True, "launch_pdl": True}
+
+
 def test_a_mode_that_watches_does_not_record() -> None:
     """AOTAutograd's, around the first call of every graph: a kernel that is wrapped for a record has another key, and compiles again."""
 
@@ -68,6 +77,17 @@ def test_nothing_without_a_gpu_and_outside() -> None:
 
     with compiles_ahead() if not torch.cuda.is_available() else compiling_only():
         compile_ahead(launches, [torch.empty(2)])
+
+
+def test_nothing_of_a_size_that_is_known_only_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[torch.Tensor] = []
+    size = ShapeEnv().create_unbacked_symint()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with compiles_ahead():
+        for shape in ((2, 16), (size, 16)):
+            compile_ahead(launched.append, [torch.empty(shape, device="meta")])
+    assert [tensor.shape for tensor in launched] == [(2, 16)]
 
 
 def test_one_inside_another() -> None:

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import capture_inference, capture_training, compiled_run
 from helpers.slow import slow_but
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
 
@@ -233,7 +234,16 @@ def test_left_apart(model: type[nn.Module]) -> None:
     assert "stacked" not in capture_inference(model, (32, HIDDEN), "cpu")["inference"]
 
 
-@pytest.mark.parametrize("model", [Tied, OneFrozen])
+class OfTwoCheckpoints(Linears):
+    """Each region recomputes its own."""
+
+    widths = (128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(*(checkpoint(lambda x, f=f: f(x).sin(), x, use_reentrant=False) for f in self.linears))
+
+
+@pytest.mark.parametrize("model", [Tied, OneFrozen, OfTwoCheckpoints])
 def test_left_apart_in_training(model: type[nn.Module]) -> None:
     assert "stacked" not in capture_training(model, (32, HIDDEN), "cpu")["joint"]
 

@@ -195,7 +195,8 @@ def test_weights_that_travel_in_fp8_are_multiplied_in_it_and_a_note_says_so(
         compiled(torch.empty(rows, 4096, dtype=BF16, device="cuda", requires_grad=True))
     assert compiled.reasons() == ["", ""]
     note = " 2 of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay in 16 bits"
-    assert [note in each and "the graph is CPU-bound" in each for each in compiled.report.notes] == [True] * told
+    times = "it takes 4656 to 6640 us, 4816 to 7435 us with FP8"  # 260 us of the slow host for each weight that travels
+    assert [note in each and times in each for each in compiled.report.notes] == [True] * told
 
 
 @pytest.fixture
