@@ -108,10 +108,12 @@ ARCHITECTURES = [
     Architecture("MT5", "ForConditionalGeneration", "two texts", {"d_model": 2048, "d_ff": 5120, "num_heads": 32}),
     Architecture("Mixtral"),
     Architecture("Qwen3Moe"),
+    Architecture("Qwen3Next", fields={"layer_types": ["linear_attention", "full_attention"]}),
     Architecture("Olmoe"),
     Architecture("Phimoe"),
     Architecture("Glm4Moe"),
     Architecture("DeepseekV3"),
+    Architecture("MiniMax", fields={"layer_types": ["linear_attention", "full_attention"]}),
     Architecture("GptOss"),
     Architecture("Llama4Text", "", fields={"model_class": "Llama4ForCausalLM"}),
     Architecture("Lfm2"),
@@ -122,6 +124,7 @@ ARCHITECTURES = [
     Architecture("Zamba2", fields={"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}),
     Architecture("FalconH1"),
     Architecture("Bamba"),
+    Architecture("GraniteMoeHybrid", fields={"layer_types": ["mamba", "attention"]}),
     Architecture("Rwkv", inputs="short loops"),
     Architecture(
         "CLIP",
@@ -149,6 +152,7 @@ ARCHITECTURES = [
     ),
     Architecture("ViT", "Model", "image", LARGE),
     Architecture("Dinov2", "Model", "image", {"hidden_size": 1536, "num_attention_heads": 24}),
+    Architecture("DINOv3ViT", "Model", "image", LARGE),
     Architecture("Swin", "Model", "image", {"embed_dim": 192, "num_heads": [6, 12, 24, 48], "depths": [2, 2, 2, 2]}),
     Architecture("Segformer", "Model", "image"),
     Architecture("ConvNext", "Model", "image", {"num_hidden_layers": 4}),  # its stages
@@ -252,14 +256,17 @@ def of(rows: list[Any]) -> str:
     return f"{sum(row.matched for row in rows)} of {len(rows)}" if rows else ""
 
 
+_SHORT = {" us, FP8 ": "bf16 is faster at its size", "the graph is CPU-bound": "the graph is CPU-bound"}
+"""Part of a reason with numbers -> the reason without."""
+
+
 def reasons(linears: list[Any]) -> str:
     """The reasons of the linears that are left, by the FLOPs that they explain."""
     total, by_reason = sum(row.flops for row in linears) or 1, Counter[str]()
     for row in linears:
         if not row.matched:
-            faster = " us, FP8 " in row.reason
-            reason = "bf16 is faster at its size" if faster else row.reason.partition(";")[0].partition(" (")[0]
-            by_reason[reason] += row.flops
+            short = next((name for part, name in _SHORT.items() if part in row.reason), None)
+            by_reason[short or row.reason.partition(";")[0].partition(" (")[0]] += row.flops
     shares = ((100 * flops / total, reason) for reason, flops in by_reason.most_common())
     return "; ".join(f"{share:.2g}%: {reason}" if share < 99.5 else f"100%: {reason}" for share, reason in shares)
 

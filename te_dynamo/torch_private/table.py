@@ -208,7 +208,7 @@ TABLE = (
             "a model that asks for values is said so",
             needs=("torch._subclasses.fake_tensor.DataDependentOutputException",)),
     Private("torch._C._functorch.is_functorch_wrapped_tensor", "passes/torch_ir/match/values.py",
-            "what is inside a torch.func transform is left"),
+            "what is inside a torch.func transform is left", needs=("torch._C._functorch.get_unwrapped",)),
     Private("torch._C._are_functorch_transforms_active", "te_dynamo/operations/sequential.py",
             "a Sequential inside a torch.func transform is an error"),
     # Graphs and operators:

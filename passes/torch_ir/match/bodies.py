@@ -27,6 +27,7 @@ from te_dynamo.passes.torch_ir.match.patterns.modulated_norm import match_modula
 from te_dynamo.passes.torch_ir.match.patterns.norm import match_norm
 from te_dynamo.passes.torch_ir.match.patterns.sequence import match_sequence
 from te_dynamo.passes.torch_ir.match.patterns.written_norm import match_written_norm
+from te_dynamo.passes.torch_ir.match.readers import INSIDE
 from te_dynamo.passes.torch_ir.match.root import also_named, also_run_at, tell_apart
 from te_dynamo.passes.torch_ir.match.where import SOURCE, module_path
 from te_dynamo.recipe import Recipe
@@ -85,8 +86,9 @@ class Matcher:
                 records += [(index, record) for record in match_sequence(node, self.options.fusions)]
         for match_other in () if outside or self.linears_only else _AFTER_LINEARS:
             for node in list(gm.graph.nodes):
+                inside = INSIDE in node.meta
                 if node in place and not node._erased and (record := match_other(node)) is not None:
-                    records.append((place[node], record))
+                    records += [(place[node], record)] if record.matched or not inside else []
         gm.graph.lint()
         gm.recompile()
         return [record for _, record in sorted(records, key=lambda pair: pair[0])]

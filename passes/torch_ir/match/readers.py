@@ -4,6 +4,7 @@ fused, and only in a format that a fused kernel writes."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,17 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
 __all__ = [
+    "INSIDE",
     "comes_from_linear",
     "linear_behind",
     "rounds_to_16_bits",
     "why_its_strides_stay",
     "why_not_read_by_linear",
+    "with_one_row",
 ]
+
+INSIDE = "te_inside"
+"""In the meta of a node inside a norm or an activation that is left: its row would be one more of the same."""
 
 _VIEWS = {torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten}
 _VIEW_METHODS = {
@@ -106,6 +112,13 @@ def linear_behind(node: Any) -> fx.Node | None:
             return None
         node = source
     return None
+
+
+def with_one_row(nodes: Sequence[fx.Node]) -> fx.Node:
+    """The last node of a norm or an activation that is left, for its row; the others get none."""
+    for node in nodes[:-1]:
+        node.meta[INSIDE] = True
+    return nodes[-1]
 
 
 def why_its_strides_stay(node: fx.Node) -> str:

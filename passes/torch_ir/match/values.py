@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = [
     "sole_user",
     "spells",
     "tensor_of",
+    "times_mapped",
 ]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,6 +105,17 @@ def fixed(size: int | torch.SymInt) -> int | None:
     """A size as a Python int, also where Dynamo traced it as a symbol that the graph has since fixed to one value; None
     where it is dynamic."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def times_mapped(value: torch.Tensor) -> int:
+    """How often torch.vmap computes what `value` is of one element; 1 outside of it."""
+    whole = value
+    while torch._C._functorch.is_functorch_wrapped_tensor(whole):
+        whole = torch._C._functorch.get_unwrapped(whole)
+    if whole is value:
+        return 1
+    sizes = [fixed(math.prod(tensor.shape)) for tensor in (whole, value)]
+    return sizes[0] // sizes[1] if all(sizes) else 1  # type: ignore[operator]
 
 
 def is_number(argument: Any) -> bool:

@@ -309,8 +309,20 @@ def test_broadcast_and_promoted_products_are_no_swiglu():
     assert {record.kind for record in compiled.records} == {"linear", "silu"}
 
 
-@pytest.mark.parametrize("function", [F.silu, lambda x: x * torch.sigmoid(x), lambda x: x * torch.sigmoid(1.702 * x)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.silu,
+        lambda x: x * torch.sigmoid(x),
+        lambda x: x * torch.sigmoid(1.702 * x),
+        lambda x: F.relu(x).square(),
+        lambda x: F.silu(x) * x.exp(),
+        lambda x: x * torch.sigmoid(x) * x.exp(),
+        lambda x: F.relu(x.clamp(max=7)) * x.exp(),
+        lambda x: F.relu(x).square() * x[0],
+    ],
+)
 def test_an_activation_that_is_left_has_one_row(function) -> None:
-    """However it is written: one matcher asks."""
+    """However it is written: what is inside of it has none of its own."""
     explanation = te_dynamo.explain(lambda x: function(x).cos(), torch.randn(32, 64), options={"codegen": "eager"})
     assert [row.matched for row in explanation.norms_activations] == [False]

@@ -49,6 +49,23 @@ def test_the_situation_has_the_reason(situation: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "rows"),
+    [
+        (lambda w, x: torch.vmap(lambda row: F.linear(row, w))(x), 32),
+        (lambda w, x: torch.vmap(torch.vmap(lambda row: F.linear(row, w)))(x.view(4, 8, 32)), 32),
+        (lambda w, x: torch.vmap(F.linear, in_dims=(None, 0))(x, w.view(8, 4, 32)), 8 * 32),
+        (lambda w, x: torch.func.vjp(lambda x: F.linear(x, w), x)[0], 32),
+    ],
+    ids=["vmap", "vmap of vmap", "weights of an ensemble", "vjp"],
+)
+def test_a_transformed_linear_has_the_size_of_all_elements(call: Callable[..., Any], rows: int) -> None:
+    compiled = Matched(Model(call))
+    torch.testing.assert_close(compiled(X), compiled.module(X))
+    (record,) = compiled.records
+    assert record.flops == 2 * X.numel() * 32 and int(record.shape[0]) == rows and not record.matched
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda w, x, sized: F.linear(x, w[: sized.shape[0]]),

@@ -18,6 +18,7 @@ from te_dynamo.passes.torch_ir.match.readers import (
     linear_behind,
     why_its_strides_stay,
     why_not_read_by_linear,
+    with_one_row,
 )
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
@@ -83,7 +84,7 @@ def _match(node: fx.Node, kind: str, x: fx.Node, nodes: tuple[fx.Node, ...]) -> 
     name, op, options = _OPERATIONS[kind]
     reader = sole_user(node)
     if reader is not None and factors(reader):
-        return record(name, node, "only a product reads it, which no kernel takes; left to Inductor")
+        return record(name, with_one_row(nodes), "only a product reads it, which no kernel takes; left to Inductor")
     return replace_activation(name, op, (x,), options, nodes)
 
 
@@ -130,7 +131,7 @@ def replace_activation(
             new = emit(last.graph, op, (*reads, *options), last)
         replace(last, new)
         erase_unused(last.graph, nodes)
-    return record(kind, last, reason)
+    return record(kind, with_one_row(nodes) if reason else last, reason)
 
 
 def _dtype_reason(kind: str, node: fx.Node, reads: tuple[fx.Node, ...]) -> str:

@@ -18,7 +18,7 @@ from torch import fx
 from te_dynamo.dialect.gated import KINDS
 from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, record, replace_activation
 from te_dynamo.passes.torch_ir.match.patterns.formulas import CLAMP, SIGMOID
-from te_dynamo.passes.torch_ir.match.readers import linear_behind, why_not_read_by_linear
+from te_dynamo.passes.torch_ir.match.readers import linear_behind, why_not_read_by_linear, with_one_row
 from te_dynamo.passes.torch_ir.match.values import (
     arguments,
     calls,
@@ -50,9 +50,8 @@ def match_gated(node: fx.Node) -> MatchRecord | None:
         if len(function.users) != 1:
             return record(f"gated {kind}", node, f"its intermediate value {function} is used elsewhere too")
         if calls(gate, *CLAMP):
-            return record(
-                f"gated {kind}", node, "it clamps its gate first, which no kernel of a gate does; left to Inductor"
-            )
+            reason = "it clamps its gate first, which no kernel of a gate does; left to Inductor"
+            return record(f"gated {kind}", with_one_row((*nodes, node)), reason)
         return _replace(kind, gate, up, (*nodes, node))
     for gate, up in factors(node)[:1]:
         if gate is not up and _same_tensor_kind(gate, up, node) and linear_behind(gate) and linear_behind(up):
@@ -64,7 +63,7 @@ def _replace(kind: str, gate: fx.Node, up: fx.Node, nodes: tuple[fx.Node, ...]) 
     name = f"gated {kind}"
     reason = left_as_plain(gate, up) or _stride_reason(gate=gate, up=up)
     return (
-        record(name, nodes[-1], reason)
+        record(name, with_one_row(nodes), reason)
         if reason
         else replace_activation(name, torch.ops.te.gated.default, (gate, up), (kind,), nodes)
     )

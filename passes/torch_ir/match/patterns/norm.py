@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.mutation import refuses
-from te_dynamo.passes.torch_ir.match.readers import rounds_to_16_bits, why_its_strides_stay, why_not_read_by_linear
+from te_dynamo.passes.torch_ir.match.readers import (
+    rounds_to_16_bits,
+    why_its_strides_stay,
+    why_not_read_by_linear,
+    with_one_row,
+)
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
@@ -140,7 +145,7 @@ def replace_norm(norm: Norm) -> MatchRecord:
     reason = why_no_te_norm(norm) or why_not_read_by_linear(last, rounds=True)
     reason = reason or next(filter(None, map(why_its_strides_stay, results)), "") or refuses((*norm.nodes, *casts))
     if reason:
-        return left_norm(norm.kind, last, reason)
+        return left_norm(norm.kind, with_one_row(norm.nodes), reason)
     graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
     eps, *options = norm.options
     if (dtype := tensor_of(results[0]).dtype) != tensor_of(norm.x).dtype:

@@ -49,6 +49,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     quantized_of,
     replace,
     tensor_of,
+    times_mapped,
 )
 from te_dynamo.passes.torch_ir.match.where import linear_path, source_line
 from te_dynamo.quantized.tensor import QuantizedTensor
@@ -369,6 +370,8 @@ def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFo
     record.reason = why if recipe is None else ""
     record.recipe = "" if recipe is None else recipe.describe()
     record.dtype = "" if value is None else dtype_name(value.dtype)
+    if sizes and value is not None:
+        sizes = (sizes[0] * times_mapped(value), *sizes[1:])
     record.shape = tuple(map(str, sizes))
     record.flops = 2 * math.prod(map(hint, sizes)) if sizes else 0
     node.meta[RECORD] = record  # a te node in its place inherits it
