@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.activation.activation import activate
+from te_dynamo.kernels.activation.functions import activate
 from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
