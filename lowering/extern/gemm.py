@@ -36,9 +36,9 @@ class _Extern:
 
     name:     of the function in that code.
     call:     the function: (*tensors, **keywords, out=...).
-    tensors:  of the operation's arguments, what the function reads, None among them.
-    keywords: of the arguments as `request_of` reads them, and of the arguments, what else it is told.
-    epilogue: what is asked of the kernel beside C.
+    tensors:  the operation's arguments -> the tensors that the function reads; None is left out.
+    keywords: the operation's arguments -> the function's keywords.
+    epilogue: what the kernel computes beside C, as `choose_for` names it.
     planned:  whether the result is one tensor, written to `out`. Else there is no `out`: the function returns the operation's several results.
     """
 

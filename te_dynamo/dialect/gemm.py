@@ -1,14 +1,14 @@
 """The products of quantized tensors, `te.gemm` and `te.grouped_gemm`, and what stands beside them in a linear: `te.add_bias`, `te.bias_grad`.
 
 An operand is what `Quantizer.operand` gives, codes and scales, beside its quantizer, which has one usage: the rows of
-[M, K], or the columns of [K, M]. That says all that a kernel is told of the format.
+[M, K], or the columns of [K, M]. No other argument speaks of the format.
 
     te.gemm             C                    of every format
     te.gemm_amax        C and its amax       with one scale a tensor
     te.gemm_gated       C and the amax of f(gate) * up
     te.grouped_gemm     C of each group of rows: a mixture's experts
 
-Gemm, GroupedGemm: their arguments by name, of a call or of a node.
+Gemm, GatedGemm and GroupedGemm name the arguments of a call or of a node.
 """
 
 from collections.abc import Callable, Sequence
