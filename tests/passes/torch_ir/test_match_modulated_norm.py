@@ -135,7 +135,7 @@ def test_it_writes_fp8():
 quantize: (f8e4m3[768, 256], f8e4m3[256, 768], f32[1]) = te.quantize(ada.weight, e4m3[row+column])
 layer_norm_modulate_quantize: (f32[8192], f32[8192], f8e4m3[8192, 256], f8e4m3[256, 8192], f32[1]) = te.layer_norm_modulate_quantize(x, unsqueeze, unsqueeze_1, 1e-06, zero_centered=True, quantizer=e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[256, 256], f8e4m3[256, 256], f32[1]) = te.quantize(up.weight, e4m3[row+column])
-gemm_1: bf16[8192, 256] = te.gemm(layer_norm_modulate_quantize[2], layer_norm_modulate_quantize[4], quantize_1[0], quantize_1[2], up.bias, bf16, fast_accum=False)
+gemm_1: bf16[8192, 256] = te.gemm([layer_norm_modulate_quantize[2], layer_norm_modulate_quantize[4]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False, bias=up.bias)
 quantize_2: (f8e4m3[256, 256], f8e4m3[256, 256], f32[1]) = te.quantize(down.weight, e4m3[row+column])
 view_2: f32[8, 1024, 1] = aten.view(layer_norm_modulate_quantize[1], [8, 1024, 1])
 view_3: f32[8, 1024, 1] = aten.view(layer_norm_modulate_quantize[0], [8, 1024, 1])

@@ -76,14 +76,14 @@ linear_with_workspace: (bf16[48, 32], f8e4m3[160, 48], f32[1]) = te.linear_with_
 gelu: bf16[48, 32] = te.gelu(linear_with_workspace[0], 'none')
 linear_with_workspace_1: (bf16[48, 16], f8e4m3[32, 48], f32[1]) = te.linear_with_workspace(gelu, 2.weight, 2.bias, linear(x e4m3[row+column], w e4m3[row], dy e5m2[row+column]), [getattr_2, getattr_3])
 quantize_bias_grad: (f32[16], f8e5m2[48, 16], f8e5m2[16, 48], f32[1]) = te.quantize_bias_grad(tangents_1, e5m2[row+column])
-gemm_1: bf16[16, 32] = te.gemm(quantize_bias_grad[2], quantize_bias_grad[3], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
+gemm_1: bf16[16, 32] = te.gemm([quantize_bias_grad[2], quantize_bias_grad[3]], e5m2[column], [activation_quantize[1], activation_quantize[2]], e4m3[column], bf16, fast_accum=False)
 transpose: f8e4m3[32, 16] = te.transpose(primals_5)
-gemm_2: bf16[48, 32] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], transpose, primals_6, None, bf16, fast_accum=False)
+gemm_2: bf16[48, 32] = te.gemm([quantize_bias_grad[1], quantize_bias_grad[3]], e5m2[row], [transpose, primals_6], e4m3[column], bf16, fast_accum=False)
 activation_backward_quantize: (f32[32], f8e5m2[48, 32], f32[1]) = te.activation_backward_quantize(gemm_2, gemm, 'gelu', e5m2[row], keep_output=False, bias_grad=True)
 transpose_1: f8e5m2[32, 48] = te.transpose(activation_backward_quantize[1])
-gemm_3: bf16[32, 160] = te.gemm(transpose_1, activation_backward_quantize[2], quantize[1], quantize[2], None, bf16, fast_accum=False)
+gemm_3: bf16[32, 160] = te.gemm([transpose_1, activation_backward_quantize[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 transpose_2: f8e4m3[160, 32] = te.transpose(primals_1)
-gemm_4: bf16[48, 160] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], transpose_2, primals_2, None, bf16, fast_accum=False)""",
+gemm_4: bf16[48, 160] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], e5m2[row], [transpose_2, primals_2], e4m3[column], bf16, fast_accum=False)""",
     )
 
 
