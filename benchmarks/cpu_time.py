@@ -205,7 +205,7 @@ def summarize(candidates: list[Candidate]) -> None:
 
 def measure_calls(rounds: int) -> list[Call]:
     """One call of a specialized GEMM, of a Triton kernel of ours, and of torch.mm, on a GPU that waits for each."""
-    from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
+    from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
     from te_dynamo.kernels.quantize.current import partial_amaxes
 
     m, n, k = 256, 512, 256

@@ -15,7 +15,6 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -31,8 +30,6 @@ from te_dynamo.dialect.gemm import block_request, tensor_request
 from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.multiply import gemm_options, run
 from te_dynamo.kernels.gemm.product import gemm_kernel
-from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import (
     BLOCK_TILES,
     SPECIALIZED,
@@ -122,18 +119,12 @@ class Problem:
         assert isinstance(tile, Tile)
         return tile
 
-    def result(self) -> torch.Tensor:
-        return torch.empty(self.shape[0], self.shape[1], device="cuda", dtype=torch.bfloat16)
-
     def tile(self, kind: str, tile: Tile) -> Provider | None:
         """The kernel with that tile, None where it is not for that kind."""
         if tile.fast != (kind == "fast"):
             return None
-        if tile in self.specialized:
-            call = functools.partial(gemm_specialized_out, fast=tile.fast)
-            return lambda: written(self.result(), call, self.a, self.one, self.b, self.one)
         request = tensor_request(self.a, self.one, self.b, self.one, None, torch.bfloat16, tile.fast)
-        return lambda: run(Choice("usual", tile), request)
+        return lambda: run(Choice("specialized" if tile in self.specialized else "usual", tile), request)
 
     @staticmethod
     def compile(tile: Tile, m: int, n: int) -> None:
@@ -171,11 +162,8 @@ class BlockProblem(Problem):
 
     def tile(self, kind: str, tile: Tile) -> Provider | None:
         a, a_scale, b, b_scale, *two_d = self.operands[kind]
-        if tile is SPECIALIZED_BLOCK:
-            call = functools.partial(gemm_block_specialized_out, b_two_d=two_d[1])
-            return lambda: written(self.result(), call, a, a_scale, b, b_scale)
         request = block_request(a, a_scale, b, b_scale, None, torch.bfloat16, *two_d)
-        return lambda: run(Choice("usual", tile), request)
+        return lambda: run(Choice("specialized" if tile in self.specialized else "usual", tile), request)
 
     def cublas(self, kind: str) -> Provider | None:
         if kind == "e8m0.e8m0" or self.shape[0] % 4 or self.shape[2] % 512:
@@ -191,12 +179,6 @@ class BlockProblem(Problem):
             scale = scale.to(dtype)
             options = gemm_options(tile, n, "1x128 128x128" if two_d else "1x128 1x128", NOT_STACKED)
             gemm_kernel.warmup(a, scale, b, scale, None, c, None, m, n, 128, grid=(1,), **options)
-
-
-def written(out: torch.Tensor, call: Callable[..., None], *operands: torch.Tensor) -> torch.Tensor:
-    """`out`, when the call has written it."""
-    call(*operands, out=out)
-    return out
 
 
 FORMATS: dict[str, type[Problem]] = {"tensor": Problem, "block": BlockProblem}

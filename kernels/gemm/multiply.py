@@ -26,10 +26,9 @@ from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
 from te_dynamo.kernels.gemm.grouped_product import gemm_grouped_kernel
 from te_dynamo.kernels.gemm.product import gemm_kernel, gemm_reduce_kernel
 from te_dynamo.kernels.gemm.request import Request, check
-from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, DecodeTile, Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime._triton import triton
@@ -141,10 +140,9 @@ def _run_specialized(r: Request, c: torch.Tensor) -> None:
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if r.groups:
         columns_specialized_out(*operands, r.offs, r.fast, out=c)  # type: ignore[arg-type]
-    elif r.scaling == "tensor":
-        gemm_specialized_out(*operands, r.bias, fast=r.fast, stacking=r.stacking, addend=r.addend, out=c)
     else:
-        gemm_block_specialized_out(*operands, r.bias, b_two_d=r.b.scaling == "128x128", out=c)
+        form = {"scaling": r.scaling, "fast": r.fast, **dataclasses.asdict(r.stacking)}
+        gemm_specialized_out(*operands, r.bias, r.addend, **form, out=c)
 
 
 def _run_whole(tile: Tile | DecodeTile, r: Request, c: torch.Tensor, partials: torch.Tensor | None) -> None:

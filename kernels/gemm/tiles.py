@@ -195,7 +195,7 @@ TILES: tuple[Tile, ...] = (
 
 
 SPECIALIZED = Tile(256, 128, 128, 12, 4, fast=False, tflops=1290, halves=True)
-"""What kernels/gemm/specialized/current.py runs. Its warps are the multiplying ones and those that copy."""
+"""What kernels/gemm/specialized/product.py runs with a scale a tensor. Its warps are the multiplying ones and those that copy."""
 
 SPECIALIZED_FAST = Tile(128, 256, 128, 12, 4, fast=True, tflops=1385, group_m=16)
 """The same with fast accumulation; 2% above the fastest of TILES at five shapes of a training step."""
@@ -227,7 +227,7 @@ class _SpecializedBlockTile(Tile):
 
 
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
-"""What kernels/gemm/specialized/block.py runs."""
+"""What kernels/gemm/specialized/product.py runs with scales of blocks."""
 
 
 GROUPED_TILES: tuple[Tile, ...] = (
@@ -256,7 +256,7 @@ _HIDDEN_US = 0.5
 
 
 def specialized_tile(fast_accum: bool) -> Tile:
-    """The one tile of kernels/gemm/specialized/current.py for an accumulation."""
+    """The one tile of kernels/gemm/specialized/product.py for an accumulation."""
     return SPECIALIZED_FAST if fast_accum else SPECIALIZED
 
 

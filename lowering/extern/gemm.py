@@ -17,15 +17,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
-from te_dynamo.dialect.gemm import gemm, gemm_add, gemm_block, gemm_gated
+from te_dynamo.dialect.gemm import blocks, gemm, gemm_add, gemm_block, gemm_gated
 from te_dynamo.dialect.grouped import gemm_grouped_columns
 from te_dynamo.dialect.stacked import gemm_stacked
 from te_dynamo.kernels.gemm.choose import Choice, Stacking, choose_for
 from te_dynamo.kernels.gemm.multiply import is_aligned
-from te_dynamo.kernels.gemm.specialized.block import gemm_block_specialized_out
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out, stacked_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
@@ -93,13 +92,13 @@ _EXTERNS = {
     ),
     gemm_block: _Extern(
         "te_gemm_block",
-        gemm_block_specialized_out,
+        gemm_specialized_out,
         lambda a, b, a_two_d, b_two_d: choose_for(a, b, scaling="128x128" if a_two_d else "1x128"),
-        lambda a_two_d, b_two_d: {"b_two_d": b_two_d},
+        lambda a_two_d, b_two_d: {"scaling": f"1x128 {blocks(b_two_d)}"},
     ),
     gemm_stacked: _Extern(
         "te_gemm_stacked",
-        stacked_specialized_out,
+        gemm_specialized_out,
         lambda a, b, fast_accum, along, segments: choose_for(
             a, b, fast_accum, stacking=Stacking(along, tuple(segments))
         ),

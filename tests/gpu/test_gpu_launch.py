@@ -14,7 +14,7 @@ from helpers.kernels.gemms import gemm_with_tile
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import TILES
 from te_dynamo.kernels.quantize.current import quantize
 from te_dynamo.kernels.runtime import scratch

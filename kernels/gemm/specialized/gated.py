@@ -2,7 +2,7 @@
 
     C and amax: kernels/gemm/gated.py's
 
-The ring, the groups of warps and the sums are kernels/gemm/specialized/current.py's, so C has its bits. A tile of B is two pieces,
+The ring, the groups of warps and the sums are kernels/gemm/specialized/product.py's, so C has its bits. A tile of B is two pieces,
 the same columns of the one segment and of the other: the thread that holds an element of gate holds that of up as well.
 
 Computed for every element, f would take as long as the pass over C that it saves: its approximations are the
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.activation.activation import activate
-from te_dynamo.kernels.gemm.specialized.current import accumulate, scale_and_shift
 from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -31,6 +30,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
     store,
     tile_origin,
 )
+from te_dynamo.kernels.gemm.specialized.sums import accumulate, scaled
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
@@ -196,7 +196,7 @@ def _multiply(
 def _rounded(total, scales, SEGMENT: gl.constexpr, DTYPE: gl.constexpr):
     """A sum times the scale of that segment, rounded."""
     scale = gl.load(scales[0]) * gl.load(scales[1] + SEGMENT)
-    return scale_and_shift(total, scale, None, 0, 0, False).to(DTYPE)
+    return scaled(total, scale).to(DTYPE)
 
 
 @gluon.jit

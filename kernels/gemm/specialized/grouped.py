@@ -2,7 +2,7 @@
 
     C[g, N, K] = round((A[N, m] @ B[K, m]^T) * (a_scale_inv * b_scale_inv))        sum over the m of group g
 
-As in specialized.py one warp copies and two groups of warps multiply, but two more warps stand between them: a group's blocks
+As in product.py one warp copies and two groups of warps multiply, but two more warps stand between them: a group's blocks
 begin at the last multiple of 16 before it, and of its first and its last block they replace by zero, in shared memory, what is its
 neighbours'. They and the copies run ahead of the products, over the borders of tiles and groups: nothing waits at the start of a
 group, where the kernel of grouped.py does three times a tile. Bit for bit an ungrouped product of each group's blocks.
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.gemm.specialized.current import accumulate, scaled
 from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_WARPS,
@@ -27,6 +26,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
     store,
     tile_origin,
 )
+from te_dynamo.kernels.gemm.specialized.sums import accumulate, scaled
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
@@ -205,7 +205,7 @@ def _low_bytes(count):
 def _multiply(
     GROUP: gl.constexpr, ring, a_scale_inv, b_scale_inv, offs, result, size, FAST: gl.constexpr, GROUP_M: gl.constexpr
 ):
-    """This group of warps' rows of every tile: multiplied from the ring, scaled, stored in two parts as in specialized.py."""
+    """This group of warps' rows of every tile: multiplied from the ring, scaled, stored in two parts as in product.py."""
     c_desc, c_tiles = result
     M, N, K, G = size
     BLOCK_M: gl.constexpr = ring[0].shape[1]

@@ -1,4 +1,4 @@
-"""What the warp-specialized GEMMs share (kernels/gemm/specialized/current.py, block_specialized.py).
+"""What the warp-specialized GEMMs share: how operands come and results leave.
 
 One warp copies tiles of A and B, and vectors of scales where there are any, into a ring of slots in shared memory; GROUPS
 groups of four warps multiply, each its own rows of the tile in an upper and a lower half. The groups wait for the copies only,
@@ -58,20 +58,6 @@ def make_result(c, M, N, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def copy(descs, ring, scales, size, GROUP_M: gl.constexpr):
-    """Fills the ring with this program's tiles, block of K by block of K, as far ahead as it has slots; scales as in `fill`."""
-    M, N, K = size
-    BLOCK_M: gl.constexpr = ring[0].shape[1]
-    BLOCK_N: gl.constexpr = ring[1].shape[1]
-    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    stage = 0
-    phase = 1  # a wait for the phase before the first passes: every slot begins empty
-    for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        stage, phase = fill(descs, ring, scales, stage, phase, row, column, 0, K)
-
-
-@gluon.jit
 def fill(descs, ring, scales, stage, phase, row, column, first, last, distance=0):
     """Copies the blocks of one tile from k = `first` up to `last`; returns the next slot.
 
@@ -107,15 +93,6 @@ def fill(descs, ring, scales, stage, phase, row, column, first, last, distance=0
 
 
 @gluon.jit
-def operands(GROUP: gl.constexpr, a_tiles, b_tiles, stage):
-    """The upper and the lower half of this group's rows of A, and B transposed, in one slot of the ring."""
-    PART_M: gl.constexpr = a_tiles.shape[1] // (2 * GROUPS)
-    x = a_tiles.index(stage)
-    first: gl.constexpr = GROUP * 2 * PART_M
-    return x.slice(first, PART_M), x.slice(first + PART_M, PART_M), b_tiles.index(stage).permute((1, 0))
-
-
-@gluon.jit
 def next_slot(stage, phase, STAGES: gl.constexpr):
     stage += 1
     wraps = stage == STAGES
@@ -129,13 +106,6 @@ def tile_origin(index, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
     rows_in_group = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     row = (group * GROUP_M + index % rows_in_group) * BLOCK_M
     return row, (index % (GROUP_M * tiles_n)) // rows_in_group * BLOCK_N
-
-
-@gluon.jit
-def add_bias(total, bias, column, N):
-    """total + bias[column :], the bias in fp32."""
-    columns = column + gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
-    return total + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ from te_dynamo.kernels.gemm import product as gemm_kernels
 from te_dynamo.kernels.gemm.choose import choose_for
 from te_dynamo.kernels.gemm.decode import decode_options
 from te_dynamo.kernels.gemm.multiply import gemm_options
-from te_dynamo.kernels.gemm.specialized.current import (
+from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
@@ -109,7 +109,7 @@ def test_machine_code_for_large_products(dtype: torch.dtype, fast: bool) -> None
     """As deep a ring as without an addend, and no result waits for memory but through it."""
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-    options = specialized_options(True, dtype.itemsize, fast)
+    options = specialized_options(dtype.itemsize, fast=fast)
     warps = options.pop("num_warps")
     types_ = {**BASE, "c": TYPES[dtype], "addend": TYPES[dtype], **SIZES}
     report = compile_for(gemm_specialized_kernel, types_, options, aligned=(*ALIGNED, "N"), num_warps=warps)

@@ -13,12 +13,12 @@ from helpers.models.training import train
 from torch import fx, nn
 
 from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
-from te_dynamo.kernels.gemm.specialized.block import (
-    decode_kernel,
-    gemm_block_specialized_kernel,
-    gemm_block_specialized_out,
-    specialized_block_options,
+from te_dynamo.kernels.gemm.specialized.product import (
+    gemm_specialized_kernel,
+    gemm_specialized_out,
+    specialized_options,
 )
+from te_dynamo.kernels.gemm.specialized.scales import decode_kernel
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -27,6 +27,11 @@ from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda
 
 H200 = TARGETS["h200"]
+
+
+def scaling(b_two_d: bool) -> str:
+    return f"1x128 {'128x128' if b_two_d else '1x128'}"
+
 
 KINDS = ["1x128.128x128", "1x128.1x128", "e8m0.e8m0"]
 
@@ -56,16 +61,16 @@ def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
 )
 def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, b_two_d: bool) -> None:
     a, b = MIXES[mix]
-    options = specialized_block_options(bias, b_two_d, out_dtype.itemsize)
+    options = specialized_options(out_dtype.itemsize, scaling(b_two_d))
     warps = options.pop("num_warps")
     report = compile_for(
-        gemm_block_specialized_kernel,
+        gemm_specialized_kernel,
         {
-            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "bias": "*bf16"},
+            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32"} | ({"bias": "*bf16"} if bias else {}),
             **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
         },
-        options,
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", "N"),
+        {**options, "addend": None} | ({} if bias else {"bias": None}),
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", *(["bias"] if bias else []), "c", "K", "N"),
         num_warps=warps,
     )
     assert report.warnings == (), report.log
@@ -128,7 +133,7 @@ def operands_of(kind: str, m: int, n: int, k: int, *dtypes: torch.dtype):
 
 def specialized(a, sa, b, sb, bias, two_d: list[bool], out_dtype: torch.dtype) -> torch.Tensor:
     c = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=out_dtype, device=a.device)
-    gemm_block_specialized_out(a, sa, b, sb, bias, b_two_d=two_d[1], out=c)
+    gemm_specialized_out(a, sa, b, sb, bias, scaling=scaling(two_d[1]), out=c)
     return c
 
 

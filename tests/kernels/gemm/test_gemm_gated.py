@@ -22,7 +22,6 @@ from te_dynamo.kernels.activation.gated import (
     gated_quantize_reference,
     gated_reference,
 )
-from te_dynamo.kernels.gemm.specialized.current import stacked_specialized_out
 from te_dynamo.kernels.gemm.specialized.gated import (
     BOUND,
     BOUND_OF_SIGMOID,
@@ -30,6 +29,7 @@ from te_dynamo.kernels.gemm.specialized.gated import (
     gemm_gated_options,
     gemm_gated_specialized,
 )
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
@@ -266,7 +266,7 @@ def test_gemm_takes_it_and_repeats_itself(fast: bool) -> None:
     given = stacked(8192, 4096, 1024, device="cuda")
     width = given[2].shape[0] // 2
     c = torch.empty(8192, 2 * width, dtype=torch.bfloat16, device="cuda")
-    stacked_specialized_out(*given, fast=fast, along="N", segments=(width, width), out=c)
+    gemm_specialized_out(*given, fast=fast, along="N", segments=(width, width), out=c)
     options = ("silu", E4M3, True, True, False, 0.0, False)
     expected = gated_quantize(*halves(c, 0), *options)
     for _ in range(10):

@@ -12,12 +12,12 @@ from helpers.models.snapshot_models import kernels_everywhere
 from torch import fx
 
 from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.specialized.current import gemm_specialized_out
 from te_dynamo.kernels.gemm.specialized.grouped import (
     columns_specialized_options,
     columns_specialized_out,
     gemm_grouped_columns_specialized_kernel,
 )
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower

@@ -12,7 +12,7 @@ from helpers.models.training import train
 from torch import fx, nn
 
 from te_dynamo.kernels.gemm.choose import Product, choose
-from te_dynamo.kernels.gemm.specialized.current import (
+from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
@@ -49,16 +49,16 @@ def test_it_is_taken_for_large_products(fast: bool) -> None:
 )
 def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, fast: bool) -> None:
     a, b = MIXES[mix]
-    options = specialized_options(bias, out_dtype.itemsize, fast)
+    options = specialized_options(out_dtype.itemsize, fast=fast)
     warps = options.pop("num_warps")
     report = compile_for(
         gemm_specialized_kernel,
         {
-            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32", "bias": "*bf16"},
+            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32"} | ({"bias": "*bf16"} if bias else {}),
             **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
         },
-        {**options, "addend": None},
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", "N"),
+        {**options, "addend": None} | ({} if bias else {"bias": None}),
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", *(["bias"] if bias else []), "c", "K", "N"),
         num_warps=warps,
     )
     assert report.warnings == (), report.log

@@ -20,11 +20,10 @@ from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.gemm.choose import Product, choose, stacking_pays
 from te_dynamo.kernels.gemm.multiply import gemm_options
 from te_dynamo.kernels.gemm.product import gemm_kernel
-from te_dynamo.kernels.gemm.specialized.current import (
+from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
-    stacked_specialized_out,
 )
 from te_dynamo.kernels.gemm.tiles import (
     TILES,
@@ -272,11 +271,12 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_machine_code_of_the_specialized_kernel(fast: bool, along: str, segments: tuple[int, ...]) -> None:
     """Rescaling at the borders costs no spill, and no product waits for another's registers."""
     a, b = MIXES["e5m2.e4m3"]
-    options = specialized_options(False, 2, fast, Stacking(along, segments))
+    options = specialized_options(2, "tensor", fast, along, segments)
     warps = options.pop("num_warps")
-    args = {**ARGS, "a": a, "b": b}
-    aligned = ("a", "a_scale_inv", "b", "b_scale_inv", "bias", "c", "K", "N")
-    report = compile_for(gemm_specialized_kernel, args, {**options, "addend": None}, aligned=aligned, num_warps=warps)
+    args = {name: kind for name, kind in {**ARGS, "a": a, "b": b}.items() if name != "bias"}
+    constants = {**options, "bias": None, "addend": None}
+    aligned = ("a", "a_scale_inv", "b", "b_scale_inv", "c", "K", "N")
+    report = compile_for(gemm_specialized_kernel, args, constants, aligned=aligned, num_warps=warps)
     assert report.warnings == () and report.spills == 0, report.log
     assert report.shared <= SHARED_BYTES
     # A sum for each segment along K, in each of the two groups of warps: 4 instructions, for each half with slow accumulation.
@@ -309,7 +309,7 @@ def test_bits_are_those_of_each_product(along: str, segments, out_dtype: torch.d
     each = apart(*operands, bias, out_dtype, along, segments, lambda *args: gemm_with_tile(usual, *args))
     assert torch.equal(gemm_stacked(*operands, bias, out_dtype, fast, along, segments), each)
     c = torch.full_like(each, torch.nan)
-    stacked_specialized_out(*operands, bias, fast=fast, along=along, segments=segments, out=c)
+    gemm_specialized_out(*operands, bias, fast=fast, along=along, segments=segments, out=c)
     assert torch.equal(c, each)
 
 
@@ -325,7 +325,7 @@ def test_one_sum_over_all_segments(segments, fast: bool, spread: float) -> None:
     got = gemm_stacked(*operands, None, torch.bfloat16, fast, "K", segments)
     assert relative_error(got, want) < tolerance
     special = torch.full_like(got, torch.nan)
-    stacked_specialized_out(*operands, fast=fast, along="K", segments=segments, out=special)
+    gemm_specialized_out(*operands, fast=fast, along="K", segments=segments, out=special)
     assert relative_error(special, want) < tolerance
     if not fast:
         assert torch.equal(special, got)
