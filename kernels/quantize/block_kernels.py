@@ -1,4 +1,4 @@
-"""The kernel of kernels/quantize/float8_block.py, and a tile of it for whoever has scales of 128 values.
+"""The kernel of kernels/quantize/float8_block.py and of mxfp8.py's blocks of 128 by columns, and a tile of it for whoever has scales of 128 values.
 
 SCALING says what scales are, and where they lie: "1x128" and "128x128" as that file's table has them, "e8m0" and "e8m0 swizzled" as
 that of kernels/quantize/mxfp8.py has those of blocks of 128. A tile is a tuple `place`: (first row, first column, the row before which
@@ -363,7 +363,7 @@ def quantize_block_kernel(
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
-    TWO_D: tl.constexpr,
+    SCALING: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -376,14 +376,12 @@ def quantize_block_kernel(
     row, column = grouped_tile(ROWS, GROUP_M)
     if row >= M:
         return
-    last = M
-    if GROUPS > 0:
-        x, last = in_padded_order(x, row, offs, x_rows, K, G, GROUPS)
+    x, last = in_padded_order(x, row, offs, x_rows, M, K, G, GROUPS)
     quantize_tile(
         x,
         (data, scale_inv, transpose, columnwise_scale_inv),
         (row, column, last, M, K),
-        "128x128" if TWO_D else "1x128",
+        SCALING,
         *(FMAX, EPS, POWER_OF_TWO, LARGEST),
         *(ROWWISE, COLUMNWISE, ROWS, PACKED, WHOLE),
     )

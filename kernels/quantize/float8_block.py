@@ -125,7 +125,7 @@ def quantize_block(
             EPS=float(eps),
             POWER_OF_TWO=power_of_two,
             LARGEST=torch.finfo(x.dtype).max,
-            TWO_D=two_d,
+            SCALING="128x128" if two_d else "1x128",
             ROWWISE=by_rows,
             COLUMNWISE=by_columns,
             ROWS=tile_rows,

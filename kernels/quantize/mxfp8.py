@@ -29,12 +29,9 @@ from te_dynamo.kernels.layouts import mxfp8
 from te_dynamo.kernels.layouts.mxfp8 import BLOCK
 from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
+from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.current import cast_reference
-from te_dynamo.kernels.quantize.mxfp8_kernels import (
-    dequantize_mxfp8_kernel,
-    quantize_mxfp8_128_kernel,
-    quantize_mxfp8_kernel,
-)
+from te_dynamo.kernels.quantize.mxfp8_kernels import dequantize_mxfp8_kernel, quantize_mxfp8_kernel
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
@@ -155,24 +152,26 @@ def quantize_mxfp8(
         "K": columns,
         **order,
         "FMAX": torch.finfo(fp8_dtype).max,
-        "SWIZZLED": swizzled,
         "PACKED": packs(x),
         "WHOLE": offs is None and whole_tiles(rows, columns, 128),
     }
     launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
+    names = {"columnwise_data": "transpose"}  # what it is in blocks of 128
     for by_rows, by_columns in launches:
         arguments |= {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
         if scale_block == 128 and by_columns:
             _, group, warps = tile or tile_128(packs(x))
             grid = grouped_grid(rows, columns, 128, group)
-            launch(quantize_mxfp8_128_kernel, grid, **arguments, GROUP_M=group, num_warps=warps)
+            scales = {"SCALING": f"e8m0{' swizzled' * swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
+            given = {names.get(name, name): value for name, value in arguments.items()}
+            launch(quantize_block_kernel, grid, **given, **scales, ROWS=128, GROUP_M=group, num_warps=warps)
         else:
             block_m, block_k, warps = tile or (
                 tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
             )
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
-            launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, num_warps=warps)
+            launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, SWIZZLED=swizzled, num_warps=warps)
     return list(buffers.values())
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from te_dynamo.kernels.layouts.tiled_scales import scale_offsets
-from te_dynamo.kernels.quantize.block_kernels import code_and_multiplier, four_times, quantize_tile, word_codes
+from te_dynamo.kernels.quantize.block_kernels import code_and_multiplier, four_times, word_codes
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import cast_rows, high_halves, larger_halves, low_halves, magnitudes
-from te_dynamo.kernels.tiles.blocks import decode_e8m0, grouped_tile, widened_again
+from te_dynamo.kernels.tiles.blocks import decode_e8m0, widened_again
 from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask, tile_offsets, tile_origin
 from te_dynamo.kernels.tiles.groups import in_padded_order
 
@@ -54,9 +54,7 @@ def quantize_mxfp8_kernel(
     """
     row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
     column = tl.program_id(0) * BLOCK_K
-    last = M
-    if GROUPS > 0:
-        x, last = in_padded_order(x, tl.program_id(2) * 128, offs, x_rows, K, G, GROUPS)
+    x, last = in_padded_order(x, tl.program_id(2) * 128, offs, x_rows, M, K, G, GROUPS)
     buffers = data, scale_inv, columnwise_data, columnwise_scale_inv
     place = row, column, last, M, K
     if PACKED:
@@ -218,45 +216,6 @@ def quantize_elements(
         blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
         code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
         tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
-
-
-@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
-@triton.jit
-def quantize_mxfp8_128_kernel(
-    x,
-    offs,
-    data,
-    scale_inv,
-    columnwise_data,
-    columnwise_scale_inv,
-    x_rows,
-    M,
-    K,
-    G,
-    GROUPS: tl.constexpr,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Blocks of 128, with columnwise data transposed: `quantize_block_kernel` with these scales."""
-    row, column = grouped_tile(128, GROUP_M)
-    if row >= M:
-        return
-    last = M
-    if GROUPS > 0:
-        x, last = in_padded_order(x, row, offs, x_rows, K, G, GROUPS)
-    quantize_tile(
-        x,
-        (data, scale_inv, columnwise_data, columnwise_scale_inv),
-        (row, column, last, M, K),
-        "e8m0 swizzled" if SWIZZLED else "e8m0",
-        *(FMAX, 0.0, True, 0.0),
-        *(ROWWISE, COLUMNWISE, 128, PACKED, WHOLE),
-    )
 
 
 @writes("values")

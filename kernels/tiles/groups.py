@@ -89,12 +89,15 @@ def rows_of_tile(tile, starts, ends, tiles, after, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def in_padded_order(x, row, offs, M, K, G, GROUPS: tl.constexpr):
-    """(where x [M, K] would begin if its padded order's 128 rows from `row` on were the rows there, the row before which their group
-    ends): behind the last group that is 0 or less."""
-    groups = tl.arange(0, GROUPS)
-    before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
-    starts, ends, tiles = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), M, 128)
-    _, source, end = rows_of_tile(row // 128, starts, ends, tiles, tl.cumsum(tiles, axis=0), 128)
-    ahead = source - row
-    return x + ahead.to(tl.int64) * K, end - ahead
+def in_padded_order(x, row, offs, x_rows, M, K, G, GROUPS: tl.constexpr):
+    """(where x [x_rows, K] would begin if its padded order's 128 rows from `row` on were the rows there, the row before which their
+    group ends): behind the last group that is 0 or less. Without GROUPS x is read as it is, M rows."""
+    if GROUPS == 0:
+        return x, M
+    else:
+        groups = tl.arange(0, GROUPS)
+        before = tl.load(offs + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+        starts, ends, tiles = tiles_of_groups(before, tl.load(offs + groups, mask=groups < G, other=0), x_rows, 128)
+        _, source, end = rows_of_tile(row // 128, starts, ends, tiles, tl.cumsum(tiles, axis=0), 128)
+        ahead = source - row
+        return x + ahead.to(tl.int64) * K, end - ahead

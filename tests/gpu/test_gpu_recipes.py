@@ -89,7 +89,7 @@ def test_lengths_compile_once(recipe: Recipe) -> None:
 KERNELS = {
     "float8_block_scaling": ("quantize_block_kernel", "gemm_kernel"),
     "mxfp8": ("quantize_mxfp8_kernel", "dequantize_mxfp8_kernel"),
-    "mxfp8(scale_block=128)": ("quantize_mxfp8_128_kernel", "gemm_kernel"),
+    "mxfp8(scale_block=128)": ("quantize_block_kernel", "gemm_kernel"),
     "nvfp4(stochastic_rounding=False)": ("quantize_nvfp4_kernel", "dequantize_nvfp4_kernel"),
 }
 

@@ -205,11 +205,11 @@ def test_launches_of_mxfp8_with_one_scale_for_128_values() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
-quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c
-quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
-quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c""",
     )
 

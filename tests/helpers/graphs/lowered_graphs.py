@@ -261,7 +261,7 @@ CASES: dict[str, Case] = {
     "quantize_group_columns mxfp8 128": (
         te.quantize_group_columns,
         lambda: (bf16(19, 64), offsets(), MXFP8Quantizer(rowwise=False, scale_block=128)),
-        "quantize_mxfp8_128_kernel -> columnwise_data, columnwise_scale_inv",
+        "quantize_block_kernel -> transpose, columnwise_scale_inv",
     ),
     "grouped_linear": (
         te.grouped_linear,
@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
     "quantize_mxfp8_128": (
         te.quantize,
         lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128)),
-        "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
+        "quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv",
     ),
     "quantize_mxfp8_swizzled": (
         te.quantize,
@@ -342,7 +342,7 @@ CASES: dict[str, Case] = {
     "quantize_mxfp8_128_swizzled": (
         te.quantize,
         lambda: (bf16(19, 64), MXFP8Quantizer(scale_block=128, swizzled=True)),
-        "quantize_mxfp8_128_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv",
+        "quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv",
     ),
     "quantize_nvfp4_swizzled": (
         te.quantize,

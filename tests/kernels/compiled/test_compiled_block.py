@@ -58,7 +58,7 @@ def quantize_case(
             args={"x": dtype, **types, "M": "i32", "K": "i32", **order},
             constants={
                 **{"FMAX": 448.0 if fp8 == "fp8e4nv" else 57344.0, "EPS": 0.0, "POWER_OF_TWO": power_of_two},
-                **{"LARGEST": torch.finfo(TORCH_TYPES[dtype]).max, "TWO_D": two_d},
+                **{"LARGEST": torch.finfo(TORCH_TYPES[dtype]).max, "SCALING": "128x128" if two_d else "1x128"},
                 **{"ROWWISE": by_rows, "COLUMNWISE": by_columns, "ROWS": rows, "GROUP_M": group, "num_warps": warps},
                 **{"PACKED": packed, "WHOLE": whole, **constant_order},
             },

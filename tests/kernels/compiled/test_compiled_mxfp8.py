@@ -54,23 +54,26 @@ def quantize_case(
     packed = x == "*bf16" and aligned_k
     turned = scale_block == 128 and usage[1]
     order, constant_order = padded_order_arguments(groups)
-    pointers = {"x": x, "data": fp8, "scale_inv": "*u8", "columnwise_data": fp8, "columnwise_scale_inv": "*u8"}
+    columnwise_data = "transpose" if turned else "columnwise_data"
+    pointers = {"x": x, "data": fp8, "scale_inv": "*u8", columnwise_data: fp8, "columnwise_scale_inv": "*u8"}
     constants: dict[str, Any] = {"FMAX": 448.0 if fp8 == "*fp8e4nv" else 57344.0}
     constants |= {"ROWWISE": usage[0], "COLUMNWISE": usage[1], "PACKED": packed, "WHOLE": packed and whole}
-    constants |= {"SWIZZLED": swizzled, **constant_order}
+    constants |= constant_order
     if turned:
         _, group, warps = mxfp8.tile_128(packed)
-        constants |= {"GROUP_M": group, "num_warps": warps}
+        constants |= {"SCALING": f"e8m0{' swizzled' * swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
+        constants |= {"ROWS": 128, "GROUP_M": group, "num_warps": warps}
     else:
         columns = 4096 if aligned_k else 4095
         block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed, swizzled)
         constants |= {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
+        constants["SWIZZLED"] = swizzled
     kind = "e4m3x2" if fp8 == "*fp8e4nv" else "e5m2x2"
     rowwise = ("data", "scale_inv") if usage[0] else ()
-    columnwise = ("columnwise_data", "columnwise_scale_inv") if usage[1] else ()
+    columnwise = (columnwise_data, "columnwise_scale_inv") if usage[1] else ()
     return Case(
         name=f"quantize {scale_block} {usage} {x} {fp8} {aligned_k=} {whole=} {swizzled=} {groups=} sm_{capability}",
-        kernel=mxfp8.quantize_mxfp8_128_kernel if turned else mxfp8.quantize_mxfp8_kernel,
+        kernel=mxfp8.quantize_block_kernel if turned else mxfp8.quantize_mxfp8_kernel,
         args={**pointers, "M": "i32", "K": "i32", **order},
         constants=constants,
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
@@ -161,10 +164,14 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> list[
     return [gemm_mxfp8(*a, *b, bias, torch.bfloat16, False, False)]
 
 
-WRITES = {"quantize": ["columnwise_data", "columnwise_scale_inv", "data", "scale_inv"], "row": ["data", "scale_inv"]}
+WRITES = {
+    "32": ["columnwise_data", "columnwise_scale_inv", "data", "scale_inv"],
+    "128": ["columnwise_scale_inv", "data", "scale_inv", "transpose"],
+    "row": ["data", "scale_inv"],
+}
 LAUNCHERS = {
-    "quantize 32": (lambda x, w, bias: quantize_both(x, 32), [WRITES["quantize"]]),
-    "quantize 128": (lambda x, w, bias: quantize_both(x, 128), [WRITES["quantize"]]),
+    "quantize 32": (lambda x, w, bias: quantize_both(x, 32), [WRITES["32"]]),
+    "quantize 128": (lambda x, w, bias: quantize_both(x, 128), [WRITES["128"]]),
     "gemm": (lambda x, w, bias: linear(x, w, None), [WRITES["row"], WRITES["row"], ["values"], ["values"]]),
     "gemm with bias": (lambda x, w, bias: linear(x, w, bias), [WRITES["row"], WRITES["row"], ["values"], ["values"]]),
 }
