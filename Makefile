@@ -1,4 +1,4 @@
-# make test | test-slow | test-all | test-gpu | fuzz | lint | docs | demo | vendor
+# make test | test-slow | test-all | test-gpu | fuzz | machine-code | lint | docs | demo | vendor
 #
 # PYTHON is used as it is when it holds a CUDA build of torch 2.11 or newer. Otherwise a .venv is made from it, with the
 # CPU set pinned in constraints/cpu.txt.
@@ -27,7 +27,7 @@ JOBS ?= 2
 SIDE_BY_SIDE = $$($(RUN) -c "import importlib.util as u; print('-n $(JOBS) --dist worksteal' if u.find_spec('xdist') else '')")
 
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet
-.PHONY: test test-slow test-all test-gpu fuzz lint docs demo vendor clean
+.PHONY: test test-slow test-all test-gpu fuzz machine-code lint docs demo vendor clean
 .DELETE_ON_ERROR:
 
 test: $(STAMP)test                                ## the suite without the slow and the GPU tests
@@ -48,6 +48,9 @@ SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 fuzz: $(STAMP)test                                ## N models drawn at random (N=2000), and N programs that write in place
 	@echo "make fuzz N=$(or $(N),100) SEED=$(SEED)"
 	FUZZ_MODELS=$(or $(N),100) FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/models/test_fuzz.py tests/models/test_write_fuzz.py --show-capture=no --tb=short $(ARGS)
+
+machine-code: $(STAMP)test                        ## the kernels whose machine code is not the recorded one; ARGS="h200 l40s" for these GPUs
+	$(RUN) benchmarks/targets.py --check $(ARGS)
 
 lint: $(STAMP)dev
 	$(RUN) -m ruff check .

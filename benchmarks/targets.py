@@ -20,7 +20,7 @@ import multiprocessing
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import environment
@@ -447,24 +447,25 @@ def main() -> None:
     )
     args = parser.parse_args()
     facts = {**environment.collect("cpu"), "device": "no GPU"}
-    path = args.out / "targets-no-gpu.json"
-    recorded = report.read(path) if path.exists() else None
+    recorded = recorded_in(args.out)
     kept = [Row(**row) for row in recorded.rows] if recorded else []
     if args.check and (why := why_not_comparable(recorded, facts["triton"])):
         parser.error(why)
     names = args.targets or [name for name, target in KINDS.items() if not why_no_kernels(target)]
-    changed = []
+    found: list[str] = []
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         for name, rows in zip(names, pool.map(compiled, names), strict=True):
-            arch = KINDS[name].arch
-            if args.check:
-                of_target = [row for row in kept if row.target == arch]
-                changed += machine_code.changes(map(dataclasses.asdict, of_target), map(dataclasses.asdict, rows))
+            if recorded is not None and args.check:
+                found += changed(recorded, name, rows)
             else:
-                kept = [row for row in kept if row.target != arch] + rows
+                kept = [row for row in kept if row.target != KINDS[name].arch] + rows
                 report.write(args.out, "targets", facts, kept)
-    print(*changed, sep="\n", end="\n" * bool(changed))
-    sys.exit(bool(changed))
+    sys.exit("\n".join(found) or 0)
+
+
+def recorded_in(folder: pathlib.Path = report.RESULTS) -> report.Run | None:
+    path = folder / "targets-no-gpu.json"
+    return report.read(path) if path.exists() else None
 
 
 def why_not_comparable(recorded: report.Run | None, triton: str) -> str | None:
@@ -472,6 +473,12 @@ def why_not_comparable(recorded: report.Run | None, triton: str) -> str | None:
         return "no results to compare with; run without --check first"
     made_by = recorded.environment["triton"]
     return None if made_by == triton else f"the results were made with Triton {made_by}, this is {triton}"
+
+
+def changed(recorded: report.Run, name: str, rows: Sequence[Row], wanted: str = "") -> list[str]:
+    """How the code of a target's rows, of the cases that `wanted` is found in, differs from what is recorded: `machine_code.changes`."""
+    before = [row for row in recorded.rows if row["target"] == KINDS[name].arch and re.search(wanted, row["case"])]
+    return machine_code.changes(before, map(dataclasses.asdict, rows))
 
 
 if __name__ == "__main__":

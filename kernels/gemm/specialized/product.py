@@ -119,15 +119,11 @@ def gemm_specialized_kernel(
     # The scales of blocks lie in the ring too, and leave room for half a part.
     PART_N: gl.constexpr = BLOCK_N // 2 if FAST or SCALING != "tensor" else BLOCK_N
     result = make_result(c, M, N, PART_M, PART_N)
-    scales = ()
-    if SCALING != "tensor":
-        scales = (make_scales(a_scale_inv, M, K, STAGES, BLOCK_M),)
-    if SCALING == "1x128 1x128":
-        scales = (scales[0], make_scales(b_scale_inv, N, K, STAGES, BLOCK_N))
-    addends = ()
-    if addend is not None:
-        addends = (tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N], result[0].layout),)
-    what = (ring, scales, (a_scale_inv, b_scale_inv), (M, N, K), addends)
+    a_scales = () if SCALING == "tensor" else (make_scales(a_scale_inv, M, K, STAGES, BLOCK_M),)
+    b_scales = (make_scales(b_scale_inv, N, K, STAGES, BLOCK_N),) if SCALING == "1x128 1x128" else ()
+    PLACED: gl.constexpr = result[0].layout
+    addends = () if addend is None else (tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N], PLACED),)
+    what = (ring, a_scales + b_scales, (a_scale_inv, b_scale_inv), (M, N, K), addends)
     STACK: gl.constexpr = (STACKED, SEGMENTS, EDGE_1, EDGE_2)
     gl.warp_specialize(
         [

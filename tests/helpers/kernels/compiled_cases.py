@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,10 +68,18 @@ MIXES = {
 
 
 def compile_case(case: Case) -> PtxReport:
-    constants = dict(case.constants)
+    """What becomes of a case; several tests of one read one compilation."""
+    constants = tuple(case.constants.items())
+    types = tuple(type(value) for _, value in constants)  # 1, 1.0 and True are equal, and compile to different code
+    return _compiled(case.kernel, tuple(case.args.items()), constants, types, case.aligned, case.capability)
+
+
+@functools.cache
+def _compiled(kernel: Any, args: Any, items: Any, _: Any, aligned: tuple[str, ...], capability: int) -> PtxReport:
+    constants = dict(items)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-    report = compile_for(case.kernel, case.args, constants, aligned=case.aligned, capability=case.capability, **options)
-    if case.capability == 90 and "x2.f32" in report.ptx:
+    report = compile_for(kernel, dict(args), constants, aligned=aligned, capability=capability, **options)
+    if capability == 90 and "x2.f32" in report.ptx:
         check_merges(report.cubin)
     return report
 
