@@ -94,6 +94,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "Mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}, 0.99),
     # Queries and keys through low ranks, a shared expert, a router four columns wide.
     "DeepseekV3": ("DeepseekV3ForCausalLM", LATENT, 0.99),
+    # The same, whose router asks no bias of each expert.
+    "DeepseekV2": ("DeepseekV2ForCausalLM", {**LATENT, "topk_method": "greedy"}, 0.99),
     # Experts with biases and gate and up interleaved.
     "GptOss": ("GptOssForCausalLM", {**GROUPED, **MIXTURE, "head_dim": 16, "sliding_window": 16}, 0.99),
     # Experts by torch.bmm.
@@ -283,6 +285,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
             **GROUPED,
             "pad_token_id": 0,
             "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+        },
+        0.99,
+    ),
+    # A mixture and a shared MLP behind each state-space layer too.
+    "GraniteMoeHybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **GROUPED,
+            **MIXTURE,
+            "pad_token_id": 0,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 64,
             "mamba_n_heads": 8,
             "mamba_d_head": 16,
             "mamba_n_groups": 1,
