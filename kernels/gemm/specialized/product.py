@@ -34,7 +34,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
 from te_dynamo.kernels.gemm.specialized.scales import decoded, make_scales
 from te_dynamo.kernels.gemm.specialized.sums import accumulate, accumulate_blocks, scaled
 from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, specialized_tile, stages_that_fit
-from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, mbarrier, reinterpret, tma
+from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.prepared import Prepared
@@ -297,6 +297,8 @@ def _plus(GROUP: gl.constexpr, ring, c_desc, stage, phase, value, FAST: gl.const
     places = _addend_places(ring, c_desc, FAST)
     mbarrier.wait(full.index(stage), phase)
     addend = places.index(stage * GROUPS + GROUP).load(value.type.layout)
+    # Without a fence nothing waits for these loads before the slot is given back, and the next copy may overwrite what is not read yet.
+    hopper.fence_async_shared()
     mbarrier.arrive(empty.index(stage))
     stage, phase = next_slot(stage, phase, a_tiles.shape[0])
     return value.to(c_desc.dtype).to(gl.float32) + addend.to(gl.float32), stage, phase

@@ -6,9 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.kernels.gemms import gemm_mxfp8_reference
+from helpers.kernels.gemms import gemm_mxfp8_reference, mxfp8_request
 
-from te_dynamo.dialect.gemm import mxfp8_request
 from te_dynamo.kernels.gemm import emulated
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference, quantize_mxfp8_reference
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, in_float64, operands, relative_error
-from helpers.kernels.gemms import gemm, gemm_with_tile
+from helpers.kernels.gemms import arguments, gemm, gemm_with_tile
 from helpers.models.snapshot_models import kernels_everywhere
 from helpers.models.training import train
 from torch import fx, nn
@@ -76,7 +76,7 @@ def graph_of_gemm(m: int, n: int, k: int) -> fx.Graph:
     for name, (shape, dtype) in shapes.items():
         nodes[name] = graph.placeholder(name)
         nodes[name].meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
-    args = (nodes["a"], nodes["s"], nodes["b"], nodes["s"], None, torch.bfloat16, False)
+    args = arguments(nodes["a"], nodes["s"], nodes["b"], nodes["s"], None, torch.bfloat16, False)
     product = graph.call_function(torch.ops.te.gemm.default, args)
     product.meta["val"] = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     graph.output(product)

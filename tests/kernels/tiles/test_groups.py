@@ -18,7 +18,7 @@ COLUMNS = 4
 @triton.jit
 def padded_kernel(x, y, offs, x_rows, K: tl.constexpr, G, GROUPS: tl.constexpr):
     row = tl.program_id(0) * 128
-    begin, end = in_padded_order(x, row, offs, x_rows, K, G, GROUPS)
+    begin, end = in_padded_order(x, row, offs, x_rows, x_rows, K, G, GROUPS)
     rows, columns = row + tl.arange(0, 128)[:, None], tl.arange(0, K)[None, :]
     tl.store(y + rows * K + columns, tl.load(begin + rows * K + columns, mask=rows < end, other=0.0))
 
