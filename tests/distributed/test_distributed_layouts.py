@@ -58,13 +58,10 @@ def assert_trains(
         assert after_two_steps == at_the_end, "compiled again"
 
 
-FAST = ("fsdp2 in fp8", "sequence")
-
-
 @pytest.mark.parametrize(
     "layout",
     [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "fsdp2 in fp8" else pytest.param(name, marks=pytest.mark.slow)
         for name in layouts.LAYOUTS
         if not name.startswith("alone")
     ],

@@ -41,6 +41,7 @@ def recipes_of(found: Explanation) -> list[str]:
     return [row.recipe for row in found.linears]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("compiled", [in_place, function, wrapped])
 def test_what_a_compiled_model_was_given(compiled: Callable[[], Any]) -> None:
     assert recipes_of(te_dynamo.explain(compiled(), X)) == ["mxfp8", "mxfp8"]

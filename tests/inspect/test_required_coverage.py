@@ -61,6 +61,7 @@ SKIPPED = r"experts\.0, .*experts\.1 ran in no graph:.*output shape depends on i
 DISABLED = r"ran in no graph:\n    Dynamo left .*Disabled\.forward is disabled for the compiler"
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -74,6 +74,7 @@ def test_the_import_alone_lets_torch_load_a_quantized_tensor(tmp_path: Path) -> 
     assert printed_by(code, str(tmp_path / "saved.pt")).strip() == "256.0"
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("imported", ["te_dynamo.recipe", "te_dynamo.quantized.quantizers"])
 def test_what_is_used_registers_what_it_needs(imported: str) -> None:
     """Whatever of the package is imported first."""

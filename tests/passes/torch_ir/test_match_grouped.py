@@ -225,6 +225,7 @@ def test_experts_are_padded_as_linears_are(form: str) -> None:
                 assert (actual - reference).norm() <= tolerance * reference.norm()
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("form", ["grouped_mm [G, K, N]", "mT"])
 def test_blocks_of_experts_are_padded_to_blocks(form: str) -> None:
     model, x, offs = Unaligned(FORMS[form], 2040, 2040), tokens(12, 2040), ends(2, 0, 7, 3)

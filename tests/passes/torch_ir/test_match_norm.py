@@ -384,6 +384,7 @@ te.add_rms_norm_quantize(add_layer_norm_quantize[1], gemm_3, norms.1.weight, 1.1
         )
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_autocasts_fused_norms_have_the_bits_of_unfused(norm_first):
     model, x = Autocast(norm_first), torch.randn(64, 256)

@@ -69,6 +69,7 @@ class Shared(nn.Module):
         return helped(self.b, helped(self.a, x))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("rule", ["^a$", "^b$"])
 def test_a_module_at_two_paths_that_rules_tell_apart_is_left_with_the_reason(rule: str) -> None:
     (reason,) = set(rows(Shared(), (rule, "mxfp8")).values())
@@ -88,6 +89,7 @@ class Tied(nn.Module):
         return self.run(self.b, self.run(self.a, x))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("bias", [True, False])
 def test_modules_that_share_a_parameter_have_a_rule_each(bias: bool) -> None:
     for left, other in ("ab", "ba"):

@@ -61,11 +61,13 @@ def left(model: nn.Module, *rules: tuple[str, Any]) -> set[str]:
 PATHS = [f"blocks.{block}.{name}" for block in range(2) for name in ("qkv_w", "o_w", "up", "more.0")]
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("how", ["whole", "checkpointed", "broken"])
 def test_each_parameter_has_a_path(how: str) -> None:
     assert sorted(row.module for row in explained(Net(how)).linears) == sorted(PATHS)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("how", ["whole", "checkpointed", "broken"])
 def test_a_rule_for_a_parameter_holds_for_it_alone(how: str) -> None:
     assert left(Net(how), (r"^blocks\.1\.o_w$", None)) == {"blocks.1.o_w"}
