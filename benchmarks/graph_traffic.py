@@ -28,7 +28,7 @@ from environment import collect
 from models import DiTBlock
 from torch import fx, nn
 
-PRODUCTS = ("te.gemm", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+PRODUCTS = ("te.gemm", "te.grouped_gemm", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 ALONE = ("scaled_dot_product", "convolution", "embedding", "index_put")
 FREE = (
     "view",
