@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -211,3 +213,28 @@ def test_a_block_of_a_paper(name: str) -> None:
         assert 0 < (ours - true).norm() / true.norm() < 0.3
     assert explanation.coverage == 1.0 and explanation.to_dict()["matrix_flops"]["has_a_row"] == 1.0
     assert Counter(row.kind for row in explanation.norms_activations if row.matched) == kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("ViT", {"apart": (15, 21, 2693), "fused": (13, 21, 2629)}),
+        ("Wan", {"apart": (25, 41, 3926), "fused": (22, 39, 3702)}),
+    ],
+)
+def test_a_norm_under_autocast_that_writes_fp8_saves_launches_and_bytes(
+    name: str, counts: dict[str, tuple[int, int, int]], import_benchmark: Callable[[str], ModuleType]
+) -> None:
+    """(te operations that are no GEMM, kernels that Inductor makes at best, KiB that a step reads and writes)"""
+    make, shapes, _, _ = PAPERS[name]
+    traffic, found = import_benchmark("graph_traffic"), {}
+    for form, fusions in (("apart", ["-fuse_norm_quantize", "-fuse_norm_add_quantize"]), ("fused", True)):
+        torch._dynamo.reset()
+        args = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        with te_dynamo.capture() as graphs, torch.autocast("cpu", torch.bfloat16):
+            compiled = torch.compile(make(), backend="te", options={"codegen": "eager", "fusions": fusions})
+            compiled(*args).float().sum().backward()
+        counted = [traffic.count(graphs.graph(phase)) for phase in ("forward", "backward")]
+        _, te, others, nbytes = map(sum, zip(*counted, strict=True))
+        found[form] = te, others, nbytes // 1024
+    assert found == counts
