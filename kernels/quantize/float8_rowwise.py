@@ -104,7 +104,7 @@ def quantize_rows_kernel(
 def load_rows(x, row, column, M, K, TURNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """A tile [BLOCK_M, BLOCK_K] of x [M, K], or for TURNED of x^T, in fp32, zero outside."""
     if TURNED:
-        return tl.trans(load_tile(x, column, row, K, M, K, BLOCK_K, BLOCK_M))
+        return tl.trans(load_tile(x, tl.cast(column, tl.int64), row, K, M, K, BLOCK_K, BLOCK_M))
     else:
         return load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
 
