@@ -19,6 +19,7 @@ from te_dynamo.kernels.layouts import block, mxfp8
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking, check_segments
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WITH_GROUPS = ("tensor", "1x128", "1x32")
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -123,8 +124,10 @@ def _check_dtypes(r: Request, name: str) -> None:
 
 def _check_shapes(r: Request, name: str) -> None:
     a, b, experts = r.a.codes, r.b.codes, r.groups == "rows"
-    if r.groups and r.scaling == "row":
-        raise ValueError(f"{name}: operands with a scale a row have no groups")
+    if r.groups and r.a.scaling not in _WITH_GROUPS:
+        raise ValueError(
+            f"{name}: expected a scaling of {', '.join(_WITH_GROUPS)}, got {r.scaling}: no kernel multiplies groups of it"
+        )
     tensors = experts and r.a.scaling == "tensor"
     goes = a.dim() == 2 and b.dim() == (3 if tensors else 2)
     if goes and tensors:

@@ -70,7 +70,9 @@ def test_neither_groups_nor_segments() -> None:
     r = request(256, 256, 256)
     with pytest.raises(ValueError, match="te gemm: operands with scales row do not stack"):
         check(dataclasses.replace(r, bias=None, stacking=Stacking("M", (128, 128))))
-    with pytest.raises(ValueError, match="te grouped gemm: operands with a scale a row have no groups"):
+    with pytest.raises(
+        ValueError, match="te grouped gemm: expected a scaling of tensor, 1x128, 1x32, got row: no kernel"
+    ):
         check(dataclasses.replace(r, groups="rows", offs=torch.tensor([128, 256], dtype=torch.int32)))
 
 
