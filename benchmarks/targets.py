@@ -52,7 +52,7 @@ from te_dynamo.kernels.gemm.tiles import (
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import current as quantize
-from te_dynamo.kernels.quantize import float8_block, mxfp8, nvfp4, several, transpose
+from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
@@ -140,6 +140,8 @@ def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     a, b, one, bias = f8(M, K), f8(N, K), f32(1), bf16(N)
     for tile, most in candidates(TILES, target):
         yield tile.name, _by(tile, Request(Operand(a, one), Operand(b, one), BF16, tile.fast, bias)), most
+        sides = Operand(a, f32(M), "row"), Operand(b, f32(N), "row")
+        yield f"{tile.name}, by rows", _by(tile, Request(*sides, BF16, tile.fast, bias)), most
     for fast in (True, False):
         for what, n, dtype, epilogue in (
             ("fp32", N, torch.float32, "none"),
@@ -309,6 +311,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
         yield f"current, {name}", functools.partial(quantize.quantize, x, *cast)
         yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), *cast)
         yield f"stacked, {name}", functools.partial(quantize.quantize_stacked, [x, up], *cast, True)
+        yield f"by rows, {name}", functools.partial(float8_rowwise.quantize_rowwise, x, *cast)
         yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, E4M3, *usage, False, True, 0.0)
         yield (
             f"blocks 128x128, {name}",

@@ -47,7 +47,7 @@ class InvalidOptionError(TeError, ValueError):
         near = [spelt[found] for found in difflib.get_close_matches(str(name).lower(), spelt, n=3)]
         valid = ", ".join([*map(repr, known), *([others_are] if others_are else [])])
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
-        if not near or (len(known) <= 4 and not others_are):
+        if not near or (len(known) <= 5 and not others_are):
             hint = f"{hint} valid: {valid}".strip()
         return cls(f"te_dynamo: unknown {what} {name!r}; {hint}")
 

@@ -16,6 +16,7 @@ from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -26,6 +27,7 @@ __all__ = [
     "as_recipe",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "Recipe",
@@ -131,6 +133,36 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8RowwiseScaling(Recipe):
+    """One fp32 scale for each row that a GEMM reads: of x a token, of the weight an output.
+
+    backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
+    power_of_two_scales: round each scale down to a power of two.
+    amax_epsilon: lower bound of a row's amax before the scale is computed.
+    """
+
+    name: ClassVar[str] = "float8_rowwise"
+
+    backward_format: str = _one_of("e5m2", "e4m3")
+    power_of_two_scales: bool = _one_of(False, True)
+    amax_epsilon: float = 0.0
+
+    def _quantizer(self, fp8_format: str) -> Quantizer:
+        return Float8RowwiseQuantizer(
+            fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
+        )
+
+    def input_quantizer(self) -> Quantizer:
+        return self._quantizer("e4m3")
+
+    def weight_quantizer(self) -> Quantizer:
+        return self._quantizer("e4m3")
+
+    def grad_output_quantizer(self) -> Quantizer:
+        return self._quantizer(self.backward_format)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
     """One fp32 scale for 128 values in a row (1x128 blocks), or for 128 rows of them (128x128).
 
@@ -223,16 +255,16 @@ class NVFP4BlockScaling(Recipe):
 
 
 _RECIPES: dict[str, type[Recipe]] = {
-    cls.name: cls for cls in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+    cls.name: cls
+    for cls in (Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 }
 
 
-_ALIASES = dict.fromkeys(("fp8", "float8", "tensorwise"), Float8CurrentScaling.name)
+_ALIASES = {
+    **dict.fromkeys(("fp8", "float8", "tensorwise"), Float8CurrentScaling.name),
+    "rowwise": Float8RowwiseScaling.name,
+}
 """Names of other libraries for a recipe of ours."""
-
-_MISSING = {
-    "rowwise": "te_dynamo has no recipe with a scale for each row; 'float8_block_scaling' has one for each 128 values of a row"
-}
 
 
 def names() -> list[str]:
@@ -254,8 +286,6 @@ def as_recipe(value: Any) -> Recipe | None:
 def by_name(name: str) -> Recipe:
     """The recipe of that name, or alias, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
     name = _ALIASES.get(name, name)
-    if name in _MISSING:
-        raise InvalidOptionError(f"te_dynamo: unknown recipe {name!r}: {_MISSING[name]}")
     if name not in _RECIPES:
         raise InvalidOptionError.unknown("recipe", name, names())
     return _RECIPES[name]()

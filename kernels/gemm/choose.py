@@ -90,7 +90,7 @@ class Product:
     out_bytes:  of an element of C.
     epilogue:   what the kernel does besides, if it can: add another tensor to C, find the amax of C, or that of silu(gate) * up
                 where C, in bf16, is the two halves gate and up, stacked along N.
-    scaling:    what has one scale: a tensor, or A's blocks; those of B are the other kind, unless they are named.
+    scaling:    what has one scale: a tensor, a row, or A's blocks; those of B are the other kind, unless they are named.
     stacking:   of operands that are several tensors, with a scale each.
     m_groups:   groups of rows with a B [n, k] each, of sizes that only the device knows; 0 if there are none.
     k_groups:   groups of k, each with a C of its own.
@@ -103,12 +103,17 @@ class Product:
     fast_accum: bool = False
     out_bytes: int = 4
     epilogue: Literal["none", "add", "amax", "gated"] = "none"
-    scaling: Literal["tensor", "1x128", "128x128", "1x128 by 1x128"] = "tensor"
+    scaling: Literal["tensor", "row", "1x128", "128x128", "1x128 by 1x128"] = "tensor"
     stacking: Stacking = NOT_STACKED
     m_groups: int = 0
     k_groups: int = 0
     m_known: bool = True
     n_known: bool = True
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales are those of blocks, so that products are added up by them."""
+        return self.scaling not in ("tensor", "row")
 
     @property
     def plain(self) -> Product:
@@ -232,7 +237,7 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
 def usual_tiles(p: Product, target: Target) -> list[Tile]:
     """All of the tables that the usual kernel can run a product with. Raises ValueError where none fits in shared memory."""
     fast = p.fast_accum or target.has_fp32_sums
-    if p.scaling != "tensor":
+    if p.in_blocks:
         grouped = p.m_groups or p.k_groups
         tiles: list[Tile] = [*(grouped_block_tiles(p.scaling == "1x128", target) if grouped else BLOCK_TILES)]
     elif p.stacking.along:
@@ -253,14 +258,14 @@ def _usual_tile(p: Product, target: Target) -> Tile:
             return tuned.tile
         return min(fitting, key=lambda tile: estimated_us(tile, p.m, p.n, p.k, target))
     fast = p.fast_accum or target.has_fp32_sums
-    if p.scaling != "tensor" and (p.m_groups or p.k_groups):
+    if p.in_blocks and (p.m_groups or p.k_groups):
         groups = (p.m_groups, p.k_groups)
         return choose_grouped_block_tile(p.m, p.n, p.k, *groups, p.scaling == "1x128", target, p.out_bytes)
     if p.m_groups:
         return choose_rows_tile(p.m, p.n, p.k, p.m_groups, fast, target, p.out_bytes)
     if p.k_groups:
         return choose_columns_tile(p.m, p.n, p.k, p.k_groups, fast, target, p.out_bytes)
-    if p.scaling != "tensor":
+    if p.in_blocks:
         return choose_block_tile(p.m, p.n, p.k, target, p.out_bytes)
     if p.stacking.along:
         return choose_stacked_tile(p.m, p.n, p.k, fast, p.stacking, target, p.out_bytes)
@@ -284,7 +289,7 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
         us = columns_specialized_us(*size, *how)
     else:
         us = estimated_us(tile, *size, target)
-        if p.scaling != "tensor":
+        if p.in_blocks:
             usual: Tile = choose_block_tile(*size, target)
         else:
             usual = choose_tile(*size, p.fast_accum, target)
@@ -296,7 +301,7 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
 
 def can_specialize(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's tile, where there is such a kernel for the product."""
-    if not target.has_wgmma or p.m_groups or p.scaling == "128x128" or not stores_by_descriptor(p.n):
+    if not target.has_wgmma or p.m_groups or p.scaling not in ("tensor", "1x128") or not stores_by_descriptor(p.n):
         return None
     tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
     if p.k_groups and p.scaling != "tensor":

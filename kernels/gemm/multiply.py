@@ -175,14 +175,14 @@ def _run_groups(tile: Tile, r: Request, c: torch.Tensor) -> None:
 
 
 def _add_parts(parts: torch.Tensor, r: Request, c: torch.Tensor, partials: torch.Tensor | None) -> None:
-    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* a tensor's scales) + bias) (+ addend). partials: as of `run`."""
+    """c [M, N] = round(sum of parts [SPLIT_K, M, N] (* scales of tensors or rows) + bias) (+ addend). partials: as of `run`."""
     m, n = c.shape
     optional = [r.a.scale_inv if x is None else x for x in (r.bias, partials)]
     launch(
         gemm_reduce_kernel,
         (triton.cdiv(m * n, REDUCE_BLOCK),),
         *(parts, r.a.scale_inv, r.b.scale_inv, optional[0], c, r.addend, optional[1], m * n, n),
-        **{"SCALED": r.scaling == "tensor", "HAS_BIAS": r.bias is not None, "SPLIT_K": parts.shape[0]},
+        **{"SCALING": r.scaling, "HAS_BIAS": r.bias is not None, "SPLIT_K": parts.shape[0]},
         **{"PARTIALS": 0 if partials is None else partials.shape[0], "EARLY": starts_early(m, c.device)},
         BLOCK=REDUCE_BLOCK,
     )

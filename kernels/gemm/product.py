@@ -3,7 +3,7 @@
     C[m, n] = round(sum over k of A[m, k] B[n, k], scaled as SCALING and STACKED say, + bias[n])    then + addend[m, n], rounded again
 
 A [M, K] and B [N, K] are float8, both contiguous, so that the contracted dimension lies in memory order: what Hopper's tensor cores read.
-SCALING "tensor" multiplies the sum by a_scale_inv * b_scale_inv, of an operand that is STACKED by that of the segment. Every step after the
+SCALING "tensor" multiplies the sum by a_scale_inv * b_scale_inv, of an operand that is STACKED by that of the segment. "row" multiplies row m of it by a_scale_inv[m], then column n by b_scale_inv[n]. Every step after the
 sum is one fp32 operation with its own rounding, so that a product with a bias equals one in fp32, an addition and a rounding, bit for bit.
 The others ("1x128 128x128", A's and B's blocks) add what the tensor core makes of each 128 products to an fp32 sum, by one fused multiply-add
 with the product of the two scales. Layouts of scales: kernels/layouts.
@@ -53,7 +53,7 @@ def gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """C, or with SPLIT_K > 1 the fp32 sums of each part of K as c [SPLIT_K, M, N], a tensor's scale left out.
+    """C, or with SPLIT_K > 1 the fp32 sums of each part of K as c [SPLIT_K, M, N], scales of tensors and rows left out.
 
     bias: [N] or None. addend: None, or what is added to C once that is rounded, with DESCRIPTOR_STORE; it may be c.
     """
@@ -68,7 +68,9 @@ def gemm_kernel(
     addend_desc = tl.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N]) if addend is not None else None
     tl.assume(K > 0)
     all_blocks = tl.cdiv(K, 128)
-    blocks = tl.cdiv(K, BLOCK_K * SPLIT_K) if SCALING == "tensor" else tl.cdiv(all_blocks, SPLIT_K)
+    # Scales of rows too are the whole sum's.
+    SUMMED: tl.constexpr = "tensor" if SCALING == "row" else SCALING
+    blocks = tl.cdiv(K, BLOCK_K * SPLIT_K) if SUMMED == "tensor" else tl.cdiv(all_blocks, SPLIT_K)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     if SCALING == "tensor" and (STACKED == "" or STACKED == "K"):
@@ -78,7 +80,7 @@ def gemm_kernel(
         row, column, part = tile_origin(index, tiles_m, tiles_n, SPLIT_K, BLOCK_M, BLOCK_N, GROUP_M)
         # A last part that reaches past K reads zeros: the descriptors' bounds.
         first = part * blocks
-        if SCALING == "tensor":
+        if SUMMED == "tensor":
             first *= BLOCK_K
         one = tl.zeros((PART_M, BLOCK_N), tl.float32)
         two = tl.zeros((PART_M, BLOCK_N), tl.float32)  # without HALVES nobody's
@@ -104,7 +106,7 @@ def gemm_kernel(
                     all_blocks,
                     N,
                 ),
-                *(one, two, SCALING, FAST, HALVES, BLOCK_K),
+                *(one, two, SUMMED, FAST, HALVES, BLOCK_K),
             )
         if not HALVES:
             one, two = split_columns(one)
@@ -115,6 +117,9 @@ def gemm_kernel(
         # Computed only here: no register holds it through the loop.
         row_2 = row + (PART_M if HALVES else 0)
         column_2 = column + (0 if HALVES else PART_N)
+        if SCALING == "row" and SPLIT_K == 1:
+            one = scaled_by_rows(one, a_scale_inv, b_scale_inv, row, column, M, N)
+            two = scaled_by_rows(two, a_scale_inv, b_scale_inv, row_2, column_2, M, N)
         tile_scale = scale if SCALING == "tensor" and SPLIT_K == 1 else None
         one = finished(one, tile_scale, bias, column, N, SPLIT_K)
         two = finished(two, tile_scale, bias, column_2, N, SPLIT_K)
@@ -284,6 +289,15 @@ def split_columns(total):
 
 
 @triton.jit
+def scaled_by_rows(value, a_scale_inv, b_scale_inv, row, column, M, N):
+    """A part of the sum by the scales of A's rows, then by those of B's; both products are rounded."""
+    rows, columns = row + tl.arange(0, value.shape[0]), column + tl.arange(0, value.shape[1])
+    a_scales = tl.load(a_scale_inv + rows, mask=rows < M, other=0.0)
+    b_scales = tl.load(b_scale_inv + columns, mask=columns < N, other=0.0)
+    return libdevice.mul_rn(libdevice.mul_rn(value, a_scales[:, None]), b_scales[None, :])
+
+
+@triton.jit
 def finished(value, scale, bias, column, N, SPLIT_K: tl.constexpr):
     """A part of the sum, scaled, plus the bias with a rounding of its own: mul_rn is never contracted with the addition."""
     if scale is not None:
@@ -334,7 +348,7 @@ def gemm_reduce_kernel(
     partials,
     SIZE,
     N,
-    SCALED: tl.constexpr,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -351,8 +365,11 @@ def gemm_reduce_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT_K):
         total += tl.load(parts + part * tl.cast(SIZE, tl.int64) + offsets, mask=inside, other=0.0)
-    if SCALED:
+    if SCALING == "tensor":
         total = libdevice.mul_rn(total, tl.load(a_scale_inv) * tl.load(b_scale_inv))
+    elif SCALING == "row":
+        total = libdevice.mul_rn(total, tl.load(a_scale_inv + offsets // N, mask=inside, other=0.0))
+        total = libdevice.mul_rn(total, tl.load(b_scale_inv + offsets % N, mask=inside, other=0.0))
     if HAS_BIAS:
         total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
     result = total.to(c.dtype.element_ty)

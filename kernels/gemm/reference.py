@@ -67,7 +67,7 @@ def _values(x: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     if x.scaling == "1x32":
         values = dequantize_mxfp8_reference(x.codes, x.scale_inv, x.turned, torch.float32)
         return values.t() if x.turned else values, None
-    return x.codes.float(), None if x.scaling == "tensor" else scales_of_rows(x)
+    return x.codes.float(), None if x.scaling in ("tensor", "row") else scales_of_rows(x)
 
 
 def _product(r: Request, a: Any, b: Any, piece: _Piece) -> torch.Tensor:
@@ -78,6 +78,8 @@ def _product(r: Request, a: Any, b: Any, piece: _Piece) -> torch.Tensor:
     product = left @ right.t()
     if r.scaling == "tensor":
         return product * (r.a.scale_inv.view(-1)[piece.a_slot] * r.b.scale_inv.view(-1)[piece.b_slot])
+    if r.scaling == "row":
+        return product * r.a.scale_inv[:, None] * r.b.scale_inv
     return product if r.a.amax is None else product * tensors_scale(r.a.amax, r.b.amax)
 
 

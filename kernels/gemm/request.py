@@ -19,6 +19,7 @@ from te_dynamo.kernels.layouts import block, mxfp8
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking, check_segments
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WITH_GROUPS = ("tensor", "1x128", "1x32")
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -27,13 +28,13 @@ class Operand:
     """One side of a product, as kernels read it.
 
     codes:     [rows, K] (of experts with a tensor's scale [G, N, K]), float8; of "1x16" two e2m1 a byte, [rows, K/2]; turned: [K, rows].
-    scale_inv: of "tensor" fp32 [1], or one of each segment or expert; of blocks as kernels/layouts has them, in fp32 or E8M0 codes.
+    scale_inv: of "tensor" fp32 [1], or one of each segment or expert; of "row" fp32 [rows]; of blocks as kernels/layouts has them, in fp32 or E8M0 codes.
     scaling:   what has one scale. amax: of "1x16" the tensor's, fp32 [1].
     """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
-    scaling: Literal["tensor", "1x128", "128x128", "1x32", "1x16"] = "tensor"
+    scaling: Literal["tensor", "row", "1x128", "128x128", "1x32", "1x16"] = "tensor"
     turned: bool = False
     amax: torch.Tensor | None = None
 
@@ -47,7 +48,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """fast: accumulation of "tensor" (product.py); the others always add up in fp32.
+    """fast: accumulation of "tensor" and "row" (product.py); the others always add up in fp32.
 
     stacking: of operands that are several tensors, with a scale each. offs: int32 [G], the end of each group.
     deep: B's groups of "rows" lie one beside the other along K, not one below the other.
@@ -76,8 +77,8 @@ class Request:
 
     @property
     def scaling(self) -> str:
-        """What has one scale in A and in B, as kernels are told: "tensor", "1x128 128x128"."""
-        return "tensor" if self.a.scaling == "tensor" else f"{self.a.scaling} {self.b.scaling}"
+        """What has one scale in A and in B, as kernels are told: "tensor", "row", "1x128 128x128"."""
+        return self.a.scaling if self.a.scaling in ("tensor", "row") else f"{self.a.scaling} {self.b.scaling}"
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -123,6 +124,10 @@ def _check_dtypes(r: Request, name: str) -> None:
 
 def _check_shapes(r: Request, name: str) -> None:
     a, b, experts = r.a.codes, r.b.codes, r.groups == "rows"
+    if r.groups and r.a.scaling not in _WITH_GROUPS:
+        raise ValueError(
+            f"{name}: expected a scaling of {', '.join(_WITH_GROUPS)}, got {r.scaling}: no kernel multiplies groups of it"
+        )
     tensors = experts and r.a.scaling == "tensor"
     goes = a.dim() == 2 and b.dim() == (3 if tensors else 2)
     if goes and tensors:
@@ -169,6 +174,12 @@ def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:
         if scale_inv.numel() != count:
             raise ValueError(f"{name}: expected {side}_scale_inv [{count}], got {tuple(scale_inv.shape)}")
         return
+    if operand.scaling == "row":
+        rows = operand.size[0]
+        if scale_inv.dtype != torch.float32 or (isinstance(rows, int) and tuple(scale_inv.shape) != (rows,)):
+            raise ValueError(
+                f"{name}: expected {side}_scale_inv fp32 [{rows}], got {scale_inv.dtype} {tuple(scale_inv.shape)}"
+            )
     if operand.scaling not in ("1x128", "128x128"):
         return
     if r.a.scaling == r.b.scaling == "128x128":
@@ -200,6 +211,8 @@ def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:
 def _check_stacking(r: Request) -> None:
     along, segments = r.stacking.along, r.stacking.segments
     check_segments(segments)
+    if r.scaling != "tensor":
+        raise ValueError(f"te gemm: operands with scales {r.scaling} do not stack; with one a tensor they do")
     if along not in ("M", "N", "K"):
         raise ValueError(f"te gemm: expected a stacked dimension M, N or K, got {along!r}")
     if r.bias is not None and along != "N":

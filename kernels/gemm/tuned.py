@@ -45,8 +45,8 @@ def candidates(product: Product, target: Target) -> list[Choice]:
         found.append(Choice("decode", decode))
     if (specialized := can_specialize(product, target)) is not None:
         found.append(Choice("specialized", specialized))
-    whole = not product.stacking.along and not product.m_groups and not product.k_groups
-    blocks = product.scaling != "tensor"
+    whole = not product.stacking.along and not product.m_groups and not product.k_groups and product.scaling != "row"
+    blocks = product.in_blocks
     known = product.n_known and (product.m_known or not blocks)
     if whole and known and can_use_cublaslt(product.m, product.n, product.k, blocks):
         found.append(Choice("cublaslt", found[0].tile))
@@ -104,17 +104,19 @@ def _request(p: Product, device: torch.device) -> Request:
     def operand(rows: int, scaling: str, scales: int, experts: int = 0) -> Operand:
         shape = (experts, rows, p.k) if experts and scaling == "tensor" else (max(experts, 1) * rows, p.k)
         values = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-        size = (scales,) if scaling == "tensor" else scale_shape(shape[0], p.k, scaling == "128x128")
+        whole = {"tensor": (scales,), "row": shape[:1]}
+        size = whole.get(scaling) or scale_shape(shape[0], p.k, scaling == "128x128")
         return Operand(values.to(torch.float8_e4m3fn), torch.ones(size, device=device), scaling)  # type: ignore[arg-type]
 
     segments, groups = len(p.stacking.segments) or 1, p.m_groups or p.k_groups
-    a, b = {"1x128": ("1x128", "128x128"), "1x128 by 1x128": ("1x128",) * 2}.get(p.scaling, (p.scaling, "1x128"))
+    named = {"1x128": ("1x128", "128x128"), "1x128 by 1x128": ("1x128",) * 2, "128x128": ("128x128", "1x128")}
+    a, b = named.get(p.scaling, (p.scaling, p.scaling))
     ends = [(i + 1) * (p.m if p.m_groups else p.k) // groups for i in range(groups)]
     return Request(
         operand(p.m, a, segments if p.stacking.along in ("M", "K") else 1),
         operand(
             p.n,
-            b if a != "tensor" else a,
+            b,
             p.m_groups or (segments if p.stacking.along in ("N", "K") else 1),
             p.m_groups,
         ),

@@ -151,7 +151,7 @@ def gemm(
     """[M, N] = a[M, K] @ b[N, K]^T by their scales (+ bias[N]), summed in fp32 and rounded once to out_dtype (, + addend[M, N]
     of that dtype, in fp32 and rounded again).
 
-    fast_accum: of operands with one scale a tensor; those with scales for parts of a row are always added up in fp32.
+    fast_accum: of operands with one scale a tensor or a row; those with scales for parts of a row are always added up in fp32.
     along, segments: of operands stacked along "M" (a), "N" (b) or "K" (both), with a scale a segment. A bias then goes with "N" alone.
     """
     return _fake(Gemm(a, a_quantizer, b, b_quantizer, out_dtype, fast_accum, bias, addend, along, segments).request())

@@ -97,6 +97,7 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
         ("float8_current_scaling", (12, 1), "16 bits"),
         ("float8_current_scaling", (10, 0), "native"),
         ("float8_block_scaling", (9, 0), "native"),
+        ("float8_rowwise", (9, 0), "native"),
         ("mxfp8", (8, 9), "emulated"),
         ("mxfp8", (9, 0), "emulated"),
         ("mxfp8", (12, 0), "native"),

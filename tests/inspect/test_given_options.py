@@ -83,13 +83,6 @@ def test_other_libraries_names_of_current_scaling(name: str) -> None:
     assert name not in recipes.names()
 
 
-def test_a_recipe_that_does_not_exist_yet() -> None:
-    with pytest.raises(
-        InvalidOptionError, match="unknown recipe 'rowwise': te_dynamo has no recipe with a scale for each row"
-    ):
-        te_dynamo.compile(net(), recipe="rowwise")
-
-
 def test_code_is_made_on_request() -> None:
     assert te_dynamo.explain(net(), X).to_dict()["lowered"] == []
 

@@ -42,7 +42,7 @@ EAGER = {"codegen": "eager"}
         ),
         (
             {"recipe": 8},
-            "a recipe is a name (float8_block_scaling, float8_current_scaling, mxfp8, nvfp4), a te_dynamo.recipe object or "
+            "a recipe is a name (float8_block_scaling, float8_current_scaling, float8_rowwise, mxfp8, nvfp4), a te_dynamo.recipe object or "
             "None, got 8",
         ),
         ({"recipe": Float8CurrentScaling}, "a te_dynamo.recipe object or None, got <class"),
@@ -58,7 +58,7 @@ EAGER = {"codegen": "eager"}
         ({"rules": [("mlp", None), ("(", None)]}, "rules[1]: '(' is not a regular expression: missing )"),
         (
             {"rules": [("mlp", None), ("a", "xfp8")]},
-            "unknown recipe 'xfp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'mxfp8', 'nvfp4' (in rules[1",
+            "unknown recipe 'xfp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'float8_rowwise', 'mxfp8', 'nvfp4' (in rules[1",
         ),
     ],
     ids=str,

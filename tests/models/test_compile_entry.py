@@ -46,7 +46,10 @@ def test_a_mode_and_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"recipe": "xfp8"}, "valid: 'float8_block_scaling', 'float8_current_scaling', 'mxfp8', 'nvfp4'"),
+        (
+            {"recipe": "xfp8"},
+            "valid: 'float8_block_scaling', 'float8_current_scaling', 'float8_rowwise', 'mxfp8', 'nvfp4'",
+        ),
         ({"rules": [("(", None)]}, "is not a regular expression"),
         ({"fusions": ["fuse_gemm_bia"]}, "unknown fusion 'fuse_gemm_bia'; did you mean 'fuse_gemm_bias'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),

@@ -17,6 +17,7 @@ import te_dynamo
 from te_dynamo import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8GroupedQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -201,6 +202,7 @@ def test_a_format_is_one_entry() -> None:
     public = (getattr(te_dynamo, name) for name in dir(te_dynamo))  # which imports each
     made = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Quantizer)}
     assert set(FORMATS) == made - {Quantizer}
+    assert set(FORMATS) - {Float8GroupedQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
 
     @dataclasses.dataclass(frozen=True)
     class Unknown(Quantizer):
@@ -250,6 +252,7 @@ def test_what_kernels_can_do_for_each_format() -> None:
         "Float8CurrentScalingQuantizer": list(abilities),
         "Float8BlockQuantizer": [],
         "Float8GroupedQuantizer": [],
+        "Float8RowwiseQuantizer": [],
         "MXFP8Quantizer": [],
         "NVFP4Quantizer": [],
     }

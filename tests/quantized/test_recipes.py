@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models.recipe_cases import DEFAULTS
 from torch import nn
 
 import te_dynamo
@@ -17,6 +18,7 @@ from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     check_product,
@@ -24,12 +26,13 @@ from te_dynamo.quantized.quantizers import (
 from te_dynamo.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
 )
 
-ALL = [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling]
+ALL = [Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling]
 EAGER = {"codegen": "eager"}
 
 
@@ -37,7 +40,8 @@ EAGER = {"codegen": "eager"}
 
 
 def test_names() -> None:
-    assert recipes.names() == ["float8_block_scaling", "float8_current_scaling", "mxfp8", "nvfp4"]
+    assert recipes.names() == ["float8_block_scaling", "float8_current_scaling", "float8_rowwise", "mxfp8", "nvfp4"]
+    assert {recipe.name for recipe in DEFAULTS} == set(recipes.names()), "whole models run in each"
     assert [recipes.by_name(cls.name) for cls in ALL] == [cls() for cls in ALL]
 
 
@@ -49,6 +53,12 @@ def test_names() -> None:
             Float8CurrentScalingQuantizer(),
             Float8CurrentScalingQuantizer(),
             Float8CurrentScalingQuantizer(fp8_format="e5m2"),
+        ),
+        (
+            Float8RowwiseScaling(amax_epsilon=0.5),
+            Float8RowwiseQuantizer(amax_epsilon=0.5),
+            Float8RowwiseQuantizer(amax_epsilon=0.5),
+            Float8RowwiseQuantizer(fp8_format="e5m2", amax_epsilon=0.5),
         ),
         (
             Float8BlockScaling(),

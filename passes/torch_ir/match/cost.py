@@ -33,7 +33,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_ca
 from te_dynamo.passes.torch_ir.match.values import dtype_name
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.rates import Rates
-from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.weights import frozen
 from te_dynamo.weights.frozen import FROZEN
 
@@ -193,7 +193,8 @@ def _times(recipe: Recipe, rates: Rates, gemms: int) -> _Times | None:
     if isinstance(recipe, MXFP8BlockScaling):
         backward = gemms > 1  # its products read columns
         return _between(_E8M0_NATIVE, gemms) if multiplies_codes(rates.target, b_columnwise=backward) else None
-    return _between(_BLOCK, gemms) if isinstance(recipe, Float8BlockScaling) else None
+    # Of rows an estimate, those of blocks: one launch a copy too, and GEMMs without the fastest kernel.
+    return _between(_BLOCK, gemms) if isinstance(recipe, (Float8BlockScaling, Float8RowwiseScaling)) else None
 
 
 def _between(times: tuple[_Times, _Times], gemms: int) -> _Times:
@@ -208,8 +209,9 @@ def _idle_us(m: int, n: int, k: int, recipe: Recipe, rates: Rates, is_fast: bool
     ours = _times(recipe, rates, 1)
     if not rates.target.has_wgmma or ours is None:
         return 0.0
-    whole = recipe.input_quantizer().one_scale
-    product = Product(m, n, k, is_fast and whole, 2, scaling="tensor" if whole else "1x128")
+    whole, scaling = recipe.input_quantizer().one_scale, recipe.input_quantizer().scaling()
+    of_rows: Any = scaling if scaling in ("tensor", "row") else "1x128"
+    product = Product(m, n, k, is_fast and whole, 2, scaling=of_rows)
     full = 2 * m * n * k / 1e6 * (_FAST_SUMS if is_fast else 1.0)
     tiles = product_us(product, rates.target) * (_CURRENT if whole else _BLOCK)[0].teraflops
     return max(0.0, tiles - full) / ours.teraflops / rates.fp8

@@ -111,7 +111,7 @@ class Quantizer(metaclass=OpaqueMeta):
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
 
-    def scaling(self) -> Literal["tensor", "1x128", "128x128", "1x32", "1x16"]:
+    def scaling(self) -> Literal["tensor", "row", "1x128", "128x128", "1x32", "1x16"]:
         """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
@@ -30,6 +31,8 @@ ROWS = Float8CurrentScalingQuantizer(columnwise=False)
 COLUMNS = Float8CurrentScalingQuantizer(rowwise=False)
 
 BLOCKS, BLOCKS_2D = (Float8BlockQuantizer(columnwise=False, block_dims=dims) for dims in (1, 2))
+
+BY_ROWS = Float8RowwiseQuantizer(columnwise=False)
 
 MXFP8_128 = MXFP8Quantizer(columnwise=False, scale_block=128)
 
@@ -370,6 +373,16 @@ CASES: dict[str, Case] = {
         "gated_backward_write_kernel -> dgate, gate_data, gate_transpose, gate_scale_inv",
     ),
     "transpose": (te.transpose, lambda: (f8(19, 64),), "transpose_kernel -> transpose"),
+    "quantize_rowwise": (
+        te.quantize,
+        lambda: (bf16(19, 64), Float8RowwiseQuantizer()),
+        "quantize_rows_kernel -> data, scale_inv\nquantize_rows_kernel -> data, scale_inv",
+    ),
+    "gemm_rowwise": (
+        te.gemm,
+        lambda: ([f8(32, 64), f32(32)], BY_ROWS, [f8(48, 64), f32(48)], BY_ROWS, torch.bfloat16, False, None),
+        "gemm_kernel -> c",
+    ),
     "quantize_block": (
         te.quantize,
         lambda: (bf16(19, 64), Float8BlockQuantizer()),

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-__all__ = ["install"]
+__all__ = ["install", "install_products"]
 
 
 def install() -> None:
@@ -54,6 +54,20 @@ def install() -> None:
         return multiply(self, a, a_scale, tl.constexpr(a_format), b, b_scale, tl.constexpr(b_format), *rest)
 
     TritonSemantic.dot_scaled = dot_scaled
+
+
+def install_products() -> None:
+    """For the kernel of products: mul_rn is not libdevice's, and a part of K, which the interpreter's loops count in numbers, a tensor."""
+    from te_dynamo.kernels.gemm import product
+
+    origin = product.tile_origin
+
+    def tile_origin(*where: Any) -> Any:
+        row, column, part = origin(*where)
+        return row, column, tl.full((), part, tl.int32)
+
+    product.tile_origin = tile_origin
+    product.libdevice = SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
 
 
 def create_inline_asm(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from te_dynamo.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -29,6 +30,8 @@ RECIPES: dict[str, Recipe] = {
         Float8CurrentScaling(),
         Float8CurrentScaling(fprop_fast_accum=True),
         Float8CurrentScaling(backward="high_precision"),
+        Float8RowwiseScaling(),
+        Float8RowwiseScaling(power_of_two_scales=True, backward_format="e4m3", amax_epsilon=0.25),
         Float8BlockScaling(),
         Float8BlockScaling(power_of_two_scales=False, backward_format="e5m2"),
         Float8BlockScaling(input_block_dims=2, weight_block_dims=1, amax_epsilon=0.25),
@@ -44,6 +47,7 @@ RECIPES: dict[str, Recipe] = {
 
 DEFAULTS = [
     Float8CurrentScaling(),
+    Float8RowwiseScaling(),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
     MXFP8BlockScaling(scale_block=128),

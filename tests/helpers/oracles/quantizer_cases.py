@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from te_dynamo import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
 USAGES = [(True, True), (True, False), (False, True)]
 
@@ -14,6 +21,8 @@ CONFIGURATIONS: list[Quantizer] = [
     Float8BlockQuantizer(),
     Float8BlockQuantizer(block_dims=2),
     Float8BlockQuantizer(fp8_format="e5m2", power_of_two_scale=False),
+    Float8RowwiseQuantizer(),
+    Float8RowwiseQuantizer(fp8_format="e5m2", power_of_two_scale=True, amax_epsilon=1e-3),
     MXFP8Quantizer(),
     MXFP8Quantizer(fp8_format="e5m2"),
     MXFP8Quantizer(scale_block=128),
@@ -27,7 +36,7 @@ CONFIGURATIONS: list[Quantizer] = [
 
 QUANTIZERS = [q.with_usage(rowwise, columnwise) for q in CONFIGURATIONS for rowwise, columnwise in USAGES]
 
-ONE_EACH = [CONFIGURATIONS[i] for i in (0, 2, 5, 8)]
+ONE_EACH = [next(q for q in CONFIGURATIONS if type(q) is cls) for cls in dict.fromkeys(map(type, CONFIGURATIONS))]
 
 
 def name(value: object) -> str:

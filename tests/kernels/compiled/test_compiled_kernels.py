@@ -107,9 +107,9 @@ def gemm_cases() -> Iterator[Case]:
             gemm_case(choose_tile(1, 14336, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096), M=1
         )
         yield gemm_case(choose_tile(8192, 4096, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096, capability=100)
-    for scaled, partials in ((True, 0), (False, 0), (True, 512)):
+    for scaling, partials in (("tensor", 0), ("1x128 1x128", 0), ("row", 0), ("tensor", 512)):
         yield Case(
-            name=f"gemm_reduce {scaled=} {partials=}",
+            name=f"gemm_reduce {scaling=} {partials=}",
             kernel=gemm_reduce_kernel,
             args={
                 **{
@@ -124,7 +124,7 @@ def gemm_cases() -> Iterator[Case]:
             },
             constants={
                 "addend": None,
-                "SCALED": scaled,
+                "SCALING": scaling,
                 "HAS_BIAS": True,
                 "SPLIT_K": 4,
                 "PARTIALS": partials,

@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from helpers.kernels import interpreted
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, operands
 from helpers.kernels.gemms import (
     gemm,
@@ -168,15 +169,8 @@ def test_in_the_interpreter() -> None:
 
 def main() -> None:
     """Bit for bit the same kernels' product and an addition, into a buffer and into the addend."""
-    for module in (gemm_kernels, decode_kernels):
-        module.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[attr-defined]
-    origin = gemm_kernels.tile_origin
-
-    def tile_origin(*where):  # the interpreter's loops count in numbers
-        row, column, part = origin(*where)
-        return row, column, gemm_kernels.tl.full((), part, gemm_kernels.tl.int32)
-
-    gemm_kernels.tile_origin = tile_origin
+    interpreted.install_products()
+    decode_kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
     decode = DecodeTile(16, 64, 64, 4, 3, True, 1)
     usual = Tile(64, 64, 64, 4, 3, fast=True, tflops=1.0)
     for m, n, k in ((1, 64, 128), (5, 72, 144), (70, 72, 144)):

@@ -44,7 +44,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gemm_reduce": (
         gemm.gemm_reduce_kernel,
         dict(parts=F32, a_scale_inv=F32, b_scale_inv=F32, bias=BF16, c=BF16, partials=F32, SIZE="i32", N="i32"),
-        {"SCALED": True, "HAS_BIAS": True, "SPLIT_K": 2, "PARTIALS": 512, "BLOCK": 1024, "addend": None},
+        {"SCALING": "tensor", "HAS_BIAS": True, "SPLIT_K": 2, "PARTIALS": 512, "BLOCK": 1024, "addend": None},
     ),
     "quantize_cast": (
         quantize.quantize_cast_kernel,

@@ -17,8 +17,10 @@ from helpers.slow import slow_but
 from torch import nn
 
 import te_dynamo
+from te_dynamo import recipe as recipes
+from te_dynamo.command_line.diagnosis import _recipe_support
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason, linear_cost_reason
+from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason, linear_cost_reason, linear_times
 from te_dynamo.rates import H200 as FOUND_ON_AN_H200
 from te_dynamo.rates import calibrated, published
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
@@ -316,3 +318,10 @@ def test_an_authors_fp32_is_kept(named: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         compiled(x, nn.Parameter(w))
     assert compiled.reasons() == [""]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_has_times_or_is_emulated(name: str) -> None:
+    """What has none is taken for emulated, and matched however few rows there are."""
+    emulated = _recipe_support(name, H200.target)[0] == "emulated"
+    assert (linear_times(16, 4096, 4096, ("fprop",), recipes.by_name(name), H200) == ()) == emulated

@@ -1,0 +1,57 @@
+"""FP8 with an fp32 scale for each row that a GEMM reads (rules: docs/numerics.md, Rowwise scaling)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+
+from te_dynamo.kernels.layouts import row
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
+from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8RowwiseQuantizer(Float8Quantizer):
+    """x ~ data * scale_inv of its row, with scale_inv = amax(row) / fmax.
+
+    fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
+    power_of_two_scale: clear the scales' mantissa bits.
+    amax_epsilon: a row's amax is at least this.
+
+    Buffers of x read as [M, K] (^n: rounded up to a multiple of n, the padding zero):
+
+        data         [M, K]       scale_inv               [M]
+        transpose    [K, M^16]    columnwise_scale_inv    [K]
+
+    Columns are the rows of x^T, quantized on their own.
+    """
+
+    power_of_two_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_amax_epsilon(self.amax_epsilon)
+
+    def scaling(self) -> Literal["row"]:
+        return "row"
+
+    def _using(self, rowwise: bool, columnwise: bool) -> Float8RowwiseQuantizer:
+        return Float8RowwiseQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        self.check_shape(shape)
+        return row.buffers(*rows_and_columns(shape), FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise)
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {"cls": "Float8RowwiseTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return row.BUFFERS[2:] if columnwise else row.BUFFERS[:2]
+
+    def describe(self) -> str:
+        pow2 = ", pow2" if self.power_of_two_scale else ""
+        return f"{self.fp8_format} by rows[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"

@@ -1,0 +1,103 @@
+"""The GEMM with a scale a row: its reference against float64, what it refuses, and the kernel in Triton's interpreter.
+
+Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from helpers.kernels import interpreted
+from helpers.kernels.gemm_operands import E4M3, E5M2, FMAX, OUT, relative_error
+from helpers.kernels.gemms import with_tile
+from helpers.kernels.interpreter_process import run_in_interpreter
+
+from te_dynamo.kernels.gemm import multiply
+from te_dynamo.kernels.gemm.reference import reference
+from te_dynamo.kernels.gemm.request import Operand, Request, check
+from te_dynamo.kernels.gemm.tiles import TILES, Tile
+from te_dynamo.kernels.tiles.stacking import Stacking
+
+SMALL = [Tile(32, 32, 32, 4, 3, fast, tflops=1, halves=halves) for fast, halves in ((True, False), (False, True))]
+SMALL += [dataclasses.replace(SMALL[0], split_k=2), dataclasses.replace(SMALL[1], fast=False, halves=False)]
+
+
+def request(
+    m: int, n: int, k: int, dtype=torch.float32, biased: bool = True, a_dtype=E4M3, device: str = "cpu"
+) -> Request:
+    """Rows of very different sizes, each in its own scale."""
+    generator = torch.Generator().manual_seed(0)
+    sides = []
+    for rows, fp8 in ((m, a_dtype), (n, E4M3)):
+        x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(-12, 12, (rows, 1), generator=generator)
+        scale = FMAX[fp8] / x.abs().amax(1)
+        sides.append(Operand((x * scale[:, None]).to(fp8).to(device), (1 / scale).to(device), "row"))
+    bias = torch.randn(n, generator=generator).to(device, torch.bfloat16) if biased else None
+    return Request(*sides, dtype, bias=bias)
+
+
+def in_float64(r: Request) -> torch.Tensor:
+    """Scales go in before the sum, not after it."""
+    left, right = (side.codes.double() * side.scale_inv.double()[:, None] for side in (r.a, r.b))
+    product = left @ right.t()
+    return product if r.bias is None else product + r.bias.double()
+
+
+@pytest.mark.parametrize("dtype", OUT, ids=str)
+@pytest.mark.parametrize("a_dtype", [E4M3, E5M2], ids=str)
+def test_reference(dtype: torch.dtype, a_dtype: torch.dtype) -> None:
+    for biased in (True, False):
+        r = request(33, 24, 80, dtype, biased, a_dtype)
+        exact, found = in_float64(r), reference(r)
+        assert found.dtype == dtype
+        error = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)  # of each row: they differ by magnitudes
+        bound = torch.finfo(dtype).eps if dtype != torch.float16 else 1.0  # fp16 has no such range
+        assert (error.nan_to_num(0) < bound).all() or dtype == torch.float16
+
+
+def test_a_scale_for_each_row_is_asked_for() -> None:
+    r = request(32, 16, 64)
+    for scale_inv in (r.a.scale_inv[:1], r.a.scale_inv[:, None], r.a.scale_inv.half()):
+        wrong = dataclasses.replace(r, a=dataclasses.replace(r.a, scale_inv=scale_inv))
+        with pytest.raises(ValueError, match=r"te gemm: expected a_scale_inv fp32 \[32\], got"):
+            check(wrong)
+
+
+def test_neither_groups_nor_segments() -> None:
+    r = request(256, 256, 256)
+    with pytest.raises(ValueError, match="te gemm: operands with scales row do not stack"):
+        check(dataclasses.replace(r, bias=None, stacking=Stacking("M", (128, 128))))
+    with pytest.raises(
+        ValueError, match="te grouped gemm: expected a scaling of tensor, 1x128, 1x32, got row: no kernel"
+    ):
+        check(dataclasses.replace(r, groups="rows", offs=torch.tensor([128, 256], dtype=torch.int32)))
+
+
+@pytest.mark.slow
+def test_kernel_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_every_tile(tile: Tile) -> None:
+    for biased, dtype in itertools.product((True, False), OUT):
+        r = request(333, 520, 1040, dtype, biased, device="cuda")
+        assert relative_error(with_tile(tile, r), in_float64(r)) < 2 * torch.finfo(dtype).eps + 1e-5
+
+
+def main() -> None:
+    interpreted.install_products()
+    multiply.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
+    for tile, (m, n, k), biased in itertools.product(SMALL, ((40, 48, 80), (33, 20, 64), (3, 64, 16)), (True, False)):
+        r = request(m, n, k, biased=biased)
+        got, want = with_tile(tile, r), in_float64(r)
+        error = (got.double() - want).norm(dim=1) / want.norm(dim=1)
+        assert (error < 1e-5).all(), (tile.name, (m, n, k), biased)
+
+
+if __name__ == "__main__":
+    main()

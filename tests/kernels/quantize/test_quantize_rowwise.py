@@ -1,0 +1,124 @@
+"""FP8 with a scale a row: the reference against current scaling row by row, the kernel against the reference in Triton's interpreter.
+
+Run as a program, this file is the interpreted part: TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.kernels.interpreter_process import run_in_interpreter
+from helpers.kernels.kernel_cases import (
+    DTYPES,
+    FP8_DTYPES,
+    INPUT_KINDS,
+    RAGGED_SHAPES,
+    assert_same_bits,
+    gpu,
+    make_input,
+    needs_cuda,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_dynamo.kernels.quantize.current import quantize_reference
+from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise, quantize_rowwise_reference
+from te_dynamo.kernels.tiles.fp8 import zero_padded
+
+E4M3 = torch.float8_e4m3fn
+USAGES = ((True, True), (True, False), (False, True))
+FORMS = st.tuples(
+    st.sampled_from(FP8_DTYPES), st.sampled_from(USAGES), st.booleans(), st.sampled_from([0.0, 1e-3, 1e30])
+)
+
+
+def row_by_row(x: torch.Tensor, *form) -> list[torch.Tensor]:
+    """data and scale_inv of x [M, K], each row a tensor of its own in current scaling."""
+    fp8_dtype, power_of_two, eps = form
+    rows = [quantize_reference(row[None], fp8_dtype, True, False, power_of_two, eps) for row in x]
+    data = torch.cat([codes.view(torch.uint8) for codes, _ in rows]).view(fp8_dtype)
+    return [data, torch.cat([scale_inv for _, scale_inv in rows])]
+
+
+def check_reference(x: torch.Tensor, form) -> None:
+    fp8_dtype, usage, *rule = form
+    expected = row_by_row(x, fp8_dtype, *rule) if usage[0] else []
+    if usage[1]:
+        data, scale_inv = row_by_row(x.t(), fp8_dtype, *rule)
+        expected += [zero_padded(data, x.shape[1], -(-x.shape[0] // 16) * 16), scale_inv]
+    assert_same_bits(quantize_rowwise_reference(x, fp8_dtype, *usage, *rule), expected)
+
+
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+def test_each_row_is_a_tensor_in_current_scaling(kind: str) -> None:
+    for dtype in DTYPES:
+        for form in ((E4M3, (True, True), False, 0.0), (torch.float8_e5m2, (True, True), True, 1e-3)):
+            check_reference(make_input(kind, (19, 40), dtype), form)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 80), exponent=st.integers(-130, 110), form=FORMS)
+def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, form) -> None:
+    check_reference(torch.ldexp(make_input("normal", (rows, columns), torch.float32), torch.tensor(exponent)), form)
+
+
+def test_leading_dimensions_are_read_as_rows_and_no_rows_have_the_scale_1() -> None:
+    form = E4M3, True, True, False, 0.0
+    x = make_input("normal", (2, 3, 5, 32), torch.bfloat16)
+    assert_same_bits(quantize_rowwise_reference(x, *form), quantize_rowwise_reference(x.reshape(30, 32), *form))
+    data, scale_inv, transpose, columnwise_scale_inv = quantize_rowwise_reference(torch.empty(0, 4), *form)
+    assert (data.shape, scale_inv.shape, transpose.shape) == ((0, 4), (0,), (4, 0))
+    assert torch.equal(columnwise_scale_inv, torch.ones(4))
+
+
+@pytest.mark.slow
+def test_kernel_equals_the_reference_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+@pytest.mark.parametrize("shape", [*RAGGED_SHAPES, (1, 1), (0, 256)])
+def test_kernel_equals_the_reference(shape, kind) -> None:
+    for dtype in DTYPES:
+        x = make_input(kind, shape, dtype, "cuda") if 0 not in shape else torch.empty(shape, dtype=dtype, device="cuda")
+        for fp8_dtype in FP8_DTYPES:
+            for usage in USAGES:
+                form = fp8_dtype, *usage, False, 0.0
+                assert_same_bits(quantize_rowwise(x, *form), quantize_rowwise_reference(x, *form))
+
+
+def main() -> None:
+    import numpy as np
+    from helpers.kernels import interpreted
+
+    interpreted.install()
+    np.seterr(all="ignore")
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        rows=st.integers(0, 70),
+        columns=st.integers(1, 90),
+        exponent=st.integers(-100, 100),
+        dtype=st.sampled_from(DTYPES),
+        form=FORMS.filter(lambda form: form[0] == E4M3),  # the interpreter's e5m2 cast does not saturate
+    )
+    def check(rows, columns, exponent, dtype, form) -> None:
+        x = torch.ldexp(make_input("normal", (rows, columns), torch.float32), torch.tensor(exponent)).to(dtype)
+        fp8_dtype, usage, *rule = form
+        given_form = fp8_dtype, *usage, *rule
+        assert_same_bits(quantize_rowwise(x, *given_form), quantize_rowwise_reference(x, *given_form), given_form)
+
+    check()
+    for kind in INPUT_KINDS:
+        x = make_input(kind, (9, 2050), torch.float32)  # several steps of the loop over K
+        assert_same_bits(
+            quantize_rowwise(x, E4M3, True, True, False, 0.0),
+            quantize_rowwise_reference(x, E4M3, True, True, False, 0.0),
+            kind,
+        )
+
+
+if __name__ == "__main__":
+    main()

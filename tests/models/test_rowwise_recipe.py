@@ -1,0 +1,46 @@
+"""The recipe "float8_rowwise" through backend "te", against a formula in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models.recipe_cases import build, te, tokens
+from helpers.oracles.fp8_oracle import relative_error
+from torch import Tensor
+from torch.nn import functional as F
+
+from te_dynamo import recipe as recipes
+from te_dynamo.recipe import Float8RowwiseScaling
+
+FORWARD = Float8RowwiseScaling(backward="high_precision")
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """Each row of x [M, K] after a round trip through e4m3 by its own amax, in float64."""
+    scale = 448 / x.abs().amax(1, keepdim=True)
+    return (x * scale).to(torch.float8_e4m3fn).double() / scale.double()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    product = by_rows(x.reshape(-1, x.shape[-1])) @ by_rows(weight).t()
+    return (product + bias.double()).float().reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("name, bound", [("linear", 1e-6), ("gelu_mlp", 5e-3)])
+def test_forward_equals_the_formula(name: str, bound: float) -> None:
+    model, x = build(name), tokens(24)
+    x = x * torch.logspace(-3, 3, x.shape[1])[:, None]  # a tensor's scale would lose the smallest rows
+    with torch.no_grad():
+        linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        expected = linear(x, linears[0].weight, linears[0].bias)
+        if len(linears) > 1:
+            expected = linear(F.gelu(expected, approximate="tanh"), linears[1].weight, linears[1].bias)
+    found = te(model, FORWARD)(x)
+    assert found.requires_grad
+    rows = zip(found.flatten(0, 1), expected.flatten(0, 1), strict=True)
+    assert max(relative_error(*row) for row in rows) < bound
+
+
+def test_its_name_in_other_libraries() -> None:
+    assert recipes.by_name("rowwise") == recipes.by_name("float8_rowwise") == Float8RowwiseScaling()
+    assert "rowwise" not in recipes.names()
