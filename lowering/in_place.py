@@ -14,14 +14,14 @@ import torch
 from torch.fx import Node
 
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
-from te_dynamo.dialect.gemm import Gemm, gemm, request_of
+from te_dynamo.dialect.gemm import Gemm, choice_for, gemm
 from te_dynamo.dialect.memory import may_be_overwritten
 from te_dynamo.kernels.activation.gated_in_place import (
     COLUMNS_MULTIPLE,
     MOST_COLUMNS,
     gated_backward_quantize_in_place,
 )
-from te_dynamo.kernels.gemm.multiply import choice_of, is_aligned, multiply
+from te_dynamo.kernels.gemm.multiply import is_aligned, multiply
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 
 
@@ -47,7 +47,7 @@ def sum_fits_addend(node: Node) -> bool:
     return (
         value.is_contiguous()
         and is_aligned(value)
-        and choice_of(request_of(node), "add").fused
+        and choice_for(node, "add").fused
         and may_be_overwritten(addend, node)
     )
 

@@ -149,12 +149,11 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             "python_kernel_name": function,
             "op_overload": operation,
         }
-        values = node.meta["val"]
         if extern.planned:
-            layout = ir.FixedLayout(device, values.dtype, ir.convert_shape_to_inductor(values.shape))
+            layout = ir.FallbackKernel.tensor_to_layout(node.meta["val"])
             return ir.TensorBox.create(ir.ExternKernelOut(layout=layout, **call))
         results = ir.ExternKernelAlloc(layout=ir.MultiOutputLayout(device=device), **call)
-        layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in values]
+        layouts = [ir.FallbackKernel.tensor_to_layout(value) for value in node.meta["val"]]
         return tuple(
             ir.TensorBox.create(ir.MultiOutput(layout, results, [(tuple, i)], skip_size_stride_alignment_checks=True))
             for i, layout in enumerate(layouts)

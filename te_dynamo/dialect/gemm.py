@@ -19,8 +19,9 @@ from torch.fx.node import Node, map_arg
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import column_sums, plain
+from te_dynamo.kernels.gemm.choose import Choice
 from te_dynamo.kernels.gemm.gated import check_gated
-from te_dynamo.kernels.gemm.multiply import multiply, multiply_gated, multiply_with_amax
+from te_dynamo.kernels.gemm.multiply import choice_of, multiply, multiply_gated, multiply_with_amax
 from te_dynamo.kernels.gemm.reference import reference, reference_gated, reference_with_amax
 from te_dynamo.kernels.gemm.request import Operand, Request, check
 from te_dynamo.kernels.quantize.current import PARTIALS
@@ -118,6 +119,11 @@ def values_of(node: Node) -> Any:
 def request_of(node: Node) -> Request:
     """What a product's node asks for."""
     return values_of(node).request()
+
+
+def choice_for(node: Node, epilogue: str = "none") -> Choice:
+    """Which kernel and tile run a product's node, and whether they do the epilogue too."""
+    return choice_of(request_of(node), epilogue)
 
 
 def _runs(

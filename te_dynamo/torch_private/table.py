@@ -258,7 +258,7 @@ TABLE = (
             "Inductor's code calls Gluon kernels by their names in it",
             needs=("torch._inductor.lowering.fallback_handler", "torch._inductor.lowering.register_lowering",
                    "torch._inductor.ir.ExternKernel", "torch._inductor.ir.ExternKernelAlloc", "torch._inductor.ir.ExternKernelOut",
-                   "torch._inductor.ir.FallbackKernel", "torch._inductor.ir.FixedLayout", "torch._inductor.ir.MultiOutput",
+                   "torch._inductor.ir.FallbackKernel", "torch._inductor.ir.MultiOutput",
                    "torch._inductor.ir.MultiOutputLayout", "torch._inductor.ir.NoneLayout", "torch._inductor.virtualized.V")),
     Private("torch._inductor.ir.TensorBox", "te_dynamo/_compat.py, lowering", "a tensor in Inductor's graph"),
     Private("torch._inductor.dependencies.ReadWrites", "te_dynamo/_compat.py, lowering",

@@ -19,9 +19,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_dynamo.dialect.gemm import Gemm, gemm, request_of
+from te_dynamo.dialect.gemm import Gemm, choice_for, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_in_memory, must_be_written
-from te_dynamo.kernels.gemm.multiply import choice_of
 from te_dynamo.passes.dialect.graph import call_like, calls, fakes_of, is_plain_sum
 
 __all__ = ["fuse_gemm_add"]
@@ -72,7 +71,7 @@ def _other(node: Node, operand: Node) -> Node:
 
 def _pays(node: Node, product: Node) -> bool:
     """Whether a launch that adds takes no longer than the GEMM and what Inductor makes of the addition."""
-    choice = choice_of(request_of(product), "add")
+    choice = choice_for(product, "add")
     return choice.specialized or (choice.fused and (must_be_written(node) or _is_added_again(node)))
 
 

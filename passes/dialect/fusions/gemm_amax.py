@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from te_dynamo.dialect.gemm import Gemm, gemm, gemm_amax, request_of
+from te_dynamo.dialect.gemm import Gemm, choice_for, gemm, gemm_amax
 from te_dynamo.dialect.quantize import quantize_with_amax
-from te_dynamo.kernels.gemm.multiply import choice_of
 from te_dynamo.passes.dialect.fusions.producer import quantize_of
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
@@ -31,7 +30,7 @@ def fuse_gemm_amax(graph: Graph) -> int:
         asked = Gemm.of(node)
         if quantized is None or not (asked.a_quantizer.one_scale and asked.of_a_linear):
             continue
-        if not choice_of(request_of(node), "amax").fused:
+        if not choice_for(node, "amax").fused:
             continue
         fused = call_like(graph, gemm_amax, node.args, node)
         read_item(fused, 0, [node])
