@@ -94,7 +94,7 @@ def facts_of_this_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[p
 def forgotten_after_a_test(facts_of_this_worker: pathlib.Path) -> Iterator[None]:
     """What one test has timed decides nothing in another."""
     from te_dynamo import remembered
-    from te_dynamo.kernels.gemm.choose import TUNED, choose
+    from te_dynamo.kernels.gemm.choose import CHOSEN, TUNED, choose
     from te_dynamo.lowering.tune import _use_remembered
 
     yield
@@ -102,6 +102,7 @@ def forgotten_after_a_test(facts_of_this_worker: pathlib.Path) -> Iterator[None]
         for file in facts_of_this_worker.iterdir():
             file.unlink()
         TUNED.clear()
+        CHOSEN.clear()
         for read in (choose, remembered._read, _use_remembered):
             read.cache_clear()
 

@@ -138,6 +138,9 @@ class Choice:
         return self.kernel == "specialized" and self.fused
 
 
+CHOSEN: dict[Any, Choice | None] = {}
+"""What multiply.py remembers of requests that ran: a copy of answers of this module."""
+
 TUNED: dict[tuple[Product, Target], Choice] = {}
 """What was fastest on a device, of products as `Product.plain` writes them. `use_tuned` adds to it."""
 
@@ -151,6 +154,7 @@ def use_tuned(choices: Mapping[tuple[Product, Target], Choice]) -> None:
     """From now on these are chosen, in the place of what the cost model says."""
     TUNED.update(choices)
     choose.cache_clear()
+    CHOSEN.clear()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from te_dynamo.kernels.activation.gated import gated_partial_amaxes
 from te_dynamo.kernels.gemm.block_scales import multiplies_codes, multiply_scaled
-from te_dynamo.kernels.gemm.choose import Choice, choose_for
+from te_dynamo.kernels.gemm.choose import CHOSEN, Choice, choose_for
 from te_dynamo.kernels.gemm.cublaslt import multiply_cublaslt
 from te_dynamo.kernels.gemm.decode import launch_decode, launch_gated_decode
 from te_dynamo.kernels.gemm.emulated import multiply_mxfp8, multiply_nvfp4
@@ -34,10 +34,11 @@ from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import is_recording, launch
-from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
+from te_dynamo.kernels.runtime.margin import current_sm_margin, gemm_multiprocessors
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.stacking import Stacking
 
+_MOST_CHOSEN = 4096
 _ALIGNMENT = 16  # bytes, of a tensor that is copied by a descriptor
 
 
@@ -47,32 +48,51 @@ def multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
     out: what C is written to, perhaps the addend, contiguous and aligned to 16 bytes, of a request that `choose_for` fuses; a new tensor
     otherwise.
     """
-    check(r)
-    return _multiply(r, out)
-
-
-def _multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`multiply` of a request that was checked."""
-    target, codes = target_of(r.a.codes.device), r.a.scale_inv.dtype == torch.uint8
-    if r.a.scaling == "1x16":
-        return (multiply_scaled if target.has_block_scales else multiply_nvfp4)(r)
-    if r.a.scaling == "1x32" or (codes and target.has_block_scales):
-        if r.groups:
-            return multiply_groups(r)
-        whole = all(x.codes.shape[1] % 16 == 0 for x in (r.a, r.b))
-        return (multiply_scaled if multiplies_codes(target, r.b.turned) and whole else multiply_mxfp8)(r)
-    choice = choice_of(r, recorded=is_recording())
+    choice = _checked_choice(r)
+    if choice is None:
+        return _multiply_small_blocks(r)
     if r.addend is None or choice.fused:
         return run(choice, r if r.addend is None or out is not None else _with_readable_addend(r), out)
-    return _multiply(dataclasses.replace(r, addend=None)) + r.addend
+    return multiply(dataclasses.replace(r, addend=None)) + r.addend
+
+
+def _multiply_small_blocks(r: Request) -> torch.Tensor:
+    """C by tensor cores that know the scales, or by products of values."""
+    target = target_of(r.a.codes.device)
+    if r.a.scaling == "1x16":
+        return (multiply_scaled if target.has_block_scales else multiply_nvfp4)(r)
+    if r.groups:
+        return multiply_groups(r)
+    whole = all(x.codes.shape[1] % 16 == 0 for x in (r.a, r.b))
+    return (multiply_scaled if multiplies_codes(target, r.b.turned) and whole else multiply_mxfp8)(r)
+
+
+def _checked_choice(r: Request, epilogue: Any = "none") -> Choice | None:
+    """`choice_of` a request that is checked, None where its tensor cores know its scales. Both are remembered: they take the CPU
+    as long as the launch."""
+    if is_recording():
+        check(r)
+        return None if _knows_scales(r) else choice_of(r, epilogue, recorded=epilogue != "amax")
+    key = (r.facts(), epilogue, current_sm_margin())
+    if key not in CHOSEN:
+        check(r)
+        if len(CHOSEN) >= _MOST_CHOSEN:
+            CHOSEN.clear()
+        CHOSEN[key] = None if _knows_scales(r) else choice_of(r, epilogue)
+    return CHOSEN[key]
+
+
+def _knows_scales(r: Request) -> bool:
+    """Whether kernels with scales of small blocks run a request, on tensor cores that apply them or not."""
+    codes = r.a.scale_inv.dtype == torch.uint8
+    return r.a.scaling in ("1x16", "1x32") or (codes and target_of(r.a.codes.device).has_block_scales)
 
 
 def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(C, fp32 [PARTIALS] whose maximum is its amax), of operands with a tensor's scale."""
-    check(r)
-    choice = choice_of(r, "amax")
-    if not choice.fused:
-        c = _multiply(r)
+    choice = _checked_choice(r, "amax")
+    if choice is None or not choice.fused:
+        c = multiply(r)
         return c, partial_amaxes(c)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=r.a.codes.device)
     return run(choice, r, partials=partials), partials
@@ -81,7 +101,8 @@ def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
 def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(C, fp32 [PARTIALS] whose maximum is the amax of f(gate) * up): gated.py's, of operands with a tensor's scale."""
     check_gated(r, gate, kind)
-    choice = choice_of(r, "gated", recorded=is_recording())
+    choice = _checked_choice(r, "gated")
+    assert choice is not None
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if choice.specialized:
         return gemm_gated_specialized(*operands, r.fast, gate, kind)
@@ -89,7 +110,7 @@ def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torc
         c, partials = r.empty(), torch.empty(PARTIALS, dtype=torch.float32, device=r.a.codes.device)
         launch_gated_decode(choice.tile, *operands, gate, kind, c, partials)
         return c, partials
-    c = _multiply(r)
+    c = multiply(r)
     return c, gated_partial_amaxes(*halves(c, gate), kind)
 
 

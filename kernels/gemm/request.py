@@ -45,6 +45,11 @@ class Operand:
         rows, k = (last, math.prod(leading)) if self.turned else (math.prod(leading), last)
         return rows, 2 * k if self.scaling == "1x16" else k
 
+    def facts(self) -> tuple[Any, ...]:
+        x, s = self.codes, self.scale_inv
+        form = self.scaling, self.turned, x.device
+        return x.shape, x.dtype, x.is_contiguous(), s.shape, s.dtype, s.is_contiguous(), form
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
@@ -85,6 +90,12 @@ class Request:
         """C's."""
         m, n, _ = self.mnk
         return (self.count, m, n) if self.groups == "columns" else (m, n)
+
+    def facts(self) -> tuple[Any, ...]:
+        """All that `check` and the choice of a kernel read: of equal ones both give the same answer."""
+        others = [x if x is None else (x.shape, x.dtype) for x in (self.bias, self.addend, self.offs)]
+        how = self.out_dtype, self.fast, self.stacking, self.groups, self.deep
+        return self.a.facts(), self.b.facts(), how, *others
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.out_dtype, device=self.a.codes.device)
