@@ -115,20 +115,20 @@ match linear_with_workspace_1: (bf16[128, 64], f8e4m3[256, 128], f32[1]) = te.li
 forward primals_4: f8e4m3[256, 64] = input
 forward primals_7: f8e4m3[64, 256] = input
 forward layer_norm_quantize: (f32[128], f32[128], f8e4m3[128, 64], f8e4m3[64, 128], f32[1]) = te.layer_norm_quantize(primals_3, primals_1, primals_2, 1e-05, e4m3[row+column], keep_output=False)
-forward gemm: bf16[128, 256] = te.gemm(layer_norm_quantize[2], layer_norm_quantize[4], primals_4, primals_5, primals_6, bf16, fast_accum=False)
+forward gemm: bf16[128, 256] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[4]], e4m3[row], [primals_4, primals_5], e4m3[row], bf16, fast_accum=False, bias=primals_6)
 forward activation_quantize: (f8e4m3[128, 256], f8e4m3[256, 128], f32[1]) = te.activation_quantize(gemm, 'relu', e4m3[row+column], keep_output=False)
-forward gemm_add: bf16[128, 64] = te.gemm_add(activation_quantize[0], activation_quantize[2], primals_7, primals_8, primals_9, primals_3, bf16, fast_accum=False)
+forward gemm_1: bf16[128, 64] = te.gemm([activation_quantize[0], activation_quantize[2]], e4m3[row], [primals_7, primals_8], e4m3[row], bf16, fast_accum=False, bias=primals_9, addend=primals_3)
 backward primals_4: f8e4m3[256, 64] = input
 backward primals_7: f8e4m3[64, 256] = input
 backward quantize_bias_grad: (f32[64], f8e5m2[128, 64], f8e5m2[64, 128], f32[1]) = te.quantize_bias_grad(tangents_1, e5m2[row+column])
-backward gemm_1: bf16[64, 256] = te.gemm(quantize_bias_grad[2], quantize_bias_grad[3], activation_quantize[1], activation_quantize[2], None, bf16, fast_accum=False)
+backward gemm_1: bf16[64, 256] = te.gemm([quantize_bias_grad[2], quantize_bias_grad[3]], e5m2[column], [activation_quantize[1], activation_quantize[2]], e4m3[column], bf16, fast_accum=False)
 backward transpose: f8e4m3[256, 64] = te.transpose(primals_7)
-backward gemm_2: bf16[128, 256] = te.gemm(quantize_bias_grad[1], quantize_bias_grad[3], transpose, primals_8, None, bf16, fast_accum=False)
+backward gemm_2: bf16[128, 256] = te.gemm([quantize_bias_grad[1], quantize_bias_grad[3]], e5m2[row], [transpose, primals_8], e4m3[column], bf16, fast_accum=False)
 backward activation_backward_quantize: (f32[256], f8e5m2[128, 256], f32[1]) = te.activation_backward_quantize(gemm_2, gemm, 'relu', e5m2[row], keep_output=False, bias_grad=True)
 backward transpose_1: f8e4m3[64, 256] = te.transpose(primals_4)
-backward gemm_3: bf16[128, 64] = te.gemm(activation_backward_quantize[1], activation_backward_quantize[2], transpose_1, primals_5, None, bf16, fast_accum=False)
+backward gemm_3: bf16[128, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], e5m2[row], [transpose_1, primals_5], e4m3[column], bf16, fast_accum=False)
 backward transpose_2: f8e5m2[256, 128] = te.transpose(activation_backward_quantize[1])
-backward gemm_4: bf16[256, 64] = te.gemm(transpose_2, activation_backward_quantize[2], layer_norm_quantize[3], layer_norm_quantize[4], None, bf16, fast_accum=False)""",
+backward gemm_4: bf16[256, 64] = te.gemm([transpose_2, activation_backward_quantize[2]], e5m2[column], [layer_norm_quantize[3], layer_norm_quantize[4]], e4m3[column], bf16, fast_accum=False)""",
     )
 
 

@@ -94,7 +94,7 @@ return gemm_3, gemm_4""",
 
 
 def test_mxfp8_with_one_scale_for_128_values() -> None:
-    """te.gemm_block multiplies it, the columns being transposed."""
+    """te.gemm multiplies it, the columns being transposed."""
     found = graphs(MXFP8BlockScaling(scale_block=128))
     assert_expected_inline(
         found["forward"],

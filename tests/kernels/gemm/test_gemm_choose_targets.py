@@ -19,7 +19,7 @@ SHAPES = 200
 
 
 def products() -> Iterator[Product]:
-    """Random products of each kind; segments are whole blocks of 128, as te.gemm_stacked demands."""
+    """Random products of each kind; segments are whole blocks of 128, as te.gemm demands of a stack."""
     draw = random.Random(0)
     for _ in range(SHAPES):
         m, n = (draw.choice((draw.randrange(1, 65), draw.randrange(65, 20000))) for _ in range(2))
