@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from te_dynamo.accuracy.comparison import Comparison, RecipesCompared
 from te_dynamo.accuracy.probes import Graphs, Mode, Session, is_out_of_memory
@@ -124,6 +125,7 @@ def _compare(
     loss: Callable[[Any], Tensor] | None,
 ) -> list[Comparison]:
     parsed = [Options.parse(each) for each in options]
+    _check_has_values(target, batches)
     run = _Run(target, parsed, loss)
     with (
         warnings.catch_warnings(),
@@ -135,6 +137,15 @@ def _compare(
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         run.steps(batches)
     return [run.comparison(index) for index in range(len(parsed))]
+
+
+def _check_has_values(target: Callable[..., Any], batches: Sequence[Batch]) -> None:
+    parameters = target.parameters() if isinstance(target, torch.nn.Module) else ()
+    if any(isinstance(x, Tensor) and x.is_meta for x in [*parameters, *tree_leaves(batches)]):
+        raise InputError(
+            "te_dynamo.compare: expected a model and inputs on cuda or cpu, got some on the device 'meta', which have no values; "
+            "te_dynamo.explain takes these"
+        )
 
 
 class _Run:

@@ -14,7 +14,7 @@ from te_dynamo.recipe import Recipe
 __all__ = ["Comparison", "RecipesCompared"]
 
 _WORST_FIRST = "SNR in dB, the worst linear first"
-_BEST_FIRST = "SNR in dB, the most accurate recipe first"
+_BEST_FIRST = "SNR in dB, the best recipe first, by the lower one of output and gradients"
 
 Rules = Sequence[tuple[str, "Recipe | None"]]
 

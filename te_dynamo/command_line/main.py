@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.nullcontext() if debug else _quiet():
             status: int = parsed.run(parsed)
             return status
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Failure as failure:
         if debug:
             traceback.print_exc()

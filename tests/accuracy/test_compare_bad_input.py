@@ -6,6 +6,7 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo.accuracy import probes
+from te_dynamo.errors import InputError
 
 
 def model():
@@ -130,3 +131,10 @@ def test_buffers_and_gradients_are_left_as_they_were():
 def test_a_model_that_raises():
     with pytest.raises(RuntimeError, match="reduction dim"):
         te_dynamo.compare(model(), torch.randn(4, 33))
+
+
+def test_a_model_without_values() -> None:
+    model, x = nn.Linear(64, 64).to("meta"), torch.zeros(32, 64)
+    for given in ((model, x), (nn.Linear(64, 64), x.to("meta"))):
+        with pytest.raises(InputError, match="on cuda or cpu, got some on the device 'meta', which have no values"):
+            te_dynamo.compare(*given)

@@ -291,3 +291,15 @@ def test_what_bench_runs_and_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_te == [False, True] * 3
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert [row[3] for row in bench._table(rows).rows] == ["2.50x", "2.50x"]
+
+
+def test_a_reader_that_has_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`te-dynamo doctor | head -3`: no traceback, and none when Python ends and flushes what is left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", closed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("te_dynamo.command_line.doctor.run", lambda parsed: print("x" * 100_000, flush=True))
+        assert main(["doctor"]) == 1
+    closed.close()
