@@ -97,9 +97,10 @@ class Explanation:
         unknown = sum(not match.flops and not all(size.isdigit() for size in match.shape) for match in self.linears)
         uncounted = f"; {_count(unknown, 'linear')} of a length that data decides not counted" if unknown else ""
         here = f"on {gpu_name(self.device)}, where it was not run: " if self.device else ""
+        share, linears = f"coverage {_percent(self.coverage)} of linear FLOPs", _count(len(self.linears), "linear")
+        which = f" in {self.recipes}, {len(matched)} of {linears}" if matched else f": none of {linears} is in a recipe"
         return (
-            f"{here}coverage {_percent(self.coverage)} of linear FLOPs in {self.recipes}, "
-            f"{len(matched)} of {_count(len(self.linears), 'linear')}; "
+            f"{here}{share}{which}; "
             f"{self._estimate()}{self._share_with_rows()}"
             f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{self._on_gpu()}"
         )

@@ -109,7 +109,9 @@ def test_html_is_one_page(net, tmp_path):
 def test_coverage_without_linears_is_zero():
     found = explain(torch.sin, torch.ones(3))
     assert found.coverage == 0.0
-    assert str(found).startswith("coverage 0.0% of linear FLOPs in no recipe, 0 of 0 linears; 1 graph, 0 graph breaks")
+    assert str(found).startswith(
+        "coverage 0.0% of linear FLOPs: none of 0 linears is in a recipe; 1 graph, 0 graph breaks"
+    )
     assert Explanation([], []).to_dict()["coverage"] == 0.0
 
 
