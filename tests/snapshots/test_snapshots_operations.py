@@ -156,8 +156,7 @@ quantize_2: (f8e5m2[32, 96], f8e5m2[96, 32], f32[1]) = te.quantize(tangents_1, e
 mul: f32[1] = aten.mul(quantize_2[2], 0.5)
 gemm: bf16[32, 64] = te.gemm([quantize_2[0], mul], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
 gemm_1: bf16[96, 64] = te.gemm([quantize_2[1], mul], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
-view: bf16[32, 64] = aten.view(gemm, [32, 64])
-return view, gemm_1""",
+return gemm, gemm_1""",
     )
 
 
@@ -243,9 +242,8 @@ forward of LayerNormLinear:
 rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(input, 0.weight, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
 quantize: (f8e4m3[96, 64], f8e4m3[64, 96], f32[1]) = te.quantize(1.weight, e4m3[row+column])
 gemm: bf16[32, 96] = te.gemm([rms_norm_quantize[1], rms_norm_quantize[3]], e4m3[row], [quantize[0], quantize[2]], e4m3[row], bf16, fast_accum=False, bias=2.bias)
-view: bf16[32, 96] = aten.view(gemm, [32, 96])
-view_1: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
-return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], view_1
+view: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
+return gemm, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], view
 
 backward of RMSNorm, BasicLinear, Bias:
 bias_grad: f32[96] = te.bias_grad(tangents_1)
@@ -277,7 +275,7 @@ gemm: bf16[32, 64] = te.gemm([quantize_1[0], quantize_1[2]], e5m2[row], [quantiz
 gemm_1: bf16[96, 64] = te.gemm([quantize_1[1], quantize_1[2]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False)
 to_1: f32[32, 64] = gemm.to(f32)
 to_2: f32[32, 64] = input.to(f32)
-mul: f32[32, 64] = aten.mul(to_2, view_1)
+mul: f32[32, 64] = aten.mul(to_2, view)
 to_3: f32[64] = 0.weight.to(f32)
 mul_1: f32[32, 64] = aten.mul(to_1, to_3)
 mul_2: f32[32, 64] = aten.mul(to_1, mul)
@@ -287,7 +285,7 @@ mul_3: f32[32, 64] = aten.mul(mul_1, mul)
 mean: f32[32, 1] = aten.mean(mul_3, [-1], keepdim=True)
 mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
-mul_5: f32[32, 64] = aten.mul(view_1, sub)
+mul_5: f32[32, 64] = aten.mul(view, sub)
 to_5: bf16[32, 64] = mul_5.to(bf16)
 return to_5, to_4, gemm_1, to""",
     )
@@ -316,9 +314,8 @@ gemm: bf16[32, 96] = te.gemm([rms_norm_quantize[1], rms_norm_quantize[3]], e4m3[
 activation_quantize: (f8e4m3[32, 96], f8e4m3[96, 32], f32[1]) = te.activation_quantize(gemm, 'gelu', e4m3[row+column], keep_output=False)
 quantize_1: (f8e4m3[64, 96], f8e4m3[96, 64], f32[1]) = te.quantize(3.weight, e4m3[row+column])
 gemm_1: bf16[32, 64] = te.gemm([activation_quantize[0], activation_quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=False)
-view: bf16[32, 64] = aten.view(gemm_1, [32, 64])
-view_1: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
-return view, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], gemm, activation_quantize[1], activation_quantize[2], quantize_1[1], quantize_1[2], view_1
+view: f32[32, 1] = aten.view(rms_norm_quantize[0], [32, 1])
+return gemm_1, input, 0.weight, rms_norm_quantize[2], rms_norm_quantize[3], quantize[1], quantize[2], gemm, activation_quantize[1], activation_quantize[2], quantize_1[1], quantize_1[2], view
 
 backward of RMSNorm, BasicLinear, GELU, BasicLinear:
 quantize_4: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
@@ -347,15 +344,13 @@ return to_4, to_3, gemm_3, gemm_4
 backward of LayerNormMLP:
 quantize_2: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(tangents_1, e5m2[row+column])
 gemm_1: bf16[32, 96] = te.gemm([quantize_2[0], quantize_2[2]], e5m2[row], [quantize_1[1], quantize_1[2]], e4m3[column], bf16, fast_accum=False)
-view: bf16[32, 96] = aten.view(gemm_1, [-1, 96])
-activation_backward_quantize: (f8e5m2[32, 96], f32[1]) = te.activation_backward_quantize(view, gemm, 'gelu', e5m2[row], keep_output=False, bias_grad=False)
+activation_backward_quantize: (f8e5m2[32, 96], f32[1]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', e5m2[row], keep_output=False, bias_grad=False)
 gemm_2: bf16[32, 64] = te.gemm([activation_backward_quantize[0], activation_backward_quantize[1]], e5m2[row], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False)
 transpose: f8e5m2[96, 32] = te.transpose(activation_backward_quantize[0])
 gemm_3: bf16[96, 64] = te.gemm([transpose, activation_backward_quantize[1]], e5m2[column], [rms_norm_quantize[2], rms_norm_quantize[3]], e4m3[column], bf16, fast_accum=False)
-view_2: bf16[32, 64] = aten.view(gemm_2, [32, 64])
-to: f32[32, 64] = view_2.to(f32)
+to: f32[32, 64] = gemm_2.to(f32)
 to_1: f32[32, 64] = input.to(f32)
-mul: f32[32, 64] = aten.mul(to_1, view_1)
+mul: f32[32, 64] = aten.mul(to_1, view)
 to_2: f32[64] = 0.weight.to(f32)
 mul_1: f32[32, 64] = aten.mul(to, to_2)
 mul_2: f32[32, 64] = aten.mul(to, mul)
@@ -365,7 +360,7 @@ mul_3: f32[32, 64] = aten.mul(mul_1, mul)
 mean: f32[32, 1] = aten.mean(mul_3, [-1], keepdim=True)
 mul_4: f32[32, 64] = aten.mul(mul, mean)
 sub: f32[32, 64] = aten.sub(mul_1, mul_4)
-mul_5: f32[32, 64] = aten.mul(view_1, sub)
+mul_5: f32[32, 64] = aten.mul(view, sub)
 to_4: bf16[32, 64] = mul_5.to(bf16)
 gemm_4: bf16[64, 96] = te.gemm([quantize_2[1], quantize_2[2]], e5m2[column], [activation_quantize[1], activation_quantize[2]], e4m3[column], bf16, fast_accum=False)
 return to_4, to_3, gemm_3, gemm_4""",
