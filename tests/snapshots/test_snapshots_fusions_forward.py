@@ -322,6 +322,15 @@ def test_no_amax_of_many_rows(fast: bool) -> None:
         assert fuse(b.returns(*q), "forward", ("fuse_gemm_amax",)) == [("fuse_gemm_amax", 1)] * fired
 
 
+def test_gemm_amax_of_a_product_with_a_bias() -> None:
+    b = Builder((32, 2048), (2048, 2048), (2048,))
+    biased = b.call(te.add_bias.default, product(b, torch.float32), b.inputs[2], torch.bfloat16)
+    graph = b.returns(*b.read(b.call(te.quantize.default, biased, ROWS), 0, 1))
+    names = ("fuse_gemm_bias", "fuse_gemm_amax")
+    assert fuse(graph, "forward", names) == [(name, 1) for name in names]
+    assert "bias=x2" in graph_text(graph)
+
+
 def product(b: Builder, out_dtype: torch.dtype = torch.bfloat16, last: int = 1, fast: bool = True) -> fx.Node:
     """te.gemm of the first input, [M, K], by another, [N, K], both quantized."""
     x, w = (b.read(b.call(te.quantize.default, b.inputs[i], ROWS), 0, 1) for i in (0, last))
