@@ -166,7 +166,8 @@ def _run_specialized(r: Request, c: torch.Tensor) -> None:
     if r.groups:
         columns_specialized_out(*operands, r.offs, r.fast, out=c)  # type: ignore[arg-type]
     else:
-        form = {"scaling": r.scaling, "fast": r.fast, **dataclasses.asdict(r.stacking)}
+        along, segments = r.stacking.along, r.stacking.segments
+        form = {"scaling": r.scaling, "fast": r.fast, "along": along, "segments": segments}
         gemm_specialized_out(*operands, r.bias, r.addend, **form, out=c)
 
 

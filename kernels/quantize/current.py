@@ -4,7 +4,7 @@
     quantize_bias_grad    the same, and the sums of its columns, which the launch of the amax adds up
     quantize_grouped      each group of [G, M, K], in its own scale
     quantize_stacked      two or three tensors in the buffers of one, each in its own scale: by rows [M_i, K] as [sum of M_i, K],
-                          by columns [M, K_i] as [M, sum of K_i]. The GEMMs of kernels/gemm/stacked.py read this
+                          by columns [M, K_i] as [M, sum of K_i]. te.gemm of a stack reads this
 
 Each has its function in plain PyTorch, equal bit for bit (sums aside): that of a tensor, and it for every group and every part of a stack.
 """
