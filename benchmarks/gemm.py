@@ -39,6 +39,7 @@ from te_dynamo.kernels.gemm.tiles import (
     Tile,
     estimated_us,
 )
+from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.quantize.float8_block import quantize_block
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED
@@ -148,9 +149,9 @@ class BlockProblem(Problem):
     specialized = (SPECIALIZED_BLOCK,)
 
     def quantize(self) -> None:
-        options = (torch.float8_e4m3fn, True, False)
-        one = [quantize_block(x, *options, False, True, 0.0) for x in (self.x, self.w)]
-        two = quantize_block(self.w, *options, True, True, 0.0)
+        rows = torch.float8_e4m3fn, True, False
+        one = [quantize_block(x, BlockForm(*rows, two_d=False)) for x in (self.x, self.w)]
+        two = quantize_block(self.w, BlockForm(*rows, two_d=True))
         self.operands = {
             "1x128.128x128": (*one[0], *two, False, True),
             "1x128.1x128": (*one[0], *one[1], False, False),

@@ -26,20 +26,24 @@ from te_dynamo.kernels.activation.activation import activation_backward_quantize
 from te_dynamo.kernels.activation.gated import gated_backward_quantize, gated_quantize
 from te_dynamo.kernels.activation.gated_halves import gated_backward_quantize_halves
 from te_dynamo.kernels.activation.gated_in_place import gated_backward_quantize_in_place
+from te_dynamo.kernels.layouts.block import BlockForm
+from te_dynamo.kernels.layouts.mxfp8 import SCALE_BLOCKS, MXFP8Form
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.add import add_rms_norm_quantize
 from te_dynamo.kernels.norm.norm import rms_norm_quantize
 from te_dynamo.kernels.quantize.current import Tile, quantize, quantize_bias_grad
 from te_dynamo.kernels.quantize.float8_block import BlockTile, quantize_block
-from te_dynamo.kernels.quantize.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
+from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
 from te_dynamo.kernels.quantize.transpose import transpose
 from te_dynamo.quantized.quantize import random_key
 
 SHAPES = ((8192, 4096), (8192, 14336), (14336, 4096))
-BOTH = (torch.float8_e4m3fn, True, True, False, 0.0)
-ROWWISE = (torch.float8_e4m3fn, True, False, False, 0.0)
-COLUMNWISE = (torch.float8_e4m3fn, False, True, False, 0.0)
-GRADIENT = (torch.float8_e5m2, True, True, False, 0.0)
+BOTH = TensorForm(torch.float8_e4m3fn, True, True)
+ROWWISE = TensorForm(torch.float8_e4m3fn, True, False)
+COLUMNWISE = TensorForm(torch.float8_e4m3fn, False, True)
+GRADIENT = TensorForm(torch.float8_e5m2, True, True)
 
 Tiles = Callable[[], Iterator[tuple[int, ...]]]
 
@@ -51,41 +55,41 @@ def current_cases(rows: int, columns: int) -> Iterator[Case]:
     """Current scaling, on fresh normal data of that shape."""
     x, gate, dy = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     weight = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
-    yield "quantize row+column", lambda tile: quantize(x, *BOTH, tile=tile), 2, 2, column_tiles
-    yield "quantize row", lambda tile: quantize(x, *ROWWISE, tile=tile), 2, 1, row_tiles
-    yield "quantize column", lambda tile: quantize(x, *COLUMNWISE, tile=tile), 2, 1, column_tiles
+    yield "quantize row+column", lambda tile: quantize(x, BOTH, tile=tile), 2, 2, column_tiles
+    yield "quantize row", lambda tile: quantize(x, ROWWISE, tile=tile), 2, 1, row_tiles
+    yield "quantize column", lambda tile: quantize(x, COLUMNWISE, tile=tile), 2, 1, column_tiles
     yield (
         "rms_norm_quantize",
-        lambda tile: rms_norm_quantize(x, weight, 1e-5, True, False, *BOTH, False, tile=tile),
+        lambda tile: rms_norm_quantize(x, weight, 1e-5, True, False, BOTH, False, tile=tile),
         2, 2, column_tiles,
     )  # fmt: skip
     yield (
         "add_rms_norm_quantize",
-        lambda tile: add_rms_norm_quantize(x, gate, weight, 1e-5, True, False, *BOTH, False, tile=tile),
+        lambda tile: add_rms_norm_quantize(x, gate, weight, 1e-5, True, False, BOTH, False, tile=tile),
         3, 4, column_tiles,
     )  # fmt: skip
-    yield "quantize_bias_grad", lambda tile: quantize_bias_grad(dy, *GRADIENT, tile=tile), 2, 2, column_tiles
-    yield "swiglu_quantize", lambda tile: gated_quantize(gate, x, "silu", *BOTH, False, tile=tile), 4, 2, column_tiles
+    yield "quantize_bias_grad", lambda tile: quantize_bias_grad(dy, GRADIENT, tile=tile), 2, 2, column_tiles
+    yield "swiglu_quantize", lambda tile: gated_quantize(gate, x, "silu", BOTH, False, tile=tile), 4, 2, column_tiles
     yield (
         "swiglu_backward_quantize",
-        lambda tile: gated_backward_quantize(dy, gate, x, "silu", *GRADIENT, False, tile=tile),
+        lambda tile: gated_backward_quantize(dy, gate, x, "silu", GRADIENT, False, tile=tile),
         6, 4, column_tiles,
     )  # fmt: skip
     yield (
         "swiglu_backward_quantize_halves",
-        lambda tile: gated_backward_quantize_halves(dy, gate, x, "silu", *GRADIENT, False, True, tile=tile),
+        lambda tile: gated_backward_quantize_halves(dy, gate, x, "silu", GRADIENT, False, True, tile=tile),
         6, 4, column_tiles,
     )  # fmt: skip
     yield (
         "swiglu_backward_quantize_in_place",
-        lambda tile: gated_backward_quantize_in_place(dy, gate, x, "silu", torch.float8_e5m2, False, 0.0),
+        lambda tile: gated_backward_quantize_in_place(dy, gate, x, "silu", TensorForm(torch.float8_e5m2, True, False)),
         6, 2, lambda: iter(()),
     )  # fmt: skip
     codes = x.to(torch.float8_e5m2)
     yield "transpose", lambda tile: transpose(codes, tile), 0.5, 1, column_tiles
     yield (
         "gelu_tanh_backward_quantize",
-        lambda tile: activation_backward_quantize(dy, x, "gelu_tanh", *GRADIENT, False, True, tile=tile),
+        lambda tile: activation_backward_quantize(dy, x, "gelu_tanh", GRADIENT, False, True, tile=tile),
         4, 2, column_tiles,
     )  # fmt: skip
 
@@ -95,11 +99,11 @@ def block_cases(rows: int, columns: int) -> Iterator[Case]:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     for two_d, kind in ((False, "1x128"), (True, "128x128")):
         for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
-            options = (torch.float8_e4m3fn, rowwise, columnwise, two_d, True, 0.0)
+            form = BlockForm(torch.float8_e4m3fn, rowwise, columnwise, two_d)
             tiles = block_tiles if columnwise or two_d else block_row_tiles
 
-            def run(tile: BlockTile | None, options: tuple = options) -> object:
-                return quantize_block(x, *options, tile=tile)
+            def run(tile: BlockTile | None, form: BlockForm = form) -> object:
+                return quantize_block(x, form, tile=tile)
 
             yield f"{kind} {usage}", run, 1, rowwise + columnwise, tiles
 
@@ -109,19 +113,19 @@ def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     key = random_key(x.device)
     forms = {
-        "nvfp4 row+column": (True, True, False, False, False, None),
-        "nvfp4 row": (True, False, False, False, False, None),
-        "nvfp4 column": (False, True, False, False, False, None),
-        "nvfp4 16x16 row+column": (True, True, True, False, False, None),
-        "nvfp4 hadamard row+column": (True, True, False, True, False, None),
-        "nvfp4 gradient row+column": (True, True, False, True, True, key),
+        "nvfp4 row+column": NVFP4Form(True, True),
+        "nvfp4 row": NVFP4Form(True, False),
+        "nvfp4 column": NVFP4Form(False, True),
+        "nvfp4 16x16 row+column": NVFP4Form(True, True, two_d=True),
+        "nvfp4 hadamard row+column": NVFP4Form(True, True, hadamard=True),
+        "nvfp4 gradient row+column": NVFP4Form(True, True, hadamard=True, stochastic_rounding=True),
     }
     for name, form in forms.items():
 
-        def run(tile: Tile | None, form: tuple = form) -> object:
-            return quantize_nvfp4(x, *form, tile=tile)
+        def run(tile: Tile | None, form: NVFP4Form = form) -> object:
+            return quantize_nvfp4(x, form, key, tile=tile)
 
-        yield name, run, 2, 0.5625 * (form[0] + form[1]), nvfp4_tiles
+        yield name, run, 2, 0.5625 * (form.rowwise + form.columnwise), nvfp4_tiles
 
 
 def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
@@ -129,15 +133,15 @@ def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     for scale_block in SCALE_BLOCKS:
         for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
-            options = (torch.float8_e4m3fn, rowwise, columnwise, scale_block)
+            form = MXFP8Form(torch.float8_e4m3fn, rowwise, columnwise, scale_block)
             tiles = mxfp8_row_tiles if not columnwise else mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
 
-            def run(tile: Tile | None, options: tuple = options) -> object:
-                return quantize_mxfp8(x, *options, tile=tile)
+            def run(tile: Tile | None, form: MXFP8Form = form) -> object:
+                return quantize_mxfp8(x, form, tile=tile)
 
             yield f"mxfp8 {scale_block} {usage}", run, 1, rowwise + columnwise, tiles
     for columnwise, usage in ((False, "row"), (True, "column")):
-        buffers = quantize_mxfp8(x, torch.float8_e4m3fn, not columnwise, columnwise, 32)
+        buffers = quantize_mxfp8(x, MXFP8Form(torch.float8_e4m3fn, not columnwise, columnwise, 32))
 
         def restore(tile: Tile | None, operand: tuple = (*buffers, columnwise, torch.bfloat16)) -> object:
             return dequantize_mxfp8(*operand, *(() if tile is None else (tile,)))

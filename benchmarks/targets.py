@@ -49,7 +49,11 @@ from te_dynamo.kernels.gemm.tiles import (
     grouped_block_tiles,
     specialized_tile,
 )
-from te_dynamo.kernels.layouts.block import scale_shape
+from te_dynamo.kernels.layouts.block import BlockForm, scale_shape
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
+from te_dynamo.kernels.layouts.row import RowForm
+from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
@@ -304,27 +308,26 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
 def _others() -> Iterator[tuple[str, Launch]]:
     """Kernels that choose their tiles by shape alone."""
     x, w, up = bf16(M, K), bf16(K), bf16(M, K)
-    tail = (False, 0.0)  # power_of_two, eps
     for usage in ((True, True), (True, False)):
         name = "rows and columns" if all(usage) else "rows"
-        cast = (E4M3, *usage, *tail)
-        yield f"current, {name}", functools.partial(quantize.quantize, x, *cast)
-        yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), *cast)
-        yield f"stacked, {name}", functools.partial(quantize.quantize_stacked, [x, up], *cast, True)
-        yield f"by rows, {name}", functools.partial(float8_rowwise.quantize_rowwise, x, *cast)
-        yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, E4M3, *usage, False, True, 0.0)
+        cast = TensorForm(E4M3, *usage)
+        yield f"current, {name}", functools.partial(quantize.quantize, x, cast)
+        yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), cast)
+        yield f"stacked, {name}", functools.partial(quantize.quantize_stacked, [x, up], cast, True)
+        yield f"by rows, {name}", functools.partial(float8_rowwise.quantize_rowwise, x, RowForm(E4M3, *usage))
+        yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, BlockForm(E4M3, *usage, False))
         yield (
             f"blocks 128x128, {name}",
-            functools.partial(float8_block.quantize_block, x, E4M3, *usage, True, True, 0.0),
+            functools.partial(float8_block.quantize_block, x, BlockForm(E4M3, *usage, True)),
         )
         for size in (32, 128):
-            yield f"MXFP8 {size}, {name}", functools.partial(mxfp8.quantize_mxfp8, x, E4M3, *usage, size)
+            yield f"MXFP8 {size}, {name}", functools.partial(mxfp8.quantize_mxfp8, x, MXFP8Form(E4M3, *usage, size))
         yield from _blocks_otherwise(name, usage)
         for special in (False, True):
-            how = (special, special, i32(2) if special else None)  # hadamard, stochastic_rounding
-            call = functools.partial(nvfp4.quantize_nvfp4, x, *usage, False, *how)
+            form = NVFP4Form(*usage, hadamard=special, stochastic_rounding=special)
+            call = functools.partial(nvfp4.quantize_nvfp4, x, form, i32(2))
             yield f"NVFP4{', a gradient' if special else ''}, {name}", call
-        norms = (*cast, False)  # keep_output
+        norms = (cast, False)  # keep_output
         yield f"RMSNorm, {name}", functools.partial(norm.rms_norm_quantize, x, w, 1e-5, False, False, *norms)
         yield f"LayerNorm, {name}", functools.partial(norm.layer_norm_quantize, x, w, w, 1e-5, *norms)
         yield (
@@ -346,23 +349,25 @@ def _others() -> Iterator[tuple[str, Launch]]:
                 f"gated {kind} backward, {name}",
                 functools.partial(gated.gated_backward_quantize, x, x, up, kind, *norms),
             )
-        yield f"bias gradient, {name}", functools.partial(quantize.quantize_bias_grad, x, *cast)
+        yield f"bias gradient, {name}", functools.partial(quantize.quantize_bias_grad, x, cast)
     for dtype in (BF16, torch.float32):
         tokens, offs = torch.empty(M, K, dtype=dtype, device="cuda"), i32(GROUPS)
         name = f"columns of groups, {str(dtype).removeprefix('torch.')}"
         yield (
             f"{name}, 1x128",
-            functools.partial(float8_block.quantize_block, tokens, E4M3, False, True, False, True, 0.0, offs=offs),
+            functools.partial(float8_block.quantize_block, tokens, BlockForm(E4M3, False, True, False), offs=offs),
         )
         for size in (32, 128):
-            call = functools.partial(mxfp8.quantize_mxfp8, tokens, E4M3, False, True, size, offs=offs)
+            call = functools.partial(mxfp8.quantize_mxfp8, tokens, MXFP8Form(E4M3, False, True, size), offs=offs)
             yield f"{name}, MXFP8 {size}", call
     table = torch.empty(5, 2, dtype=torch.int64, device="cuda")
     for dtype in (BF16, torch.float32):
         values = torch.empty(M, K, dtype=dtype, device="cuda")
-        call = functools.partial(several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, *tail, True)
+        call = functools.partial(
+            several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, TensorForm(E4M3, True, False), True
+        )
         yield f"several, {str(dtype).removeprefix('torch.')}", call
-    yield "grouped", functools.partial(quantize.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
+    yield "grouped", functools.partial(quantize.quantize_grouped, bf16(GROUPS, N, K), GroupedForm(E4M3, True, True))
     yield "transpose", functools.partial(transpose.transpose, f8(M, K))
     yield (
         "MXFP8 to bf16",
@@ -375,10 +380,10 @@ def _blocks_otherwise(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str
     for what, x in (("fp32", torch.empty(M, K, device="cuda")), ("ragged", bf16(M + 1, K + 8))):
         for two_d, power_of_two in itertools.product((False, True), repeat=2):
             blocks = f"{'128' if two_d else '1'}x128{'' if power_of_two else ' of any scale'}"
-            call = functools.partial(float8_block.quantize_block, x, E4M3, *usage, two_d, power_of_two, 0.0)
+            call = functools.partial(float8_block.quantize_block, x, BlockForm(E4M3, *usage, two_d, power_of_two))
             yield f"blocks {blocks}, {name}, {what}", call
         for size, swizzled in itertools.product((32, 128), (False, True)):
-            call = functools.partial(mxfp8.quantize_mxfp8, x, E4M3, *usage, size, swizzled)
+            call = functools.partial(mxfp8.quantize_mxfp8, x, MXFP8Form(E4M3, *usage, size, swizzled))
             yield f"MXFP8 {size}{' swizzled' if swizzled else ''}, {name}, {what}", call
 
 

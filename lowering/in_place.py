@@ -95,6 +95,4 @@ def _run_halves(
     keep_output: bool,
     gate_first: bool | None,
 ) -> list[torch.Tensor]:
-    return gated_backward_quantize_in_place(
-        dy, gate, up, kind, quantizer.dtype, quantizer.power_of_two_scale, quantizer.amax_epsilon, gate_first
-    )
+    return gated_backward_quantize_in_place(dy, gate, up, kind, quantizer.form(), gate_first)

@@ -92,8 +92,26 @@ class Recipe:
         return f"{self.name}({fields})" if fields else self.name
 
 
+class _OneQuantizer(Recipe):
+    """A recipe that holds all tensors alike, gradients in a format of their own."""
+
+    backward_format: str  # a field of each subclass, in its own place
+
+    def _quantizer(self, fp8_format: str) -> Quantizer:
+        raise NotImplementedError
+
+    def input_quantizer(self) -> Quantizer:
+        return self._quantizer("e4m3")
+
+    def weight_quantizer(self) -> Quantizer:
+        return self._quantizer("e4m3")
+
+    def grad_output_quantizer(self) -> Quantizer:
+        return self._quantizer(self.backward_format)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_OneQuantizer):
     """One fp32 scale a tensor, from the tensor's present amax.
 
     fprop_fast_accum, dgrad_fast_accum, wgrad_fast_accum: whether that GEMM may keep its sum in the tensor core's own
@@ -119,21 +137,12 @@ class Float8CurrentScaling(Recipe):
             fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
         )
 
-    def input_quantizer(self) -> Quantizer:
-        return self._quantizer("e4m3")
-
-    def weight_quantizer(self) -> Quantizer:
-        return self._quantizer("e4m3")
-
-    def grad_output_quantizer(self) -> Quantizer:
-        return self._quantizer(self.backward_format)
-
     def fast_accum(self) -> tuple[bool, bool, bool]:
         return self.fprop_fast_accum, self.dgrad_fast_accum, self.wgrad_fast_accum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8RowwiseScaling(Recipe):
+class Float8RowwiseScaling(_OneQuantizer):
     """One fp32 scale for each row that a GEMM reads: of x a token, of the weight an output.
 
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
@@ -151,15 +160,6 @@ class Float8RowwiseScaling(Recipe):
         return Float8RowwiseQuantizer(
             fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
         )
-
-    def input_quantizer(self) -> Quantizer:
-        return self._quantizer("e4m3")
-
-    def weight_quantizer(self) -> Quantizer:
-        return self._quantizer("e4m3")
-
-    def grad_output_quantizer(self) -> Quantizer:
-        return self._quantizer(self.backward_format)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(_OneQuantizer):
     """Blocks of 32 values with one E8M0 scale (OCP MX), along the dimension that a GEMM contracts.
 
     scale_block: 32, or 128 for one scale every 128 values, written four times: still valid MXFP8 for Blackwell's tensor
@@ -217,15 +217,6 @@ class MXFP8BlockScaling(Recipe):
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return MXFP8Quantizer(fp8_format=fp8_format, scale_block=self.scale_block)
-
-    def input_quantizer(self) -> Quantizer:
-        return self._quantizer("e4m3")
-
-    def weight_quantizer(self) -> Quantizer:
-        return self._quantizer("e4m3")
-
-    def grad_output_quantizer(self) -> Quantizer:
-        return self._quantizer(self.backward_format)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,11 @@ from te_dynamo.kernels.activation.activation_kernels import (
     activation_write_kernel,
 )
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference, stripes
+from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, stripes
+from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.launch import launch
-from te_dynamo.kernels.tiles.fp8 import (
-    Fp8Buffers,
-    program_count,
-)
+from te_dynamo.kernels.tiles.fp8 import program_count
 
 __all__ = [
     "KINDS",
@@ -111,41 +110,22 @@ def activation_backward_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) 
 
 
 def activation_quantize_reference(
-    x: torch.Tensor,
-    kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    keep_output: bool,
+    x: torch.Tensor, kind: str, form: TensorForm, keep_output: bool
 ) -> list[torch.Tensor]:
     """`activation_quantize` in plain PyTorch."""
     y = activation_reference(x, kind)
-    return [
-        *([y] if keep_output else []),
-        *quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps),
-    ]
+    return [*([y] if keep_output else []), *reference_of(y, form)]
 
 
 def activation_backward_quantize_reference(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    keep_output: bool,
-    bias_grad: bool,
+    dy: torch.Tensor, x: torch.Tensor, kind: str, form: TensorForm, keep_output: bool, bias_grad: bool
 ) -> list[torch.Tensor]:
     """`activation_backward_quantize` in plain PyTorch."""
     dx = activation_backward_reference(dy, x, kind)
     result = [dx] if keep_output else []
     if bias_grad:
         result.append(dx.reshape(-1, dx.shape[-1]).sum(0, dtype=torch.float32))
-    return [*result, *quantize_reference(dx, fp8_dtype, rowwise, columnwise, power_of_two, eps)]
+    return [*result, *reference_of(dx, form)]
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -162,30 +142,17 @@ def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.T
 
 
 def activation_quantize(
-    x: torch.Tensor,
-    kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    keep_output: bool,
-    tile: Tile | None = None,
+    x: torch.Tensor, kind: str, form: TensorForm, keep_output: bool, tile: Tile | None = None
 ) -> list[torch.Tensor]:
     """[f(x)?, data?, transpose?, scale_inv], equal to `activation` then `quantize`."""
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
-    return _quantize(x, x, kind, False, *quantization, keep_output, False, tile)
+    return _quantize(x, x, kind, False, form, keep_output, False, tile)
 
 
 def activation_backward_quantize(
     dy: torch.Tensor,
     x: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     bias_grad: bool,
     tile: Tile | None = None,
@@ -194,8 +161,7 @@ def activation_backward_quantize(
 
     dbias (fp32 [K]) is the sum of the rounded dx over its rows.
     """
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
-    return _quantize(dy, x, kind, True, *quantization, keep_output, bias_grad, tile)
+    return _quantize(dy, x, kind, True, form, keep_output, bias_grad, tile)
 
 
 def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torch.Tensor:
@@ -240,11 +206,7 @@ def _quantize(
     x: torch.Tensor,
     kind: str,
     backward: bool,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     bias_grad: bool,
     tile: Tile | None,
@@ -256,10 +218,10 @@ def _quantize(
     partials, sums = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function), x)
     dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
     large = write_tile(backward, x.element_size())
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, large)
+    block_m, block_k, warps = tile or cast_tile(rows, columns, form.columnwise, large)
     y = torch.empty_like(x) if keep_output else x
-    buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
-    for number, usage in enumerate(buffers.launches(x.element_size())):
+    buffers = form.allocate((rows, columns), x.device)
+    for number, usage in enumerate(form.launches(x.element_size())):
         launch(
             activation_write_kernel,
             (program_count(rows, columns, block_m, block_k, x.device),),
@@ -272,15 +234,15 @@ def _quantize(
             K=columns,
             KEEP_OUTPUT=keep_output and number == 0,
             PARTS=sums.shape[0] if dbias and number == 0 else 0,
-            **buffers.pointers(unused=x),
-            **buffers.constants(power_of_two, eps),
+            **form.pointers(buffers, unused=x),
+            **form.constants(),
             **usage,
             PARTIALS=PARTIALS,
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    return [*([y] if keep_output else []), *dbias, *buffers.as_list()]
+    return [*([y] if keep_output else []), *dbias, *buffers.values()]
 
 
 def write_tile(backward: bool, itemsize: int) -> Tile:

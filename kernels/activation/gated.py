@@ -23,11 +23,13 @@ from te_dynamo.kernels.activation.gated_kernels import (
     gated_backward_write_kernel,
     gated_write_kernel,
 )
-from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_reference, stack_buffers
+from te_dynamo.kernels.layouts.sizes import Size, allocate, rows_and_columns
+from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, stack_buffers
+from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch
-from te_dynamo.kernels.tiles.fp8 import Fp8Buffers, program_count
+from te_dynamo.kernels.tiles.fp8 import program_count
 
 __all__ = [
     "BOUNDED_KINDS",
@@ -95,20 +97,13 @@ def gated_quantize_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """`gated_quantize` in plain PyTorch."""
     y = gated_reference(gate, up, kind)
-    return [
-        *([y] if keep_output else []),
-        *quantize_reference(y, fp8_dtype, rowwise, columnwise, power_of_two, eps, amax),
-    ]
+    return [*([y] if keep_output else []), *reference_of(y, form, *([] if amax is None else [amax]))]
 
 
 def gated_backward_quantize_reference(
@@ -116,18 +111,14 @@ def gated_backward_quantize_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     stacked: bool = False,
 ) -> list[torch.Tensor]:
     """`gated_backward_quantize` in plain PyTorch."""
     grads = gated_backward_reference(dy, gate, up, kind)
-    each = [quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps) for grad in grads]
-    buffers = stack_buffers(each, rowwise, columnwise, by_columns=True) if stacked else [*each[0], *each[1]]
+    each = [reference_of(grad, form) for grad in grads]
+    buffers = stack_buffers(each, form, by_columns=True) if stacked else [*each[0], *each[1]]
     return [*(grads if keep_output else ()), *buffers]
 
 
@@ -180,11 +171,7 @@ def gated_quantize(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     amax: torch.Tensor | None = None,
     tile: Tile | None = None,
@@ -199,9 +186,9 @@ def gated_quantize(
     rows, columns = sizes["M"], sizes["K"]
     partials = gated_partial_amaxes(gate, up, kind) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
-    buffers = Fp8Buffers(rows, columns, gate.device, fp8_dtype, rowwise, columnwise)
-    block_m, block_k, warps = tile or write_tile(rows, columns, columnwise, keep_output, FORWARD_TILE)
-    for number, usage in enumerate(buffers.launches(gate.element_size())):
+    buffers = form.allocate((rows, columns), gate.device)
+    block_m, block_k, warps = tile or write_tile(rows, columns, form.columnwise, keep_output, FORWARD_TILE)
+    for number, usage in enumerate(form.launches(gate.element_size())):
         launch(
             gated_write_kernel,
             (program_count(rows, columns, block_m, block_k, gate.device),),
@@ -212,8 +199,8 @@ def gated_quantize(
             **sizes,
             KIND=kind,
             KEEP_OUTPUT=keep_output and number == 0,
-            **buffers.pointers(unused=gate),
-            **buffers.constants(power_of_two, eps),
+            **form.pointers(buffers, unused=gate),
+            **form.constants(),
             **usage,
             PARTIALS=partials.shape[0],
             EARLY=starts_early(rows, gate.device),
@@ -221,7 +208,7 @@ def gated_quantize(
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    return [*([y] if keep_output else []), *buffers.as_list()]
+    return [*([y] if keep_output else []), *buffers.values()]
 
 
 def gated_partial_amaxes(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -284,11 +271,7 @@ def gated_backward_quantize(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     stacked: bool = False,
     tile: Tile | None = None,
@@ -302,23 +285,18 @@ def gated_backward_quantize(
     partials = partial_amaxes_of_gradients(dy, gate, up, kind)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
-    gate_buffers, *rest = (
-        Fp8Buffers(rows, width, gate.device, fp8_dtype, rowwise, columnwise, scales)
-        for width, scales in ([(2 * columns, 2)] if stacked else [(columns, 1), (columns, 1)])
-    )
-    up_pointers = (
-        rest[0].pointers(unused=gate, prefix="up_")
-        if rest
-        else {"up_data": gate, "up_transpose": gate, "up_scale_inv": gate}
-    )
+    sizes = [(2 * columns, 2)] if stacked else [(columns, 1), (columns, 1)]
+    buffers = [allocate(form.buffers((rows, width), scales), gate.device) for width, scales in sizes]
+    pointers = {} if stacked else form.pointers(buffers[1], unused=gate, prefix="up_")
     launch_gradients(
-        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": dgate, "dup": dup, **up_pointers},
-        gate_buffers,
-        {"KIND": kind, "STACKED": stacked, "GATE_HALF": -1, **gate_buffers.constants(power_of_two, eps)},
+        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": dgate, "dup": dup, **pointers},
+        form,
+        buffers[0],
+        {"KIND": kind, "STACKED": stacked, "GATE_HALF": -1},
         keep_output,
         tile,
     )
-    return [*grads, *gate_buffers.as_list(), *(buffer for buffers in rest for buffer in buffers.as_list())]
+    return [*grads, *itertools.chain.from_iterable(each.values() for each in buffers)]
 
 
 def partial_amaxes_of_gradients(
@@ -352,24 +330,27 @@ def partial_amaxes_of_gradients(
 
 def launch_gradients(
     tensors: dict[str, torch.Tensor],
-    buffers: Fp8Buffers,
+    form: TensorForm,
+    buffers: dict[str, torch.Tensor],
     constants: dict[str, object],
     keep_output: bool,
     tile: Tile | None,
 ) -> None:
-    """The launches of `gated_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name."""
+    """The launches of `gated_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name, gate for those not used."""
     gate = tensors["gate"]
     sizes = sizes_of(gate, tensors["up"])
     rows, columns = sizes["M"], sizes["K"]
-    block_m, block_k, warps = tile or write_tile(rows, columns, buffers.columnwise, keep_output, BACKWARD_TILE)
-    for number, usage in enumerate(buffers.launches(gate.element_size())):
+    block_m, block_k, warps = tile or write_tile(rows, columns, form.columnwise, keep_output, BACKWARD_TILE)
+    unused = {**form.pointers({}, unused=gate, prefix="up_"), "dup": gate}
+    for number, usage in enumerate(form.launches(gate.element_size())):
         launch(
             gated_backward_write_kernel,
             (program_count(rows, columns, block_m, block_k, gate.device),),
-            **tensors,
+            **unused | tensors,
             **sizes,
             KEEP_OUTPUT=keep_output and number == 0,
-            **buffers.pointers(unused=gate, prefix="gate_"),
+            **form.pointers(buffers, unused=gate, prefix="gate_"),
+            **form.constants(),
             **constants,
             **usage,
             PARTIALS=PARTIALS,

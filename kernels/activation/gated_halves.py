@@ -16,8 +16,9 @@ from te_dynamo.kernels.activation.gated import (
     partial_amaxes_of_gradients,
 )
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.quantize.current import Tile, quantize_reference
-from te_dynamo.kernels.tiles.fp8 import Fp8Buffers
+from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.quantize.current import Tile
+from te_dynamo.kernels.quantize.formats import reference_of
 
 __all__ = ["gated_backward_quantize_halves", "gated_backward_quantize_halves_reference"]
 
@@ -27,19 +28,14 @@ def gated_backward_quantize_halves_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     gate_first: bool,
 ) -> list[torch.Tensor]:
     """`gated_backward_quantize_halves` in plain PyTorch."""
     dgate, dup = gated_backward_reference(dy, gate, up, kind)
     grad = torch.cat([dgate, dup] if gate_first else [dup, dgate], -1)
-    buffers = quantize_reference(grad, fp8_dtype, rowwise, columnwise, power_of_two, eps)
-    return [*([grad] if keep_output else []), *buffers]
+    return [*([grad] if keep_output else []), *reference_of(grad, form)]
 
 
 def gated_backward_quantize_halves(
@@ -47,11 +43,7 @@ def gated_backward_quantize_halves(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     keep_output: bool,
     gate_first: bool,
     tile: Tile | None = None,
@@ -65,13 +57,13 @@ def gated_backward_quantize_halves(
     partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=True)
     shape = (*gate.shape[:-1], 2 * columns)
     grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
-    buffers = Fp8Buffers(rows, 2 * columns, gate.device, fp8_dtype, rowwise, columnwise)
-    unused = {name: gate for name in ("dup", "up_data", "up_transpose", "up_scale_inv")}
+    buffers = form.allocate((rows, 2 * columns), gate.device)
     launch_gradients(
-        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": grad, **unused},
+        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": grad},
+        form,
         buffers,
-        {"KIND": kind, "STACKED": False, "GATE_HALF": int(not gate_first), **buffers.constants(power_of_two, eps)},
+        {"KIND": kind, "STACKED": False, "GATE_HALF": int(not gate_first)},
         keep_output,
         tile,
     )
-    return [*([grad] if keep_output else []), *buffers.as_list()]
+    return [*([grad] if keep_output else []), *buffers.values()]

@@ -16,6 +16,7 @@ import torch
 from te_dynamo.kernels.activation.gated import in_rows, partial_amaxes_of_gradients, sizes_of
 from te_dynamo.kernels.activation.gated_kernels import gradients
 from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
@@ -121,9 +122,7 @@ def gated_backward_quantize_in_place(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    fp8_dtype: torch.dtype,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     gate_first: bool | None = None,
 ) -> list[torch.Tensor]:
     """[data, scale_inv] of `quantize_stacked([dgate, dup], by_columns=True)`, rowwise only; data [M, 2K] lies in dy's memory.
@@ -163,16 +162,14 @@ def gated_backward_quantize_in_place(
         M=rows,
         KIND=kind,
         GATE_HALF=int(not gate_first) if halves else -1,
-        E5M2=fp8_dtype == torch.float8_e5m2,
-        FMAX=torch.finfo(fp8_dtype).max,
-        EPS=float(eps),
-        POWER_OF_TWO=power_of_two,
+        E5M2=form.dtype == torch.float8_e5m2,
+        **form.constants(),
         PARTIALS=PARTIALS,
         QUARTER=columns // 4,
         BLOCK_K=block_k,
         num_warps=warps,
     )
-    return [dy.view(fp8_dtype), scale_inv]
+    return [dy.view(form.dtype), scale_inv]
 
 
 def row_block(columns: int) -> tuple[int, int]:

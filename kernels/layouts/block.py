@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, ClassVar
+
 import torch
 
-from te_dynamo.kernels.layouts.sizes import Buffers, Size, blocks_of, round_up, transposed
+from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.layouts.sizes import Buffers, Size, blocks_of, round_up, rows_and_columns, transposed
 
 BLOCK = 128
-
-BUFFERS = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
 
 
 def scale_shape(rows: Size, k: Size, two_d: bool) -> tuple[Size, Size]:
@@ -17,13 +19,27 @@ def scale_shape(rows: Size, k: Size, two_d: bool) -> tuple[Size, Size]:
     return (blocks_of(rows, BLOCK), round_up(blocks, 4)) if two_d else (blocks, round_up(rows, 4))
 
 
-def buffers(rows: Size, columns: Size, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, two_d: bool) -> Buffers:
-    """data and scale_inv of [rows, columns] if rowwise, transpose and columnwise_scale_inv if columnwise."""
-    described: Buffers = {}
-    if rowwise:
-        described["data"] = ((rows, columns), fp8_dtype)
-        described["scale_inv"] = (scale_shape(rows, columns, two_d), torch.float32)
-    if columnwise:
-        described["transpose"] = (transposed(rows, columns), fp8_dtype)
-        described["columnwise_scale_inv"] = (scale_shape(columns, rows, two_d), torch.float32)
-    return described
+@dataclasses.dataclass(frozen=True)
+class BlockForm(Form):
+    """two_d: blocks of 128x128, and 1x128 otherwise. power_of_two, eps: as ScaledForm's."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
+
+    two_d: bool
+    power_of_two: bool = True
+    eps: float = 0.0
+
+    def buffers(self, shape: tuple[Size, ...]) -> Buffers:
+        rows, columns = rows_and_columns(shape)
+        described: Buffers = {}
+        if self.rowwise:
+            described["data"] = ((rows, columns), self.dtype)
+            described["scale_inv"] = (scale_shape(rows, columns, self.two_d), torch.float32)
+        if self.columnwise:
+            described["transpose"] = (transposed(rows, columns), self.dtype)
+            described["columnwise_scale_inv"] = (scale_shape(columns, rows, self.two_d), torch.float32)
+        return described
+
+    def constants(self) -> dict[str, Any]:
+        rule = {"EPS": float(self.eps), "POWER_OF_TWO": self.power_of_two}
+        return {**super().constants(), **rule, "SCALING": "128x128" if self.two_d else "1x128"}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import torch
 
 from te_dynamo.kernels.layouts import tiled_scales
-from te_dynamo.kernels.layouts.sizes import Buffers, Size, blocks_of, transposed
+from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.layouts.sizes import Buffers, Size, blocks_of, rows_and_columns, transposed
 
 BLOCK = 32
 
-BUFFERS = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
+SCALE_BLOCKS = (BLOCK, 128)
 
 
 def scale_shape(rows: Size, k: Size, swizzled: bool = False) -> tuple[Size, ...]:
@@ -17,22 +21,35 @@ def scale_shape(rows: Size, k: Size, swizzled: bool = False) -> tuple[Size, ...]
     return tiled_scales.scale_shape(rows, blocks_of(k, BLOCK), swizzled)
 
 
-def buffers(
-    rows: Size,
-    columns: Size,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    scale_block: int,
-    swizzled: bool,
-) -> Buffers:
-    """data and scale_inv of [rows, columns] if rowwise, those of its columns if columnwise: transposed with a scale_block of 128."""
-    described: Buffers = {}
-    if rowwise:
-        described["data"] = ((rows, columns), fp8_dtype)
-        described["scale_inv"] = (scale_shape(rows, columns, swizzled), torch.uint8)
-    if columnwise:
-        turned, scales = scale_block != BLOCK, scale_shape(columns, rows, swizzled)
-        described["columnwise_data"] = (transposed(rows, columns) if turned else (rows, columns), fp8_dtype)
-        described["columnwise_scale_inv"] = (scales if turned or swizzled else scales[::-1], torch.uint8)
-    return described
+@dataclasses.dataclass(frozen=True)
+class MXFP8Form(Form):
+    """scale_block: 32, or 128 for one scale four times; ValueError for another. swizzled: kernels/layouts/tiled_scales.py."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+    scale_block: int
+    swizzled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale_block not in SCALE_BLOCKS:
+            raise ValueError(f"te mxfp8: scale_block must be 32 or 128, got {self.scale_block}")
+
+    @property
+    def turns(self) -> bool:
+        """Whether its columnwise data is transposed."""
+        return self.scale_block != BLOCK
+
+    def buffers(self, shape: tuple[Size, ...]) -> Buffers:
+        rows, columns = rows_and_columns(shape)
+        described: Buffers = {}
+        if self.rowwise:
+            described["data"] = ((rows, columns), self.dtype)
+            described["scale_inv"] = (scale_shape(rows, columns, self.swizzled), torch.uint8)
+        if self.columnwise:
+            scales = scale_shape(columns, rows, self.swizzled)
+            described["columnwise_data"] = (transposed(rows, columns) if self.turns else (rows, columns), self.dtype)
+            described["columnwise_scale_inv"] = (scales if self.turns or self.swizzled else scales[::-1], torch.uint8)
+        return described
+
+    def launches(self, itemsize: int) -> list[dict[str, bool]]:
+        return super().launches(itemsize if self.turns else 0)

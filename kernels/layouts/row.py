@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import torch
 
-from te_dynamo.kernels.layouts.sizes import Buffers, Size, transposed
+from te_dynamo.kernels.layouts.form import ScaledForm
+from te_dynamo.kernels.layouts.sizes import Buffers, Size, rows_and_columns, transposed
 
-BUFFERS = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
 
+@dataclasses.dataclass(frozen=True)
+class RowForm(ScaledForm):
+    NAMES: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
 
-def buffers(rows: Size, columns: Size, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Buffers:
-    """data and scale_inv of [rows, columns] if rowwise, transpose and columnwise_scale_inv if columnwise."""
-    described: Buffers = {}
-    if rowwise:
-        described["data"] = ((rows, columns), fp8_dtype)
-        described["scale_inv"] = ((rows,), torch.float32)
-    if columnwise:
-        described["transpose"] = (transposed(rows, columns), fp8_dtype)
-        described["columnwise_scale_inv"] = ((columns,), torch.float32)
-    return described
+    def buffers(self, shape: tuple[Size, ...]) -> Buffers:
+        rows, columns = rows_and_columns(shape)
+        described: Buffers = {}
+        if self.rowwise:
+            described["data"] = ((rows, columns), self.dtype)
+            described["scale_inv"] = ((rows,), torch.float32)
+        if self.columnwise:
+            described["transpose"] = (transposed(rows, columns), self.dtype)
+            described["columnwise_scale_inv"] = ((columns,), torch.float32)
+        return described

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.kernels import norm_arguments, norm_quantize
 from te_dynamo.kernels.norm.norm import layer_norm_quantize_reference, rms_norm_quantize_reference
 from te_dynamo.kernels.quantize.current import Tile
@@ -50,11 +51,7 @@ def add_rms_norm_quantize(
     eps: float,
     cast_before_weight: bool,
     zero_centered: bool,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -66,8 +63,7 @@ def add_rms_norm_quantize(
     """
     x, residual = x.contiguous(), residual.contiguous()
     norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype, residual=residual)
+    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype, residual=residual)
 
 
 def add_layer_norm_quantize(
@@ -76,11 +72,7 @@ def add_layer_norm_quantize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -88,6 +80,5 @@ def add_layer_norm_quantize(
 ) -> list[torch.Tensor]:
     """[h, y?, mean, rstd, data?, transpose?, scale_inv], equal to x + residual, then `layer_norm_quantize`."""
     x, residual = x.contiguous(), residual.contiguous()
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
     norm = norm_arguments(x, weight, bias, True)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype, residual=residual)
+    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype, residual=residual)

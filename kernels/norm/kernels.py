@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.functions import (
     as_wide,
     load_affine,
@@ -37,7 +38,6 @@ from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import (
-    Fp8Buffers,
     load_scale,
     load_tile,
     program_count,
@@ -332,11 +332,7 @@ def norm_quantize(
     x: torch.Tensor,
     norm: dict[str, Any],
     eps: float,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     tile: Tile | None = None,
     dtype: torch.dtype | None = None,
@@ -357,15 +353,15 @@ def norm_quantize(
     h, mean, rstd, partials = launch_rows(x, norm, eps, **given)
     statistics = [mean, rstd] if norm["LAYER"] else [rstd]
     if narrow is not None:
-        quantized = quantize(narrow, fp8_dtype, rowwise, columnwise, power_of_two, eps_amax, partials)
+        quantized = quantize(narrow, form, partials)
         return [*([] if residual is None else [h]), *([narrow] if keep_output else []), *statistics, *quantized]
     rows, columns = rows_and_columns(x.shape)
-    buffers = Fp8Buffers(rows, columns, x.device, fp8_dtype, rowwise, columnwise)
+    buffers = form.allocate((rows, columns), x.device)
     y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
     default = SMALL_CAST_TILE if norm["MODULATED"] or (keep_output and quantized_dtype is not None) else CAST_TILE
-    block_m, block_k, warps = tile or cast_tile(rows, columns, columnwise, default)
+    block_m, block_k, warps = tile or cast_tile(rows, columns, form.columnwise, default)
     widest = max(each.itemsize for each in (h.dtype, dtype, rounded_to) if each is not None)
-    for number, usage in enumerate(buffers.launches(widest)):
+    for number, usage in enumerate(form.launches(widest)):
         launch(
             norm_cast_kernel,
             (program_count(rows, columns, block_m, block_k, x.device),),
@@ -379,15 +375,15 @@ def norm_quantize(
             K=columns,
             ROUNDED_TO=_NAMES[rounded_to or h.dtype],
             KEEP_OUTPUT=keep_output and number == 0,
-            **buffers.pointers(unused=h),
-            **buffers.constants(power_of_two, eps_amax),
+            **form.pointers(buffers, unused=h),
+            **form.constants(),
             **usage,
             PARTIALS=partials.shape[0],
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,
         )
-    return [*([] if residual is None else [h]), *y, *statistics, *buffers.as_list()]
+    return [*([] if residual is None else [h]), *y, *statistics, *buffers.values()]
 
 
 def row_block(columns: int, itemsize: int, layer: bool) -> tuple[int, int]:

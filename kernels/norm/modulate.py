@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.kernels import launch_rows, norm_arguments, norm_quantize
 from te_dynamo.kernels.norm.norm import layer_norm_reference
-from te_dynamo.kernels.quantize.current import Tile, quantize_reference
+from te_dynamo.kernels.quantize.current import Tile
+from te_dynamo.kernels.quantize.formats import reference_of
 
 __all__ = [
     "layer_norm_modulate",
@@ -45,20 +47,14 @@ def layer_norm_modulate_quantize_reference(
     bias: torch.Tensor,
     eps: float,
     zero_centered: bool,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`layer_norm_modulate_quantize` in plain PyTorch."""
     y, mean, rstd = layer_norm_modulate_reference(x, weight, bias, eps, zero_centered, dtype)
-    buffers = quantize_reference(
-        y.to(quantized_dtype or y.dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps_amax
-    )
+    buffers = reference_of(y.to(quantized_dtype or y.dtype), form)
     return [*([y] if keep_output else []), mean, rstd, *buffers]
 
 
@@ -86,11 +82,7 @@ def layer_norm_modulate_quantize(
     bias: torch.Tensor,
     eps: float,
     zero_centered: bool,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -98,9 +90,8 @@ def layer_norm_modulate_quantize(
 ) -> list[torch.Tensor]:
     """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm_modulate` then `quantize`."""
     x = x.contiguous()
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
     norm = _modulation(x, weight, bias, zero_centered)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype)
+    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype)
 
 
 def _modulation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, zero_centered: bool) -> dict[str, Any]:

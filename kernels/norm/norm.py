@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import torch
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.kernels import launch_rows, norm_arguments, norm_quantize
-from te_dynamo.kernels.quantize.current import Tile, quantize_reference
+from te_dynamo.kernels.quantize.current import Tile
+from te_dynamo.kernels.quantize.formats import reference_of
 
 __all__ = [
     "layer_norm",
@@ -77,20 +79,14 @@ def rms_norm_quantize_reference(
     eps: float,
     cast_before_weight: bool,
     zero_centered: bool,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`rms_norm_quantize` in plain PyTorch."""
     y, rstd = rms_norm_reference(x, weight, eps, cast_before_weight, zero_centered, dtype)
-    buffers = quantize_reference(
-        y.to(quantized_dtype or y.dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps_amax
-    )
+    buffers = reference_of(y.to(quantized_dtype or y.dtype), form)
     return [*([y] if keep_output else []), rstd, *buffers]
 
 
@@ -99,20 +95,14 @@ def layer_norm_quantize_reference(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`layer_norm_quantize` in plain PyTorch."""
     y, mean, rstd = layer_norm_reference(x, weight, bias, eps, dtype)
-    buffers = quantize_reference(
-        y.to(quantized_dtype or y.dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps_amax
-    )
+    buffers = reference_of(y.to(quantized_dtype or y.dtype), form)
     return [*([y] if keep_output else []), mean, rstd, *buffers]
 
 
@@ -154,11 +144,7 @@ def rms_norm_quantize(
     eps: float,
     cast_before_weight: bool,
     zero_centered: bool,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -167,8 +153,7 @@ def rms_norm_quantize(
     """[y?, rstd, data?, transpose?, scale_inv], equal to `rms_norm` then `quantize`."""
     x = x.contiguous()
     norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(x, norm, eps, *quantization, keep_output, tile, dtype, quantized_dtype)
+    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype)
 
 
 def layer_norm_quantize(
@@ -176,11 +161,7 @@ def layer_norm_quantize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps_amax: float,
+    form: TensorForm,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -188,7 +169,4 @@ def layer_norm_quantize(
 ) -> list[torch.Tensor]:
     """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm` then `quantize`."""
     x = x.contiguous()
-    quantization = (fp8_dtype, rowwise, columnwise, power_of_two, eps_amax)
-    return norm_quantize(
-        x, norm_arguments(x, weight, bias, True), eps, *quantization, keep_output, tile, dtype, quantized_dtype
-    )
+    return norm_quantize(x, norm_arguments(x, weight, bias, True), eps, form, keep_output, tile, dtype, quantized_dtype)

@@ -12,12 +12,12 @@ Each has its function in plain PyTorch, equal bit for bit (sums aside): that of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from te_dynamo.kernels.layouts import tensor
 from te_dynamo.kernels.layouts.sizes import Size, allocate, round_up, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.quantize.current_kernels import (
     quantize_amax_kernel,
     quantize_amaxes_kernel,
@@ -28,11 +28,8 @@ from te_dynamo.kernels.quantize.current_kernels import (
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch, size_hint
-from te_dynamo.kernels.tiles.fp8 import cast_launches, program_count, zero_padded
+from te_dynamo.kernels.tiles.fp8 import program_count, zero_padded
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
-
-if TYPE_CHECKING:
-    pass
 
 PARTIALS = 512
 """Programs of an amax launch, so also partial amaxes: a power of two, four a multiprocessor of the H200."""
@@ -42,9 +39,6 @@ GROUP_PARTIALS = 64
 
 Tile = tuple[int, int, int]
 """(rows, columns, warps)"""
-
-Form = tuple[Any, ...]
-"""(fp8_dtype, rowwise, columnwise, power_of_two, eps), as `quantize` takes them."""
 
 FEW_VALUES = 16384
 """At most so many are quantized in one launch: a program reads them in less time than a launch takes (twice as many it does not)."""
@@ -82,24 +76,17 @@ def cast_reference(value: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     return value.clamp(-fmax, fmax).masked_fill(value.isnan(), torch.nan).to(fp8_dtype)
 
 
-def quantize_reference(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    amax: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+def quantize_reference(x: torch.Tensor, form: TensorForm, amax: torch.Tensor | None = None) -> list[torch.Tensor]:
     """`quantize` in plain PyTorch, on any device; `amax` may be partial ones, as there."""
     rows, columns = rows_and_columns(x.shape)
     if amax is None:
         low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
         amax = torch.maximum(high, -low)
-    scale = scale_reference(amax.max().abs().to(torch.float32).reshape(1), fp8_dtype, power_of_two, eps)
-    data = cast_reference(x.reshape(rows, columns).to(torch.float32) * scale, fp8_dtype)
-    buffers = [data] if rowwise else []
-    if columnwise:
+    amax = amax.max().abs().to(torch.float32).reshape(1)
+    scale = scale_reference(amax, form.dtype, form.power_of_two, form.eps)
+    data = cast_reference(x.reshape(rows, columns).to(torch.float32) * scale, form.dtype)
+    buffers = [data] if form.rowwise else []
+    if form.columnwise:
         buffers.append(zero_padded(data.t(), *transposed(rows, columns)))
     return [*buffers, 1.0 / scale]
 
@@ -110,40 +97,33 @@ def partial_amaxes_of_reference(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(amaxes).reshape(-1, 1).repeat(1, PARTIALS)
 
 
-def quantize_bias_grad_reference(dy: torch.Tensor, *form: Any) -> list[torch.Tensor]:
+def quantize_bias_grad_reference(dy: torch.Tensor, form: TensorForm) -> list[torch.Tensor]:
     """`quantize_bias_grad` in plain PyTorch."""
-    return [dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32), *quantize_reference(dy, *form)]
+    return [dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32), *quantize_reference(dy, form)]
 
 
-def quantize_grouped_reference(x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
+def quantize_grouped_reference(x: torch.Tensor, form: GroupedForm) -> list[torch.Tensor]:
     """`quantize_grouped` in plain PyTorch, on any device."""
     _check_groups(x)
-    *buffers, scale_inv = zip(*(quantize_reference(group, *form) for group in x), strict=True)
+    *buffers, scale_inv = zip(*(quantize_reference(group, form) for group in x), strict=True)
     return [*(concatenated(buffer, 0).unflatten(0, (len(x), -1)) for buffer in buffers), torch.cat(scale_inv)]
 
 
 def quantize_stacked_reference(
     xs: Sequence[torch.Tensor],
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     by_columns: bool,
     amaxes: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """`quantize_stacked` in plain PyTorch, on any device."""
     stacked_size(xs, by_columns)
-    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
-    each = [quantize_reference(x, *form, amax) for x, amax in zip(xs, amaxes or [None] * len(xs), strict=True)]
-    return stack_buffers(each, rowwise, columnwise, by_columns)
+    each = [quantize_reference(x, form, amax) for x, amax in zip(xs, amaxes or [None] * len(xs), strict=True)]
+    return stack_buffers(each, form, by_columns)
 
 
-def stack_buffers(
-    each: Sequence[Sequence[torch.Tensor]], rowwise: bool, columnwise: bool, by_columns: bool
-) -> list[torch.Tensor]:
+def stack_buffers(each: Sequence[Sequence[torch.Tensor]], form: TensorForm, by_columns: bool) -> list[torch.Tensor]:
     """The buffers of the stack from the buffers of each tensor, in plain PyTorch."""
-    dims = ([int(by_columns)] if rowwise else []) + ([int(not by_columns)] if columnwise else []) + [0]
+    dims = [int(by_columns)] * form.rowwise + [int(not by_columns)] * form.columnwise + [0]
     return [concatenated(parts, dim) for dim, parts in zip(dims, zip(*each, strict=True), strict=True)]
 
 
@@ -175,29 +155,20 @@ def stacked_size(xs: Sequence[torch.Tensor], by_columns: bool) -> tuple[Size, Si
 
 
 def quantize(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    amax: torch.Tensor | None = None,
-    tile: Tile | None = None,
+    x: torch.Tensor, form: TensorForm, amax: torch.Tensor | None = None, tile: Tile | None = None
 ) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of x, of any rank >= 1, read as [M, K].
 
-    data [M, K] and transpose [K, M rounded up to 16] (zero past M) are `fp8_dtype`, scale_inv is fp32 [1].
-    amax (fp32 [1], or a power of two of partial ones), where the caller knows it, saves a launch and a read of x. `tile`
+    Past M the transpose is zero. amax (fp32 [1], or a power of two of partial ones), where the caller knows it, saves a launch and a read of x. `tile`
     overrides the cast's.
     """
     x = x.contiguous()
-    if amax is None and in_one_launch(x, columnwise):
-        return _quantize_few(x, fp8_dtype, power_of_two, eps)
-    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
+    if amax is None and in_one_launch(x, form.columnwise):
+        return _quantize_few(x, form)
     return _cast(x, partial_amaxes(x) if amax is None else amax, rows_and_columns(x.shape), form, tile)
 
 
-def quantize_bias_grad(dy: torch.Tensor, *form: Any, tile: Tile | None = None) -> list[torch.Tensor]:
+def quantize_bias_grad(dy: torch.Tensor, form: TensorForm, tile: Tile | None = None) -> list[torch.Tensor]:
     """[dbias, data?, transpose?, scale_inv] of dy, of any rank >= 1, read as [M, K]: dbias[k] = sum over m of dy[m, k], fp32.
 
     Each program of the amax walks down a stripe of columns with one sum a thread and element in registers, and reduces them once,
@@ -211,11 +182,10 @@ def quantize_bias_grad(dy: torch.Tensor, *form: Any, tile: Tile | None = None) -
     return [sums.sum(0), *_cast(dy, partials, (rows, columns), form, tile)]
 
 
-def quantize_grouped(x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
+def quantize_grouped(x: torch.Tensor, form: GroupedForm) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of x [G, N, K], bf16, fp16 or fp32, of fixed shape, on a CUDA device.
 
-    data [G, N, K] and transpose [G, K, N rounded up to 16] (zero past N) are `fp8_dtype`, scale_inv is fp32 [G].
-    Raises ValueError for a tensor that is not three-dimensional or is empty.
+    Past N the transposes are zero. Raises ValueError for a tensor that is not three-dimensional or is empty.
     """
     _check_groups(x)
     x = x.contiguous()
@@ -225,25 +195,20 @@ def quantize_grouped(x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
 
 def quantize_stacked(
     xs: Sequence[torch.Tensor],
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     by_columns: bool,
     amaxes: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of the stack of xs, each of any rank >= 1 and read as a matrix.
 
-    data [M, K] and transpose [K, M rounded up to 16] of the stack's M and K are `fp8_dtype`, scale_inv is fp32 [len(xs)].
-    The stacked sides are two or three multiples of 128. amaxes: of each x whose amax is known already, fp32 [1] or PARTIALS partial ones.
+    The buffers are those of the stack's M and K, and scale_inv has one scale a tensor. The stacked sides are two or three multiples of 128. amaxes: of each x whose amax is known already, fp32 [1] or PARTIALS partial ones.
     Raises ValueError for tensors that do not stack.
     """
     shape = stacked_size(xs, by_columns)
     xs = [x.contiguous() for x in xs]
     sizes = [rows_and_columns(x.shape) for x in xs]
     partials = _with_all_amaxes(xs, amaxes or [None] * len(xs))
-    tile = cast_tile(*shape, columnwise)
+    tile = cast_tile(*shape, form.columnwise)
     arguments = {
         **_numbered("x", xs, xs[0]),
         **_numbered("partials", partials, partials[0]),
@@ -254,7 +219,6 @@ def quantize_stacked(
         "PARTIALS": PARTIALS,
     }
     grid = (max(program_count(*size, *tile[:2], xs[0].device) for size in sizes), len(xs))
-    form = fp8_dtype, rowwise, columnwise, power_of_two, eps
     return _launch_cast(quantize_stacked_kernel, grid, xs[0], shape, len(xs), form, tile, arguments)
 
 
@@ -317,12 +281,12 @@ def _amaxes(x: torch.Tensor, shape: Sequence[Size], tile: Tile, sums: torch.Tens
 
 
 def _cast(
-    x: torch.Tensor, partials: torch.Tensor, shape: Sequence[Size], form: Form, tile: Tile | None = None
+    x: torch.Tensor, partials: torch.Tensor, shape: Sequence[Size], form: TensorForm, tile: Tile | None = None
 ) -> list[torch.Tensor]:
     """The buffers of x of the shape [M, K] or [G, M, K], whose partial amaxes are known."""
     *groups, rows, columns = shape
     count = groups[0] if groups else 1
-    block_m, block_k, warps = tile or cast_tile(count * rows, columns, form[2])
+    block_m, block_k, warps = tile or cast_tile(count * rows, columns, form.columnwise)
     programs = program_count(count * round_up(rows, block_m) if groups else rows, columns, block_m, block_k, x.device)
     arguments = {
         "x": x,
@@ -345,22 +309,20 @@ def _launch_cast(
     x: torch.Tensor,
     shape: tuple[Size, ...],
     scales: int,
-    form: Form,
+    form: TensorForm,
     tile: Tile,
     arguments: dict[str, Any],
 ) -> list[torch.Tensor]:
     """The buffers of that shape and number of scales that a cast kernel fills from x, or from what is like x."""
-    fp8_dtype, rowwise, columnwise, power_of_two, eps = form
-    buffers = allocate(tensor.buffers(shape, fp8_dtype, rowwise, columnwise, scales), x.device)
-    for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+    buffers = allocate(form.buffers(shape, scales), x.device)
+    for usage in form.launches(x.element_size()):
         launch(
             kernel,
             grid,
             **arguments,
-            **dict.fromkeys(tensor.BUFFERS, x) | buffers,
-            **_rule(fp8_dtype, power_of_two, eps),
-            ROWWISE=by_rows,
-            COLUMNWISE=by_columns,
+            **form.pointers(buffers, unused=x),
+            **form.constants(),
+            **usage,
             BLOCK_M=tile[0],
             BLOCK_K=tile[1],
             num_warps=tile[2],
@@ -368,18 +330,13 @@ def _launch_cast(
     return list(buffers.values())
 
 
-def _rule(fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> dict[str, Any]:
-    return {"FMAX": torch.finfo(fp8_dtype).max, "EPS": float(eps), "POWER_OF_TWO": power_of_two}
-
-
 def in_one_launch(x: torch.Tensor, columnwise: bool) -> bool:
     """Whether `quantize` finds the amax in the launch that casts."""
     return not columnwise and isinstance(x.numel(), int) and x.numel() <= FEW_VALUES
 
 
-def _quantize_few(x: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float) -> list[torch.Tensor]:
-    shape = rows_and_columns(x.shape)
-    buffers = allocate(tensor.buffers(shape, fp8_dtype, True, False), x.device)
+def _quantize_few(x: torch.Tensor, form: TensorForm) -> list[torch.Tensor]:
+    buffers = form.allocate(x.shape, x.device)
     block = min(_FEW_BLOCK, max(triton.next_power_of_2(x.numel()), 32))
     launch(
         quantize_few_kernel,
@@ -387,8 +344,8 @@ def _quantize_few(x: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, e
         x=x,
         **buffers,
         SIZE=x.numel(),
-        **_rule(fp8_dtype, power_of_two, eps),
-        EARLY=starts_early(shape[0], x.device),
+        **form.constants(),
+        EARLY=starts_early(rows_and_columns(x.shape)[0], x.device),
         BLOCK=block,
         num_warps=max(block // 1024, 1),
     )

@@ -23,54 +23,44 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.layouts import block
-from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.kernels.layouts.sizes import allocate, blocks_of, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
+from te_dynamo.kernels.layouts.sizes import blocks_of, rows_and_columns, transposed
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
-from te_dynamo.kernels.tiles.fp8 import cast_launches, zero_padded
+from te_dynamo.kernels.tiles.fp8 import zero_padded
 from te_dynamo.kernels.tiles.groups import padded_order
 
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def quantize_block_reference(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    two_d: bool,
-    power_of_two: bool,
-    eps: float,
-) -> list[torch.Tensor]:
+def quantize_block_reference(x: torch.Tensor, form: BlockForm) -> list[torch.Tensor]:
     """`quantize_block` in plain PyTorch, on any device."""
     rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns)
     buffers: list[torch.Tensor] = []
-    if rowwise:
-        buffers += _rowwise_reference(matrix, fp8_dtype, two_d, power_of_two, eps)
-    if columnwise:
-        data, scale_inv = _rowwise_reference(matrix.t(), fp8_dtype, two_d, power_of_two, eps)
+    if form.rowwise:
+        buffers += _rowwise_reference(matrix, form)
+    if form.columnwise:
+        data, scale_inv = _rowwise_reference(matrix.t(), form)
         buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
     return buffers
 
 
-def _rowwise_reference(
-    x: torch.Tensor, fp8_dtype: torch.dtype, two_d: bool, power_of_two: bool, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rowwise_reference(x: torch.Tensor, form: BlockForm) -> tuple[torch.Tensor, torch.Tensor]:
     """data and scale_inv of x [M, K]."""
     rows, columns = x.shape
-    tile_rows = BLOCK if two_d else 1
+    tile_rows = BLOCK if form.two_d else 1
     tiles_m, tiles_k = blocks_of(rows, tile_rows), blocks_of(columns, BLOCK)
     tiles = zero_padded(x, tiles_m * tile_rows, tiles_k * BLOCK).view(tiles_m, tile_rows, tiles_k, BLOCK)
     amax = tiles.abs().amax(dim=(1, 3)).to(torch.float32)
-    scale = scale_reference(amax, fp8_dtype, power_of_two, eps, torch.finfo(x.dtype).max)
+    scale = scale_reference(amax, form.dtype, form.power_of_two, form.eps, torch.finfo(x.dtype).max)
     value = (tiles.to(torch.float32) * scale[:, None, :, None]).view(tiles_m * tile_rows, tiles_k * BLOCK)
-    grid = 1.0 / scale if two_d else (1.0 / scale).t()
-    return cast_reference(value[:rows, :columns], fp8_dtype), zero_padded(
-        grid, *block.scale_shape(rows, columns, two_d)
+    grid = 1.0 / scale if form.two_d else (1.0 / scale).t()
+    return cast_reference(value[:rows, :columns], form.dtype), zero_padded(
+        grid, *block.scale_shape(rows, columns, form.two_d)
     )
 
 
@@ -82,32 +72,23 @@ BlockTile = tuple[int, int, int]
 
 
 def quantize_block(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    two_d: bool,
-    power_of_two: bool,
-    eps: float,
-    tile: BlockTile | None = None,
-    offs: torch.Tensor | None = None,
+    x: torch.Tensor, form: BlockForm, tile: BlockTile | None = None, offs: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """[data, scale_inv] if rowwise, + [transpose, columnwise_scale_inv] if columnwise, of x of any rank >= 1.
 
-    x [M, K] is bfloat16, float16 or float32; blocks are 128x128 if two_d, 1x128 otherwise (module docstring). One
-    launch that reads x once, for fp32 with both usages two. `tile` overrides `block_tile`. offs: int32 [G], ascending,
+    x [M, K] is bfloat16, float16 or float32. One launch that reads x once, for fp32 with both usages two. `tile` overrides `block_tile`. offs: int32 [G], ascending,
     at most M, the ends of groups: of x in its padded order (kernels/tiles/groups.py), so that each group begins with a block. Nothing but the
     codes is padded in memory: each program reads its 128 rows where they are in x.
     """
     x = x.contiguous()
     rows, columns = rows_and_columns(x.shape)
     order, rows = padded_order(x, rows, offs)
-    buffers = allocate(block.buffers(rows, columns, fp8_dtype, rowwise, columnwise, two_d), x.device)
+    buffers = form.allocate((rows, columns), x.device)
     if isinstance(rows, int) and rows * columns == 0:
         return list(buffers.values())
-    packed = power_of_two and packs(x)
-    tile_rows, warps, group = tile or block_tile(columnwise, two_d, packed)
-    for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+    packed = form.power_of_two and packs(x)
+    tile_rows, warps, group = tile or block_tile(form.columnwise, form.two_d, packed)
+    for usage in form.launches(x.element_size()):
         launch(
             quantize_block_kernel,
             grouped_grid(rows, columns, tile_rows, group),
@@ -115,14 +96,10 @@ def quantize_block(
             M=rows,
             K=columns,
             **order,
-            **dict.fromkeys(block.BUFFERS, x) | buffers,
-            FMAX=torch.finfo(fp8_dtype).max,
-            EPS=float(eps),
-            POWER_OF_TWO=power_of_two,
+            **form.pointers(buffers, unused=x),
+            **form.constants(),
             LARGEST=torch.finfo(x.dtype).max,
-            SCALING="128x128" if two_d else "1x128",
-            ROWWISE=by_rows,
-            COLUMNWISE=by_columns,
+            **usage,
             ROWS=tile_rows,
             GROUP_M=group,
             PACKED=packed,

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.layouts import row
-from te_dynamo.kernels.layouts.sizes import Size, allocate, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.row import RowForm
+from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
 from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
@@ -40,28 +40,24 @@ from te_dynamo.kernels.tiles.fp8 import (
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def quantize_rowwise_reference(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> list[torch.Tensor]:
+def quantize_rowwise_reference(x: torch.Tensor, form: RowForm) -> list[torch.Tensor]:
     """`quantize_rowwise` in plain PyTorch, on any device."""
     rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns)
     buffers: list[torch.Tensor] = []
-    if rowwise:
-        buffers += _rows_reference(matrix, fp8_dtype, power_of_two, eps)
-    if columnwise:
-        data, scale_inv = _rows_reference(matrix.t(), fp8_dtype, power_of_two, eps)
+    if form.rowwise:
+        buffers += _rows_reference(matrix, form)
+    if form.columnwise:
+        data, scale_inv = _rows_reference(matrix.t(), form)
         buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
     return buffers
 
 
-def _rows_reference(
-    x: torch.Tensor, fp8_dtype: torch.dtype, power_of_two: bool, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_reference(x: torch.Tensor, form: RowForm) -> tuple[torch.Tensor, torch.Tensor]:
     """data and scale_inv of x [M, K]."""
     amax = x.abs().amax(1).to(torch.float32) if x.numel() else x.new_zeros(x.shape[0], dtype=torch.float32)
-    scale = scale_reference(amax, fp8_dtype, power_of_two, eps)
-    return cast_reference(x.to(torch.float32) * scale[:, None], fp8_dtype).contiguous(), 1.0 / scale
+    scale = scale_reference(amax, form.dtype, form.power_of_two, form.eps)
+    return cast_reference(x.to(torch.float32) * scale[:, None], form.dtype).contiguous(), 1.0 / scale
 
 
 # --- kernel -------------------------------------------------------------------------------------------------
@@ -112,27 +108,16 @@ def load_rows(x, row, column, M, K, TURNED: tl.constexpr, BLOCK_M: tl.constexpr,
 # --- launcher -----------------------------------------------------------------------------------------------
 
 
-def quantize_rowwise(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> list[torch.Tensor]:
+def quantize_rowwise(x: torch.Tensor, form: RowForm) -> list[torch.Tensor]:
     """[data, scale_inv] if rowwise, + [transpose, columnwise_scale_inv] if columnwise, of x of any rank >= 1, bf16, fp16 or fp32."""
     x = x.contiguous()
     size = rows_and_columns(x.shape)
-    buffers = list(allocate(row.buffers(*size, fp8_dtype, rowwise, columnwise), x.device).values())
-    pairs = zip(buffers[::2], buffers[1::2], strict=True)
-    for turned, (data, scale_inv) in zip([False] * rowwise + [True] * columnwise, pairs, strict=True):
-        _launch(x, data, scale_inv, size, turned, (torch.finfo(fp8_dtype).max, float(eps), power_of_two))
+    buffers = list(form.allocate(size, x.device).values())
+    for turned, data, scale_inv in zip([False] * form.rowwise + [True], buffers[::2], buffers[1::2], strict=False):
+        count, (block_m, block_k) = (size[1], (64, 64)) if turned else (size[0], (4, 1024))
+        if isinstance(count, int) and count == 0:
+            continue
+        tile = {"TURNED": turned, "BLOCK_M": block_m, "BLOCK_K": block_k}
+        grid = (triton.cdiv(count, block_m),)
+        launch(quantize_rows_kernel, grid, x, data, scale_inv, *size, **form.constants(), **tile, num_warps=4)
     return buffers
-
-
-def _launch(
-    x: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, size: tuple[Size, Size], turned: bool, rule: tuple
-) -> None:
-    count = size[1] if turned else size[0]
-    if isinstance(count, int) and count == 0:
-        return
-    block_m, block_k = (64, 64) if turned else (4, 1024)
-    constants = dict(zip(("FMAX", "EPS", "POWER_OF_TWO"), rule, strict=True))
-    tile = {"TURNED": turned, "BLOCK_M": block_m, "BLOCK_K": block_k}
-    grid = (triton.cdiv(count, block_m),)
-    launch(quantize_rows_kernel, grid, x, data, scale_inv, *size, **constants, **tile, num_warps=4)

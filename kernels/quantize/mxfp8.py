@@ -26,8 +26,8 @@ import math
 import torch
 
 from te_dynamo.kernels.layouts import mxfp8
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK
-from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form
+from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.current import cast_reference
@@ -36,30 +36,24 @@ from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
 from te_dynamo.kernels.tiles.blocks import grouped_grid
-from te_dynamo.kernels.tiles.fp8 import cast_launches, zero_padded
+from te_dynamo.kernels.tiles.fp8 import zero_padded
 from te_dynamo.kernels.tiles.groups import padded_order
-
-SCALE_BLOCKS = (BLOCK, 128)
-
 
 # --- reference ----------------------------------------------------------------------------------------------
 
 
-def quantize_mxfp8_reference(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale_block: int, swizzled: bool = False
-) -> list[torch.Tensor]:
+def quantize_mxfp8_reference(x: torch.Tensor, form: MXFP8Form) -> list[torch.Tensor]:
     """`quantize_mxfp8` in plain PyTorch, on any device."""
-    check_scale_block(scale_block)
     rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns)
-    buffers = list(_quantize_rows(matrix, fp8_dtype, scale_block)) if rowwise else []
-    if columnwise:
-        data, scale_inv = _quantize_rows(matrix.t(), fp8_dtype, scale_block)
-        if scale_block == BLOCK:
-            buffers += [data.t().contiguous(), scale_inv if swizzled else scale_inv.t().contiguous()]
-        else:
+    buffers = list(_quantize_rows(matrix, form.dtype, form.scale_block)) if form.rowwise else []
+    if form.columnwise:
+        data, scale_inv = _quantize_rows(matrix.t(), form.dtype, form.scale_block)
+        if form.turns:
             buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
-    if swizzled:
+        else:
+            buffers += [data.t().contiguous(), scale_inv if form.swizzled else scale_inv.t().contiguous()]
+    if form.swizzled:
         buffers[1::2] = map(swizzle_scales, buffers[1::2])
     return buffers
 
@@ -81,12 +75,6 @@ def dequantize_mxfp8_reference(
 def _in_order(scale_inv: torch.Tensor, columnwise: bool) -> torch.Tensor:
     """Scales as the module's table has them."""
     return plain_scales(scale_inv).t().contiguous() if columnwise and scale_inv.dim() == 3 else plain_scales(scale_inv)
-
-
-def check_scale_block(scale_block: int) -> None:
-    """Raises ValueError for a block size that the format does not have here."""
-    if scale_block not in SCALE_BLOCKS:
-        raise ValueError(f"te mxfp8: scale_block must be 32 or 128, got {scale_block}")
 
 
 def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,56 +103,46 @@ def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantize_mxfp8(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    scale_block: int,
-    swizzled: bool = False,
-    tile: Tile | None = None,
-    offs: torch.Tensor | None = None,
+    x: torch.Tensor, form: MXFP8Form, tile: Tile | None = None, offs: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """[data, scale_inv] if rowwise, + [columnwise_data, columnwise_scale_inv] if columnwise, of x on a CUDA device.
 
     x: bfloat16, float16 or float32 of any rank >= 1, read as [M, K]; M may be symbolic. Buffers: the module's table.
     One launch that reads x once; two for fp32 in blocks of 128 with both usages. `tile` overrides `row_tile`, `tile_32` or `tile_128`.
-    offs: as quantize_block takes it. Raises ValueError for another scale_block.
+    offs: as quantize_block takes it.
     """
-    check_scale_block(scale_block)
     x = x.contiguous()
     rows, columns = rows_and_columns(x.shape)
     order, rows = padded_order(x, rows, offs)
-    described = mxfp8.buffers(rows, columns, fp8_dtype, rowwise, columnwise, scale_block, swizzled)
-    buffers = allocate(described, x.device)
+    buffers = form.allocate((rows, columns), x.device)
     if isinstance(rows, int) and rows * columns == 0:
         return list(buffers.values())
     arguments = {
-        **dict.fromkeys(("x", *mxfp8.BUFFERS), x),
-        **buffers,
+        "x": x,
+        **form.pointers(buffers, unused=x),
         "M": rows,
         "K": columns,
         **order,
-        "FMAX": torch.finfo(fp8_dtype).max,
+        **form.constants(),
         "PACKED": packs(x),
         "WHOLE": offs is None and whole_tiles(rows, columns, 128),
     }
-    launches = cast_launches(rowwise, columnwise, x.element_size()) if scale_block == 128 else [(rowwise, columnwise)]
     names = {"columnwise_data": "transpose"}  # what it is in blocks of 128
-    for by_rows, by_columns in launches:
-        arguments |= {"ROWWISE": by_rows, "COLUMNWISE": by_columns}
-        if scale_block == 128 and by_columns:
+    for usage in form.launches(x.element_size()):
+        arguments |= usage
+        if form.turns and usage["COLUMNWISE"]:
             _, group, warps = tile or tile_128(packs(x))
             grid = grouped_grid(rows, columns, 128, group)
-            scales = {"SCALING": f"e8m0{' swizzled' * swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
+            scales = {"SCALING": f"e8m0{' swizzled' * form.swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
             given = {names.get(name, name): value for name, value in arguments.items()}
             launch(quantize_block_kernel, grid, **given, **scales, ROWS=128, GROUP_M=group, num_warps=warps)
         else:
             block_m, block_k, warps = tile or (
-                tile_32(columns) if by_columns else row_tile(columns, packs(x), swizzled)
+                tile_32(columns) if usage["COLUMNWISE"] else row_tile(columns, packs(x), form.swizzled)
             )
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
-            blocks = {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
-            launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, SWIZZLED=swizzled, num_warps=warps)
+            blocks = {"SCALE_BLOCK": form.scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
+            launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, SWIZZLED=form.swizzled, num_warps=warps)
     return list(buffers.values())
 
 

@@ -40,8 +40,8 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.layouts import nvfp4
-from te_dynamo.kernels.layouts.nvfp4 import BLOCK
-from te_dynamo.kernels.layouts.sizes import Size, allocate, blocks_of, round_up, rows_and_columns
+from te_dynamo.kernels.layouts.nvfp4 import BLOCK, NVFP4Form
+from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, partial_amaxes
 from te_dynamo.kernels.quantize.nvfp4_kernels import (
@@ -55,7 +55,7 @@ from te_dynamo.kernels.quantize.nvfp4_kernels import (
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.target import target_of
-from te_dynamo.kernels.tiles.fp8 import cast_launches, program_count, zero_padded
+from te_dynamo.kernels.tiles.fp8 import program_count, zero_padded
 
 __all__ = [
     "HADAMARD_SIGNS",
@@ -81,42 +81,30 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def quantize_nvfp4_reference(
-    x: torch.Tensor,
-    rowwise: bool,
-    columnwise: bool,
-    two_d: bool,
-    hadamard: bool,
-    stochastic_rounding: bool,
-    random: torch.Tensor | None,
-    swizzled: bool = False,
+    x: torch.Tensor, form: NVFP4Form, random: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """[data, scale_inv, amax] if rowwise, then [columnwise_data, columnwise_scale_inv, columnwise_amax] if columnwise.
 
-    x: any rank >= 1, bf16, fp16 or fp32, on any device. random: see the module; read if `stochastic_rounding`.
-    Raises ValueError for `two_d` with `hadamard`, and for stochastic rounding without its key.
+    x: any rank >= 1, bf16, fp16 or fp32, on any device. random: see the module; read if rounding is stochastic, ValueError without it.
     """
-    check_options(two_d, hadamard, stochastic_rounding, random)
+    check_random(form, random)
     rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns).to(torch.float32)
-    key = random if stochastic_rounding else None
+    key = random if form.stochastic_rounding else None
     buffers = []
-    if rowwise:
-        buffers += quantize_rows(matrix, two_d, key)
-    if columnwise:
-        turned = hadamard_reference(matrix.t()) if hadamard else matrix.t()
-        buffers += quantize_rows(turned, two_d, None if key is None else key.flip(0))
-    if swizzled:
+    if form.rowwise:
+        buffers += quantize_rows(matrix, form.two_d, key)
+    if form.columnwise:
+        turned = hadamard_reference(matrix.t()) if form.hadamard else matrix.t()
+        buffers += quantize_rows(turned, form.two_d, None if key is None else key.flip(0))
+    if form.swizzled:
         buffers[1::3] = map(swizzle_scales, buffers[1::3])
     return buffers
 
 
-def check_options(two_d: bool, hadamard: bool, stochastic_rounding: bool, random: torch.Tensor | None) -> None:
-    """Raises ValueError, saying what is wrong, for options that exclude each other."""
-    if two_d and hadamard:
-        raise ValueError(
-            "te nvfp4: 16x16 blocks share scales between rows and columns, so columns cannot be transformed"
-        )
-    if stochastic_rounding and (random is None or random.dtype != torch.int32 or tuple(random.shape) != (2,)):
+def check_random(form: NVFP4Form, random: torch.Tensor | None) -> None:
+    """Raises ValueError for stochastic rounding without its key."""
+    if form.stochastic_rounding and (random is None or random.dtype != torch.int32 or tuple(random.shape) != (2,)):
         raise ValueError(
             "te nvfp4: stochastic rounding takes `random`, int32 [2] (te_dynamo.quantized.quantize.random_key)"
         )
@@ -251,27 +239,19 @@ def dequantize_nvfp4_reference(
 
 
 def quantize_nvfp4(
-    x: torch.Tensor,
-    rowwise: bool,
-    columnwise: bool,
-    two_d: bool,
-    hadamard: bool,
-    stochastic_rounding: bool,
-    random: torch.Tensor | None,
-    swizzled: bool = False,
-    tile: Tile | None = None,
+    x: torch.Tensor, form: NVFP4Form, random: torch.Tensor | None = None, tile: Tile | None = None
 ) -> list[torch.Tensor]:
     """`quantize_nvfp4_reference` on a CUDA device, bit for bit: one launch for amax, one for everything else.
 
     x with 4-byte elements takes a launch for each usage. M may be symbolic. tile: rows and columns are divisors of 128, 16 or more.
     """
-    check_options(two_d, hadamard, stochastic_rounding, random)
+    check_random(form, random)
     x = x.contiguous()
     rows, columns = rows_and_columns(x.shape)
-    buffers = allocate(nvfp4.buffers(rows, columns, rowwise, columnwise, swizzled), x.device)
+    buffers = form.allocate((rows, columns), x.device)
     block_m, block_k, warps = tile or TILE
     tiles = {"M": rows, "K": columns, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
-    if columnwise and hadamard:
+    if form.columnwise and form.hadamard:
         partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
         columnwise_partials = torch.empty_like(partials)
         launch(
@@ -280,26 +260,22 @@ def quantize_nvfp4(
             x=x,
             partials=partials,
             columnwise_partials=columnwise_partials,
-            ROWWISE=rowwise,
+            ROWWISE=form.rowwise,
             **tiles,
         )
     else:
         partials = columnwise_partials = partial_amaxes(x)
-    for by_rows, by_columns in cast_launches(rowwise, columnwise, x.element_size()):
+    for usage in form.launches(x.element_size()):
         launch(
             quantize_nvfp4_kernel,
             (program_count(rows, columns, block_m, block_k, x.device),),
             x=x,
             partials=partials,
             columnwise_partials=columnwise_partials,
-            random=random if stochastic_rounding else x,
-            **dict.fromkeys(nvfp4.BUFFERS, x) | buffers,
-            ROWWISE=by_rows,
-            COLUMNWISE=by_columns,
-            TWO_D=two_d,
-            HADAMARD=hadamard,
-            STOCHASTIC=stochastic_rounding,
-            SWIZZLED=swizzled,
+            random=random if form.stochastic_rounding else x,
+            **form.pointers(buffers, unused=x),
+            **form.constants(),
+            **usage,
             CASTS=target_of(x.device).has_e2m1_casts,
             PARTIALS=PARTIALS,
             **tiles,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from te_dynamo.kernels.layouts.sizes import Size
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 
 
@@ -31,17 +32,13 @@ def quantize_parts(
     sizes: Sequence[Size],
     amaxes: torch.Tensor,
     own_amax: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
 ) -> list[torch.Tensor]:
     """[codes of x [M, ...], scale_inv [1] by own_amax]; amaxes fp32 [P]: of all that each receiver gets, own_amax [1]: of the caller."""
-    assert rowwise and not columnwise
-    scale = scale_reference(amaxes, fp8_dtype, power_of_two, eps)[_part_of_rows(x, sizes)]
-    codes = cast_reference(x.to(torch.float32) * scale.view(-1, *[1] * (x.dim() - 1)), fp8_dtype)
-    return [codes, 1.0 / scale_reference(own_amax, fp8_dtype, power_of_two, eps)]
+    assert form.rowwise and not form.columnwise
+    scale = scale_reference(amaxes, form.dtype, form.power_of_two, form.eps)[_part_of_rows(x, sizes)]
+    codes = cast_reference(x.to(torch.float32) * scale.view(-1, *[1] * (x.dim() - 1)), form.dtype)
+    return [codes, 1.0 / scale_reference(own_amax, form.dtype, form.power_of_two, form.eps)]
 
 
 def _part_of_rows(x: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
@@ -25,20 +26,10 @@ _SCALE_STRIDE = 4
 
 
 def quantize_several_reference(
-    xs: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    amaxes: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor], dtype: torch.dtype, form: TensorForm, amaxes: Sequence[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
     """`quantize_several` in plain PyTorch, on any device."""
-    return [
-        quantize_reference(x.to(dtype), fp8_dtype, rowwise, columnwise, power_of_two, eps, amax)
-        for x, amax in zip(xs, amaxes, strict=True)
-    ]
+    return [quantize_reference(x.to(dtype), form, amax) for x, amax in zip(xs, amaxes, strict=True)]
 
 
 @triton.jit
@@ -80,22 +71,15 @@ def quantize_several_kernel(
 
 
 def quantize_several(
-    xs: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    eps: float,
-    amaxes: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor], dtype: torch.dtype, form: TensorForm, amaxes: Sequence[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
     """[codes [M, K], scale_inv [1]] of each of xs [M, K], as of x.to(dtype); amaxes: fp32 [1] of each. xs have one dtype and one device.
 
     The scales lie side by side, the codes in tensors of their own. Not for graphs: the addresses are those of this call.
     """
-    assert rowwise and not columnwise
+    assert form.rowwise and not form.columnwise
     xs = [x.contiguous() for x in xs]
-    codes = [torch.empty(x.shape, dtype=fp8_dtype, device=x.device) for x in xs]
+    codes = [torch.empty(x.shape, dtype=form.dtype, device=x.device) for x in xs]
     scale_inv = torch.empty(len(xs), _SCALE_STRIDE, dtype=torch.float32, device=xs[0].device)
     # A tensor without values has one program too: for its scale.
     *firsts, programs = itertools.accumulate((max(triton.cdiv(x.numel(), SPAN), 1) for x in xs), initial=0)
@@ -105,7 +89,7 @@ def quantize_several(
     unused = [programs] * (triton.next_power_of_2(len(xs)) - len(xs))
     filled = [[*row, *unused] for row in rows]
     table = torch.tensor(filled, dtype=torch.int64, pin_memory=xs[0].is_cuda).to(xs[0].device, non_blocking=True)
-    cast_several(table, programs, xs[0], codes[0], scale_inv, dtype, power_of_two, eps, aligned)
+    cast_several(table, programs, xs[0], codes[0], scale_inv, dtype, form, aligned)
     return [list(each) for each in zip(codes, scale_inv[:, :1].unbind(), strict=True)]
 
 
@@ -116,8 +100,7 @@ def cast_several(
     codes_like: torch.Tensor,
     scale_inv: torch.Tensor,
     dtype: torch.dtype,
-    power_of_two: bool,
-    eps: float,
+    form: TensorForm,
     aligned: bool,
 ) -> None:
     """The launch. aligned: whether all values and codes begin at 16 bytes, and are multiples of 16."""
@@ -130,9 +113,7 @@ def cast_several(
         scale_inv=scale_inv,
         COUNT=table.shape[1],
         DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
-        FMAX=torch.finfo(codes_like.dtype).max,
-        EPS=float(eps),
-        POWER_OF_TWO=power_of_two,
+        **form.constants(),
         ALIGNED=aligned,
         SPAN=SPAN,
         SCALE_STRIDE=_SCALE_STRIDE,

@@ -13,12 +13,9 @@ the first one stopped: that part is still in the cache.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from te_dynamo.kernels.layouts import tensor
-from te_dynamo.kernels.layouts.sizes import Size, allocate
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import multiprocessor_count
 
@@ -269,48 +266,3 @@ def program_count(rows: Size, columns: Size, block_m: int, block_k: int, device:
     if not (isinstance(rows, int) and isinstance(columns, int)):
         return most
     return min(max(triton.cdiv(rows, block_m) * triton.cdiv(columns, block_k), 1), most)
-
-
-def cast_launches(rowwise: bool, columnwise: bool, itemsize: int) -> list[tuple[bool, bool]]:
-    """(rowwise, columnwise) of the launches that fill both buffers: one, or two where what is loaded or cast has 4-byte elements.
-
-    Triton 3.6 stores a wrong transpose of an fp32 tile that is also stored by rows (seen on an H200, also of a tile that was loaded in 16
-    bits and not rounded to them; 16-bit tiles and a transpose by itself are right).
-    """
-    if rowwise and columnwise and itemsize == 4:
-        return [(True, False), (False, True)]
-    return [(rowwise, columnwise)]
-
-
-class Fp8Buffers:
-    """The buffers of one quantized [M, K] tensor, or of a stack with several scales, and how a kernel is told of them."""
-
-    def __init__(
-        self,
-        rows: Size,
-        columns: Size,
-        device: torch.device,
-        fp8_dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        scales: int = 1,
-    ) -> None:
-        self.fp8_dtype, self.rowwise, self.columnwise = fp8_dtype, rowwise, columnwise
-        self.held = allocate(tensor.buffers((rows, columns), fp8_dtype, rowwise, columnwise, scales), device)
-
-    def pointers(self, unused: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
-        """data, transpose and scale_inv as kernel arguments; `unused` stands in for one that is not held."""
-        return {f"{prefix}{name}": self.held.get(name, unused) for name in tensor.BUFFERS}
-
-    def constants(self, power_of_two: bool, eps: float) -> dict[str, Any]:
-        """The compile-time arguments that go with `pointers`."""
-        return {"FMAX": torch.finfo(self.fp8_dtype).max, "EPS": float(eps), "POWER_OF_TWO": power_of_two}
-
-    def launches(self, itemsize: int) -> list[dict[str, bool]]:
-        """ROWWISE and COLUMNWISE of each launch that fills these buffers from a tensor of that element size."""
-        launches = cast_launches(self.rowwise, self.columnwise, itemsize)
-        return [{"ROWWISE": rowwise, "COLUMNWISE": columnwise} for rowwise, columnwise in launches]
-
-    def as_list(self) -> list[torch.Tensor]:
-        """[data?, transpose?, scale_inv], the order in which te.quantize returns them."""
-        return list(self.held.values())

@@ -8,8 +8,9 @@ their padded order, of P = padded_rows(M, G) rows (kernels/tiles/groups.py).
 import torch
 
 from te_dynamo.dialect.define import te_op
-from te_dynamo.dialect.quantize import Format, format_of
 from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.quantize.formats import FORMATS, reference_of
 from te_dynamo.kernels.tiles.groups import padded_reference, padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
@@ -32,22 +33,21 @@ def columns_proto(x: TensorProto, groups: int, quantizer: Quantizer) -> TensorPr
     return TensorProto((rows, x.shape[1]), x.dtype, quantizer.with_usage(False, True), device=x.device)
 
 
-def _columns_format(quantizer: Quantizer) -> Format:
+def _columns_form(quantizer: Quantizer) -> Form:
     if quantizer.one_scale or quantizer.no_groups_reason() or quantizer.rowwise:
         raise QuantizationError(
             f"te.quantize_group_columns: {quantizer.describe()}: expected columns in 1x128 blocks or MXFP8"
         )
-    return format_of(quantizer)
+    return quantizer.form()
 
 
 def _columns_kernel(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    form = _columns_format(quantizer)
-    return form.kernel(x, *form.arguments(quantizer, None), offs=offs)
+    form = _columns_form(quantizer)
+    return FORMATS[type(form)].kernel(x, form, offs=offs)
 
 
 def _columns_reference(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    form = _columns_format(quantizer)
-    return form.reference(padded_reference(x, offs), *form.arguments(quantizer, None))
+    return reference_of(padded_reference(x, offs), _columns_form(quantizer))
 
 
 @te_op(reference=_columns_reference, kernel=_columns_kernel)
@@ -56,6 +56,6 @@ def quantize_group_columns(x: torch.Tensor, offs: torch.Tensor, quantizer: Quant
 
     x: contiguous, bf16, fp16 or fp32. quantizer: of blocks, columnwise alone.
     """
-    _columns_format(quantizer)
+    _columns_form(quantizer)
     proto = TensorProto(tuple(x.shape), x.dtype, device=x.device)
     return columns_proto(proto, offs.shape[0], quantizer).create_buffers()

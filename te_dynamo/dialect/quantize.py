@@ -1,34 +1,25 @@
 """`te.quantize`: a tensor into the buffers of its quantizer; `te.quantize_bias_grad` with column sums beside them; `te.transpose` of its codes;
 `te.amax` and `te.amaxes`, what decides its one scale; `te.amax_bits_of_parts` and `te.quantize_parts` of rows that go to several receivers.
-
-`FORMATS` says for each quantizer which kernel makes the buffers: a new format is one entry there.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 
 from te_dynamo.dialect.define import kernel_or_reference, te_op
 from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
 from te_dynamo.kernels.quantize import current as kernels
-from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, parts, several
+from te_dynamo.kernels.quantize import parts, several
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
+from te_dynamo.kernels.quantize.formats import FORMATS, Format
 from te_dynamo.kernels.runtime import availability
-from te_dynamo.quantized.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8GroupedQuantizer,
-    Float8RowwiseQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
+from te_dynamo.quantized.quantizers import Quantizer
 
 MOST_AMAXES = kernels.MOST_TENSORS
 """Tensors of one te.amaxes."""
@@ -36,79 +27,20 @@ MOST_AMAXES = kernels.MOST_TENSORS
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Format(NamedTuple):
-    """How `te.quantize` runs one type of quantizer.
-
-    kernel, reference: a function of x and the arguments, launching Triton and in plain PyTorch.
-    arguments: of the quantizer and the random bits (None: it needs none), as they take them.
-    """
-
-    kernel: Callable[..., list[torch.Tensor]]
-    reference: Callable[..., list[torch.Tensor]]
-    arguments: Callable[[Any, Optional[torch.Tensor]], tuple[Any, ...]]
-
-
-FORMATS: dict[type[Quantizer], Format] = {
-    Float8CurrentScalingQuantizer: Format(
-        kernels.quantize,
-        kernels.quantize_reference,
-        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
-    ),
-    Float8BlockQuantizer: Format(
-        float8_block.quantize_block,
-        float8_block.quantize_block_reference,
-        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.block_dims == 2, q.power_of_two_scale, q.amax_epsilon),
-    ),
-    Float8GroupedQuantizer: Format(
-        kernels.quantize_grouped,
-        kernels.quantize_grouped_reference,
-        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
-    ),
-    Float8RowwiseQuantizer: Format(
-        float8_rowwise.quantize_rowwise,
-        float8_rowwise.quantize_rowwise_reference,
-        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
-    ),
-    MXFP8Quantizer: Format(
-        mxfp8.quantize_mxfp8,
-        mxfp8.quantize_mxfp8_reference,
-        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.scale_block, q.swizzled),
-    ),
-    NVFP4Quantizer: Format(
-        nvfp4.quantize_nvfp4,
-        nvfp4.quantize_nvfp4_reference,
-        lambda q, random: (
-            *(q.rowwise, q.columnwise, q.two_d, q.hadamard, q.stochastic_rounding),
-            *(random, q.swizzled),
-        ),
-    ),
-}
-
-
-def format_of(quantizer: Quantizer) -> Format:
-    """Raises QuantizationError for a quantizer that no kernel knows."""
-    if type(quantizer) not in FORMATS:
-        known = ", ".join(sorted(q.__name__ for q in FORMATS))
-        raise QuantizationError(f"te.quantize: no kernel for {type(quantizer).__name__}; there is one for {known}")
-    return FORMATS[type(quantizer)]
-
-
 def takes_quantizer(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """A fused kernel's launcher or reference as an operation calls it: a quantizer's configuration in its place."""
+    """A fused kernel's launcher or reference as an operation calls it: a quantizer in the place of its form."""
 
     @functools.wraps(implementation)
     def run(*args: Any) -> Any:
-        return implementation(*chain.from_iterable(_kernel_arguments(a) for a in args))
+        return implementation(*(_form_of(a) if isinstance(a, Quantizer) else a for a in args))
 
     return run
 
 
-def _kernel_arguments(argument: Any) -> tuple[Any, ...]:
-    if not isinstance(argument, Quantizer):
-        return (argument,)
-    if not argument.fused_producers:
-        raise QuantizationError(f"{argument.describe()}: the fused kernels write FP8 with one scale a tensor")
-    return format_of(argument).arguments(argument, None)
+def _form_of(quantizer: Quantizer) -> Form:
+    if not quantizer.fused_producers:
+        raise QuantizationError(f"{quantizer.describe()}: the fused kernels write FP8 with one scale a tensor")
+    return quantizer.form()
 
 
 def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]]) -> Callable[..., list[torch.Tensor]]:
@@ -124,8 +56,8 @@ def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]])
                 f"{quantizer.describe()}: te.quantize rounds stochastically by random bits that it is given; "
                 "quantizer.quantize(x, generator) draws them"
             )
-        format = format_of(quantizer)
-        return implementation(format)(x, *format.arguments(quantizer, random))
+        form = quantizer.form()
+        return implementation(FORMATS[type(form)])(x, form, *([random] if quantizer.needs_random() else []))
 
     return run
 

@@ -11,6 +11,7 @@ from helpers.kernels.gemms import gemm_mxfp8, gemm_mxfp8_reference, gemm_nvfp4, 
 from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.kernels.nvfp4_cases import BOTH, KINDS, OPTIONS, kernel, make, reference
 
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8, quantize_mxfp8_reference
 from te_dynamo.kernels.runtime.target import target_of
 
@@ -29,8 +30,8 @@ def test_swizzled_buffers_are_the_references(shape: tuple[int, int]) -> None:
         assert_same_bits(actual, expected, (kind, options))
     for scale_block, usages in itertools.product((32, 128), ((True, True), (True, False), (False, True))):
         x = make("normal", shape, torch.bfloat16, "cuda")
-        form = E4M3, *usages, scale_block, True
-        assert_same_bits(quantize_mxfp8(x, *form), quantize_mxfp8_reference(x, *form), form)
+        form = MXFP8Form(E4M3, *usages, scale_block, True)
+        assert_same_bits(quantize_mxfp8(x, form), quantize_mxfp8_reference(x, form), form)
 
 
 @pytest.mark.parametrize("swizzled", [True, False])
@@ -42,7 +43,7 @@ def test_mxfp8(m: int, n: int, k: int, swizzled: bool) -> None:
         operands = []
         for value, fp8, columnwise in zip((a, b), (E5M2, E4M3), by_columns, strict=True):
             value = value.t().contiguous() if columnwise else value
-            operands += quantize_mxfp8(value, fp8, not columnwise, columnwise, 32, swizzled)
+            operands += quantize_mxfp8(value, MXFP8Form(fp8, not columnwise, columnwise, 32, swizzled))
         arguments = (*operands, bias, torch.float32, *by_columns)
         assert relative_error(gemm_mxfp8(*arguments), gemm_mxfp8_reference(*arguments)) < 1e-5
 

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
 from te_dynamo.kernels.gemm.tiles import TILES
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize
 from te_dynamo.kernels.runtime import scratch
 from te_dynamo.kernels.runtime.target import target_of
@@ -45,7 +46,9 @@ def usual(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
 
 
 def cast(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in quantize(a.to(BF16), E4M3, True, True, False, 0.0)[:2]]).view(torch.uint8)
+    return torch.cat([x.reshape(-1) for x in quantize(a.to(BF16), TensorForm(E4M3, True, True, False, 0.0))[:2]]).view(
+        torch.uint8
+    )
 
 
 @pytest.fixture(params=[specialized, usual, cast], ids=lambda run: run.__name__)
@@ -166,7 +169,9 @@ def test_other_dtypes_and_addresses_are_other_kernels(monkeypatch: pytest.Monkey
 
     def casts(*_: Tensor) -> Tensor:
         rows = [values[offset : offset + 64 * 1024].view(64, 1024) for offset in (0, 1, 0, 8)]
-        return torch.cat([quantize(each, E4M3, True, False, False, 0.0)[0].view(torch.uint8) for each in rows])
+        return torch.cat(
+            [quantize(each, TensorForm(E4M3, True, False, False, 0.0))[0].view(torch.uint8) for each in rows]
+        )
 
     for run in (both, casts) if target_of(torch.device("cuda")).has_wgmma else (casts,):
         expected = by_triton(run, given, monkeypatch)

@@ -23,8 +23,8 @@ from te_dynamo import (
     Quantizer,
     TensorProto,
 )
-from te_dynamo.dialect.quantize import FORMATS
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.quantize.formats import FORMATS
 from te_dynamo.quantized.quantize import quantize_tensor
 
 
@@ -198,17 +198,19 @@ def test_operands_are_the_same_whatever_else_is_kept(quantizer: Quantizer) -> No
         assert len(found) == len(expected) and all(map(same_bits, found, expected))
 
 
+PUBLIC = [getattr(te_dynamo, name) for name in dir(te_dynamo)]  # which imports each
+QUANTIZERS = [cls for cls in PUBLIC if isinstance(cls, type) and issubclass(cls, Quantizer) and cls is not Quantizer]
+
+
 def test_a_format_is_one_entry() -> None:
-    public = (getattr(te_dynamo, name) for name in dir(te_dynamo))  # which imports each
-    made = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Quantizer)}
-    assert set(FORMATS) == made - {Quantizer}
-    assert set(FORMATS) - {Float8GroupedQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
+    assert set(FORMATS) == {type(cls().form()) for cls in QUANTIZERS}
+    assert set(QUANTIZERS) - {Float8GroupedQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
 
     @dataclasses.dataclass(frozen=True)
     class Unknown(Quantizer):
         pass
 
-    with pytest.raises(QuantizationError, match="no kernel for Unknown; there is one for Float8Block"):
+    with pytest.raises(QuantizationError, match="no kernel for Unknown: it has no form"):
         torch.ops.te.quantize(torch.randn(4, 16), Unknown())
 
 
@@ -247,7 +249,7 @@ def test_other_quantizers_draw_nothing() -> None:
 
 def test_what_kernels_can_do_for_each_format() -> None:
     abilities = ("one_scale", "fused_producers", "fused_sums", "stacks")
-    formats = {format.__name__: [name for name in abilities if getattr(format, name)] for format in FORMATS}
+    formats = {format.__name__: [name for name in abilities if getattr(format, name)] for format in QUANTIZERS}
     assert formats == {
         "Float8CurrentScalingQuantizer": list(abilities),
         "Float8BlockQuantizer": [],

@@ -17,6 +17,7 @@ import torch
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import Buffers, allocate
 
 if TYPE_CHECKING:
@@ -173,9 +174,14 @@ class Quantizer(metaclass=OpaqueMeta):
         if not torch.compiler.is_dynamo_compiling():
             self.value()
 
+    def form(self) -> Form:
+        """The same as kernels are told. QuantizationError for a quantizer that none knows."""
+        raise QuantizationError(f"te.quantize: no kernel for {type(self).__name__}: it has no form()")
+
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         """The contiguous buffers of a tensor of that shape, for the usages that are on."""
-        raise NotImplementedError
+        self.check_shape(shape)
+        return self.form().buffers(shape)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         """{"cls": qualified name of the storage class, "kwargs": its constructor's arguments beside the buffers}."""

@@ -30,11 +30,11 @@ class Float8Quantizer(Quantizer):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OneScaleQuantizer(Float8Quantizer):
-    """One scale for all values of a matrix, from their present amax.
+class ScaledQuantizer(Float8Quantizer):
+    """fp32 scales, from present amaxes.
 
-    power_of_two_scale: clear the scale's mantissa bits.
-    amax_epsilon: amax is at least this.
+    power_of_two_scale: clear a scale's mantissa bits.
+    amax_epsilon: an amax is at least this.
     """
 
     power_of_two_scale: bool = False
@@ -43,6 +43,16 @@ class OneScaleQuantizer(Float8Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_amax_epsilon(self.amax_epsilon)
+
+    def _form_fields(self) -> tuple[torch.dtype, bool, bool, bool, float]:
+        """The fields of a ScaledForm."""
+        usages = self.rowwise, self.columnwise
+        return FP8_DTYPES[self.fp8_format], *usages, self.power_of_two_scale, self.amax_epsilon
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneScaleQuantizer(ScaledQuantizer):
+    """One scale for all values of a matrix."""
 
     def scaling(self) -> Literal["tensor"]:
         return "tensor"

@@ -8,9 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.layouts import block
-from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
+from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
 
@@ -60,10 +58,10 @@ class Float8BlockQuantizer(Float8Quantizer):
             rowwise, columnwise, self.fp8_format, self.block_dims, self.power_of_two_scale, self.amax_epsilon
         )
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        self.check_shape(shape)
+    def form(self) -> BlockForm:
         usages = self.rowwise, self.columnwise
-        return block.buffers(*rows_and_columns(shape), FP8_DTYPES[self.fp8_format], *usages, self.block_dims == 2)
+        options = self.block_dims == 2, self.power_of_two_scale, self.amax_epsilon
+        return BlockForm(FP8_DTYPES[self.fp8_format], *usages, *options)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8BlockTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
@@ -72,7 +70,7 @@ class Float8BlockQuantizer(Float8Quantizer):
         return self.block_dims == 2
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return block.BUFFERS[2:] if columnwise else block.BUFFERS[:2]
+        return BlockForm.NAMES[2:] if columnwise else BlockForm.NAMES[:2]
 
     def describe(self) -> str:
         options = "" if self.power_of_two_scale else ", fp32 scales"

@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_dynamo.kernels.layouts import tensor
-from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
 from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,9 +40,8 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     def for_groups(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
         return Float8GroupedQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        self.check_shape(shape)
-        return tensor.buffers(rows_and_columns(shape), FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise)
+    def form(self) -> TensorForm:
+        return TensorForm(*self._form_fields())
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}

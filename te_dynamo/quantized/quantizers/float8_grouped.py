@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import InputError
-from te_dynamo.kernels.layouts import tensor
-from te_dynamo.kernels.layouts.sizes import Buffers
+from te_dynamo.kernels.layouts.tensor import GroupedForm
 from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,9 +28,8 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
         if len(shape) != 3:
             raise InputError(f"Float8GroupedQuantizer: expected a tensor [G, N, K], got the shape {list(shape)}")
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        self.check_shape(shape)
-        return tensor.buffers(shape, FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise, shape[0])
+    def form(self) -> GroupedForm:
+        return GroupedForm(*self._form_fields())
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8GroupedTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from te_dynamo.kernels.layouts import row
-from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
-from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+from te_dynamo.kernels.layouts.row import RowForm
+from te_dynamo.quantized.quantizers.float8 import ScaledQuantizer
+from te_dynamo.quantized.quantizers.formats import epsilon_text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8RowwiseQuantizer(Float8Quantizer):
+class Float8RowwiseQuantizer(ScaledQuantizer):
     """x ~ data * scale_inv of its row, with scale_inv = amax(row) / fmax.
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
@@ -29,28 +28,20 @@ class Float8RowwiseQuantizer(Float8Quantizer):
     Columns are the rows of x^T, quantized on their own.
     """
 
-    power_of_two_scale: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_amax_epsilon(self.amax_epsilon)
-
     def scaling(self) -> Literal["row"]:
         return "row"
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8RowwiseQuantizer:
         return Float8RowwiseQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        self.check_shape(shape)
-        return row.buffers(*rows_and_columns(shape), FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise)
+    def form(self) -> RowForm:
+        return RowForm(*self._form_fields())
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8RowwiseTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return row.BUFFERS[2:] if columnwise else row.BUFFERS[:2]
+        return RowForm.NAMES[2:] if columnwise else RowForm.NAMES[:2]
 
     def describe(self) -> str:
         pow2 = ", pow2" if self.power_of_two_scale else ""

@@ -8,9 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.layouts import mxfp8
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK
-from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
@@ -63,16 +61,15 @@ class MXFP8Quantizer(Float8Quantizer):
     def for_block_scales(self) -> MXFP8Quantizer:
         return MXFP8Quantizer(self.rowwise, self.columnwise, self.fp8_format, self.scale_block, True)
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        self.check_shape(shape)
+    def form(self) -> MXFP8Form:
         options = self.rowwise, self.columnwise, self.scale_block, self.swizzled
-        return mxfp8.buffers(*rows_and_columns(shape), FP8_DTYPES[self.fp8_format], *options)
+        return MXFP8Form(FP8_DTYPES[self.fp8_format], *options)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "MXFP8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return mxfp8.BUFFERS[2:] if columnwise else mxfp8.BUFFERS[:2]
+        return MXFP8Form.NAMES[2:] if columnwise else MXFP8Form.NAMES[:2]
 
     def describe(self) -> str:
         element = "" if self.fp8_format == "e4m3" else f" {self.fp8_format}"

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.layouts import nvfp4
-from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.quantized.quantizers.base import Quantizer
 
 
@@ -58,15 +57,15 @@ class NVFP4Quantizer(Quantizer):
         rounding = self.hadamard, self.stochastic_rounding
         return NVFP4Quantizer(self.rowwise, self.columnwise, *rounding, self.two_d, True)
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        self.check_shape(shape)
-        return nvfp4.buffers(*rows_and_columns(shape), self.rowwise, self.columnwise, self.swizzled)
+    def form(self) -> NVFP4Form:
+        rounding = self.hadamard, self.stochastic_rounding
+        return NVFP4Form(self.rowwise, self.columnwise, self.two_d, *rounding, self.swizzled)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "NVFP4TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return nvfp4.BUFFERS[3:] if columnwise else nvfp4.BUFFERS[:3]
+        return NVFP4Form.NAMES[3:] if columnwise else NVFP4Form.NAMES[:3]
 
     def describe(self) -> str:
         options = (

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_dynamo.kernels.layouts import block
-from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 class Float8BlockTensorStorage(QuantizedTensorStorage):
     """FP8 with an fp32 scale for each 1x128 or 128x128 values: data [M, K], transpose [K, M^16] and their scales."""
 
-    _FLATTEN_TENSOR_BUFFERS = block.BUFFERS
+    _FLATTEN_TENSOR_BUFFERS = BlockForm.NAMES
 
     quantizer: Float8BlockQuantizer
     data: torch.Tensor

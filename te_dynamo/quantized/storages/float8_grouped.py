@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.layouts import tensor
+from te_dynamo.kernels.layouts.tensor import GroupedForm
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
 
 class Float8GroupedTensorStorage(QuantizedTensorStorage):
     """FP8 with one scale a group: data [G, N, K], transpose [G, K, N^16], scale_inv [G]."""
 
-    _FLATTEN_TENSOR_BUFFERS = tensor.BUFFERS
+    _FLATTEN_TENSOR_BUFFERS = GroupedForm.NAMES
 
     data: torch.Tensor
     transpose: torch.Tensor

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.layouts import row
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
 
 class Float8RowwiseTensorStorage(QuantizedTensorStorage):
     """FP8 with an fp32 scale a row: data [M, K], scale_inv [M], and of x^T transpose [K, M^16], columnwise_scale_inv [K]."""
 
-    _FLATTEN_TENSOR_BUFFERS = row.BUFFERS
+    _FLATTEN_TENSOR_BUFFERS = RowForm.NAMES
 
     data: torch.Tensor
     scale_inv: torch.Tensor

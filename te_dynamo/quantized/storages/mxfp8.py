@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_dynamo.kernels.layouts import mxfp8
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class MXFP8TensorStorage(QuantizedTensorStorage):
     """FP8 with an E8M0 scale for each 32 values: data [M, K], columnwise_data [M, K] or [K, M^16], and their scales."""
 
-    _FLATTEN_TENSOR_BUFFERS = mxfp8.BUFFERS
+    _FLATTEN_TENSOR_BUFFERS = MXFP8Form.NAMES
 
     quantizer: MXFP8Quantizer
     data: torch.Tensor

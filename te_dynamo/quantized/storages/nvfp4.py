@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_dynamo.kernels.layouts import nvfp4
+from te_dynamo.kernels.layouts.nvfp4 import BLOCK, NVFP4Form
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
@@ -21,7 +21,7 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 class NVFP4TensorStorage(QuantizedTensorStorage):
     """4-bit values, two a byte, with an e4m3 scale for each 16 and an fp32 amax: rows and columns each with their own."""
 
-    _FLATTEN_TENSOR_BUFFERS = nvfp4.BUFFERS
+    _FLATTEN_TENSOR_BUFFERS = NVFP4Form.NAMES
 
     quantizer: NVFP4Quantizer
     data: torch.Tensor
@@ -43,7 +43,7 @@ def _values(data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor) -> 
     """The fp32 values [outer, 2 * bytes] of packed data [outer, bytes]."""
     elements = _e2m1(torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2))
     scales = plain_scales(scale_inv).view(torch.float8_e4m3fn).to(torch.float32)
-    values = elements * spread(scales, (1, nvfp4.BLOCK), (elements.shape[0], elements.shape[1]))
+    values = elements * spread(scales, (1, BLOCK), (elements.shape[0], elements.shape[1]))
     return values * (amax / torch.full_like(amax, 2688.0))
 
 

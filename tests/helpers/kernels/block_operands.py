@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from helpers.kernels.gemm_operands import E4M3
 
+from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.quantize.float8_block import quantize_block_reference
 
 BLOCKS = {"1x128.128x128": (False, True), "128x128.1x128": (True, False), "1x128.1x128": (False, False)}
@@ -23,7 +24,7 @@ def operands(m: int, n: int, k: int, blocks: str, a_dtype=E4M3, b_dtype=E4M3, de
     quantized: list[torch.Tensor] = []
     for rows, dtype, two_d in zip((m, n), (a_dtype, b_dtype), BLOCKS[blocks], strict=True):
         x = spread(rows, k, generator)
-        quantized += quantize_block_reference(x, dtype, True, False, two_d, power_of_two, 0.0)
+        quantized += quantize_block_reference(x, BlockForm(dtype, True, False, two_d, power_of_two, 0.0))
     bias = torch.randn(n, generator=generator).to(torch.bfloat16)
     return *(tensor.to(device) for tensor in (*quantized, bias)), *BLOCKS[blocks]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from helpers.kernels.kernel_cases import FP8_DTYPES
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize_reference
 
 E4M3, E5M2 = FP8_DTYPES
@@ -21,7 +22,8 @@ def column_operands(m: int, n: int, k: int, a_dtype=E5M2, device: str = "cpu", s
     generator = torch.Generator().manual_seed(seed)
     tensors = torch.randn(m, n, generator=generator), torch.randn(m, k, generator=generator)
     both = [
-        quantize_reference(t, dtype, False, True, False, 0.0) for t, dtype in zip(tensors, (a_dtype, E4M3), strict=True)
+        quantize_reference(t, TensorForm(dtype, False, True, False, 0.0))
+        for t, dtype in zip(tensors, (a_dtype, E4M3), strict=True)
     ]
     return tuple(t.to(device) for t in (*both[0], *both[1]))
 

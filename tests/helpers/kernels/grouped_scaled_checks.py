@@ -16,6 +16,8 @@ from torch.testing import assert_close
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
 from te_dynamo.kernels.gemm.reference import reference
 from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.layouts.block import BlockForm
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.quantize.float8_block import quantize_block, quantize_block_reference
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8, quantize_mxfp8_reference
 from te_dynamo.kernels.tiles.groups import padded_reference
@@ -52,9 +54,11 @@ def check_block(
     tiles_of: Callable[[bool], Sequence[Tile]],
 ) -> None:
     for two_d, tile in [(wide, tile) for wide in (True, False) for tile in tiles_of(wide)]:
-        data, scales, turned, turned_scales = quantize_block_reference(weight, E4M3, True, True, two_d, True, 0.0)
+        data, scales, turned, turned_scales = quantize_block_reference(
+            weight, BlockForm(E4M3, True, True, two_d, True, 0.0)
+        )
         for rows, of_weight, by_columns in ((x, (data, scales), False), (dy, (turned, turned_scales), True)):
-            operands = *quantize_block_reference(rows, E4M3, True, False, False, True, 0.0), *of_weight, offs
+            operands = *quantize_block_reference(rows, BlockForm(E4M3, True, False, False, True, 0.0)), *of_weight, offs
             form = torch.float32, two_d, by_columns
             want = gemms.gemm_grouped_block_reference(*operands, *form)
             assert_near(gemms.gemm_grouped_block_with_tile(tile, *operands, *form), want)
@@ -67,9 +71,14 @@ def check_block(
 
 def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> None:
     for block in (32, 128):
-        row, row_scales, column, column_scales = quantize_mxfp8_reference(weight, E4M3, True, True, block)
+        row, row_scales, column, column_scales = quantize_mxfp8_reference(weight, MXFP8Form(E4M3, True, True, block))
         for rows, of_weight, by_columns in ((x, (row, row_scales), False), (dy, (column, column_scales), True)):
-            operands = *quantize_mxfp8_reference(rows, E4M3, True, False, block), *of_weight, offs, torch.float32
+            operands = (
+                *quantize_mxfp8_reference(rows, MXFP8Form(E4M3, True, False, block)),
+                *of_weight,
+                offs,
+                torch.float32,
+            )
             if block == 32:
                 request = mxfp8_rows_request(*operands, by_columns)
             else:
@@ -82,11 +91,11 @@ def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: t
 
 
 def block_columns_reference(x: torch.Tensor, offs: torch.Tensor, power_of_two: bool) -> list[torch.Tensor]:
-    return quantize_block_reference(padded_reference(x, offs), E4M3, False, True, False, power_of_two, 0.0)
+    return quantize_block_reference(padded_reference(x, offs), BlockForm(E4M3, False, True, False, power_of_two, 0.0))
 
 
 def mxfp8_columns_reference(x: torch.Tensor, offs: torch.Tensor, block: int) -> list[torch.Tensor]:
-    return quantize_mxfp8_reference(padded_reference(x, offs), E4M3, False, True, block)
+    return quantize_mxfp8_reference(padded_reference(x, offs), MXFP8Form(E4M3, False, True, block))
 
 
 def check_columns(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> None:
@@ -94,11 +103,15 @@ def check_columns(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> None
     for values in (x, dy):
         for block in (32, 128):
             want = mxfp8_columns_reference(values, offs, block)
-            assert_same_bits(quantize_mxfp8(values, E4M3, False, True, block, offs=offs), want, (block, offs.tolist()))
+            assert_same_bits(
+                quantize_mxfp8(values, MXFP8Form(E4M3, False, True, block), offs=offs), want, (block, offs.tolist())
+            )
         for power_of_two in (True, False):
             want = block_columns_reference(values, offs, power_of_two)
             assert_same_bits(
-                quantize_block(values, E4M3, False, True, False, power_of_two, 0.0, offs=offs), want, offs.tolist()
+                quantize_block(values, BlockForm(E4M3, False, True, False, power_of_two, 0.0), offs=offs),
+                want,
+                offs.tolist(),
             )
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from helpers.kernels.kernel_cases import INPUT_KINDS, make_input
 
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize.nvfp4 import hadamard_reference, quantize_nvfp4, quantize_nvfp4_reference
 
 KINDS = (*INPUT_KINDS, "zero_row", "signed_zeros")
@@ -61,8 +62,8 @@ def special_inputs() -> dict[str, torch.Tensor]:
 
 
 def reference(x: torch.Tensor, usages, options, key: torch.Tensor = KEY, swizzled: bool = False) -> list[torch.Tensor]:
-    return quantize_nvfp4_reference(x, *usages, *options, key.to(x.device) if options[2] else None, swizzled)
+    return quantize_nvfp4_reference(x, NVFP4Form(*usages, *options, swizzled), key.to(x.device))
 
 
 def kernel(x: torch.Tensor, usages, options, key: torch.Tensor = KEY, swizzled: bool = False) -> list[torch.Tensor]:
-    return quantize_nvfp4(x, *usages, *options, key.to(x.device) if options[2] else None, swizzled)
+    return quantize_nvfp4(x, NVFP4Form(*usages, *options, swizzled), key.to(x.device))

@@ -20,10 +20,15 @@ from helpers.kernels.kernel_cases import (
 
 from te_dynamo.kernels.activation import activation as act
 from te_dynamo.kernels.activation import gated as glu
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-OPTIONS = ((E4M3, True, True, False, 0.0), (E5M2, False, True, True, 0.0), (E4M3, True, False, False, 1.0))
+OPTIONS = (
+    TensorForm(E4M3, True, True, False, 0.0),
+    TensorForm(E5M2, False, True, True, 0.0),
+    TensorForm(E4M3, True, False, False, 1.0),
+)
 
 
 def exact(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -105,20 +110,18 @@ def test_fused_references_are_the_function_then_quantize():
     x, dy, up = (make_input("normal", (2, 9, 64), torch.bfloat16, seed=s) for s in range(3))
     options = OPTIONS[0]
     y = act.activation_reference(x, "gelu")
-    assert_same_bits(
-        act.activation_quantize_reference(x, "gelu", *options, True), [y, *quantize_reference(y, *options)]
-    )
+    assert_same_bits(act.activation_quantize_reference(x, "gelu", options, True), [y, *quantize_reference(y, options)])
     dx = act.activation_backward_reference(dy, x, "silu")
     dbias = dx.float().sum((0, 1))
-    actual = act.activation_backward_quantize_reference(dy, x, "silu", *options, False, True)
+    actual = act.activation_backward_quantize_reference(dy, x, "silu", options, False, True)
     torch.testing.assert_close(actual.pop(0), dbias)
-    assert_same_bits(actual, quantize_reference(dx, *options))
+    assert_same_bits(actual, quantize_reference(dx, options))
     y = glu.gated_reference(x, up, "gelu")
-    assert_same_bits(glu.gated_quantize_reference(x, up, "gelu", *options, False), quantize_reference(y, *options))
+    assert_same_bits(glu.gated_quantize_reference(x, up, "gelu", options, False), quantize_reference(y, options))
     dgate, dup = glu.gated_backward_reference(dy, x, up, "gelu")
     assert_same_bits(
-        glu.gated_backward_quantize_reference(dy, x, up, "gelu", *options, True),
-        [dgate, dup, *quantize_reference(dgate, *options), *quantize_reference(dup, *options)],
+        glu.gated_backward_quantize_reference(dy, x, up, "gelu", options, True),
+        [dgate, dup, *quantize_reference(dgate, options), *quantize_reference(dup, options)],
     )
 
 
@@ -179,15 +182,15 @@ def test_fused_activation_equals_activation_then_quantize(kind, shape, dtype):
     assert_within_rounding(y, exact(x.double(), kind), atol=1e-6)
     assert_within_rounding(dx, dy.double() * exact_backward(x.double(), kind), atol=4e-6)
     for options in OPTIONS:
-        fused = act.activation_quantize(x, kind, *options, True)
-        assert_same_bits(fused, [y, *quantize(y, *options)])
-        assert_same_bits(act.activation_quantize(x, kind, *options, False), fused[1:])
-        fused = act.activation_backward_quantize(dy, x, kind, *options, True, True)
+        fused = act.activation_quantize(x, kind, options, True)
+        assert_same_bits(fused, [y, *quantize(y, options)])
+        assert_same_bits(act.activation_quantize(x, kind, options, False), fused[1:])
+        fused = act.activation_backward_quantize(dy, x, kind, options, True, True)
         dbias = fused.pop(1)
-        assert_same_bits(fused, [dx, *quantize(dx, *options)])
+        assert_same_bits(fused, [dx, *quantize(dx, options)])
         expected = dx.double().reshape(-1, shape[-1])
         assert ((dbias - expected.sum(0)).abs() <= 1e-5 * expected.abs().sum(0) + 1e-30).all()
-        assert_same_bits(act.activation_backward_quantize(dy, x, kind, *options, False, False), fused[1:])
+        assert_same_bits(act.activation_backward_quantize(dy, x, kind, options, False, False), fused[1:])
 
 
 @gpu
@@ -207,12 +210,12 @@ def test_fused_gated_equals_gated_then_quantize(shape, dtype, strided, kind):
     assert_within_rounding(dup, dy.double() * exact(gate.double(), kind), atol=4e-6)
     assert_within_rounding(dgate, dy.double() * up.double() * exact_backward(gate.double(), kind), atol=2e-5)
     for options in OPTIONS:
-        fused = glu.gated_quantize(gate, up, kind, *options, True)
-        assert_same_bits(fused, [y, *quantize(y, *options)])
-        assert_same_bits(glu.gated_quantize(gate, up, kind, *options, False), fused[1:])
-        fused = glu.gated_backward_quantize(dy, gate, up, kind, *options, True)
-        assert_same_bits(fused, [dgate, dup, *quantize(dgate, *options), *quantize(dup, *options)])
-        assert_same_bits(glu.gated_backward_quantize(dy, gate, up, kind, *options, False), fused[2:])
+        fused = glu.gated_quantize(gate, up, kind, options, True)
+        assert_same_bits(fused, [y, *quantize(y, options)])
+        assert_same_bits(glu.gated_quantize(gate, up, kind, options, False), fused[1:])
+        fused = glu.gated_backward_quantize(dy, gate, up, kind, options, True)
+        assert_same_bits(fused, [dgate, dup, *quantize(dgate, options), *quantize(dup, options)])
+        assert_same_bits(glu.gated_backward_quantize(dy, gate, up, kind, options, False), fused[2:])
 
 
 @gpu
@@ -220,10 +223,10 @@ def test_fused_gated_equals_gated_then_quantize(shape, dtype, strided, kind):
 @pytest.mark.parametrize("shape", [(303, 300), (2048, 4096)])
 def test_kernels_write_every_element(shape):
     x, dy, up = (make_input("normal", shape, torch.bfloat16, "cuda", seed=s) for s in range(3))
-    options = (E4M3, True, True, False, 0.0)
+    options = TensorForm(E4M3, True, True, False, 0.0)
     run_poisoned(lambda: [act.activation(x, "gelu"), act.activation_backward(dy, x, "gelu")])
-    run_poisoned(lambda: act.activation_quantize(x, "silu", *options, True))
-    run_poisoned(lambda: act.activation_backward_quantize(dy, x, "gelu_tanh", *options, True, True))
+    run_poisoned(lambda: act.activation_quantize(x, "silu", options, True))
+    run_poisoned(lambda: act.activation_backward_quantize(dy, x, "gelu_tanh", options, True, True))
     run_poisoned(lambda: [glu.gated(x, up, "gelu"), *glu.gated_backward(dy, x, up, "gelu")])
-    run_poisoned(lambda: glu.gated_quantize(x, up, "silu", *options, True))
-    run_poisoned(lambda: glu.gated_backward_quantize(dy, x, up, "sigmoid", *options, True))
+    run_poisoned(lambda: glu.gated_quantize(x, up, "silu", options, True))
+    run_poisoned(lambda: glu.gated_backward_quantize(dy, x, up, "sigmoid", options, True))

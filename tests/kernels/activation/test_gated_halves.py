@@ -28,16 +28,17 @@ from helpers.kernels.kernel_cases import (
 from te_dynamo.kernels.activation import functions as activation_functions
 from te_dynamo.kernels.activation import gated, gated_in_place, gated_kernels
 from te_dynamo.kernels.activation import gated_halves as kernels
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.tiles import fp8
 from te_dynamo.kernels.tiles import row_quarters as quarters
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = (
-    (E5M2, True, True, False, 0.0),
-    (E4M3, True, True, False, 0.0),
-    (E5M2, False, True, True, 0.0),
-    (E4M3, True, False, False, 1.0),
+    TensorForm(E5M2, True, True, False, 0.0),
+    TensorForm(E4M3, True, True, False, 0.0),
+    TensorForm(E5M2, False, True, True, 0.0),
+    TensorForm(E4M3, True, False, False, 1.0),
 )
 
 
@@ -55,7 +56,7 @@ def unfused(
     cast = quantize.quantize_reference if reference else quantize.quantize
     dgate, dup = backward(dy, *halves(h, gate_first), kind)
     grad = torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)
-    return [grad, *cast(grad, *options)]
+    return [grad, *cast(grad, options)]
 
 
 @pytest.mark.parametrize("kind", gated.KINDS)
@@ -64,7 +65,7 @@ def unfused(
 def test_reference(dtype: torch.dtype, gate_first: bool, kind: str) -> None:
     dy, h = make_input("normal", (3, 5, 24), dtype), make_input("normal", (3, 5, 48), dtype, seed=1)
     for options in OPTIONS:
-        given = (dy, *halves(h, gate_first), kind, *options)
+        given = (dy, *halves(h, gate_first), kind, options)
         expected = unfused(dy, h, gate_first, kind, options, reference=True)
         assert_same_bits(kernels.gated_backward_quantize_halves_reference(*given, True, gate_first), expected)
         assert_same_bits(kernels.gated_backward_quantize_halves_reference(*given, False, gate_first), expected[1:])
@@ -83,7 +84,7 @@ def test_kernels_equal_the_steps(shape: tuple[int, ...], dtype: torch.dtype, gat
     dy = make_input("normal", shape, dtype, "cuda", seed=1)
     h = make_input("normal", (*shape[:-1], 2 * shape[-1]), dtype, "cuda")
     for options in OPTIONS:
-        given = (dy, *halves(h, gate_first), kind, *options)
+        given = (dy, *halves(h, gate_first), kind, options)
         expected = unfused(dy, h, gate_first, kind, options)
         fused = run_poisoned(lambda given=given: kernels.gated_backward_quantize_halves(*given, True, gate_first))
         assert_same_bits(fused, expected)
@@ -101,7 +102,7 @@ def test_kernels_on_special_values(values: str, kind: str) -> None:
     )
     expected = unfused(dy, h, True, kind, OPTIONS[0])
     assert_same_bits(
-        kernels.gated_backward_quantize_halves(dy, *halves(h, True), kind, *OPTIONS[0], True, True), expected
+        kernels.gated_backward_quantize_halves(dy, *halves(h, True), kind, OPTIONS[0], True, True), expected
     )
 
 
@@ -115,12 +116,10 @@ def test_codes_in_the_memory_of_dy(shape: tuple[int, ...], kind: str, fp8_dtype:
     dy = make_input("normal", shape, torch.bfloat16, "cuda", seed=1)
     gate, up = halves(make_input("normal", (*shape[:-1], 2 * shape[-1]), torch.bfloat16, "cuda"), gate_first)
     for power_of_two, eps in ((False, 0.0), (True, 1.0)):
-        options = (fp8_dtype, True, False, power_of_two, eps)
-        expected = kernels.gated_backward_quantize_halves(dy, gate, up, kind, *options, False, gate_first)
+        options = TensorForm(fp8_dtype, True, False, power_of_two, eps)
+        expected = kernels.gated_backward_quantize_halves(dy, gate, up, kind, options, False, gate_first)
         given = dy.clone()
-        actual = gated_in_place.gated_backward_quantize_in_place(
-            given, gate, up, kind, fp8_dtype, power_of_two, eps, gate_first
-        )
+        actual = gated_in_place.gated_backward_quantize_in_place(given, gate, up, kind, options, gate_first)
         assert_same_bits(actual, expected)
         assert actual[0].data_ptr() == given.data_ptr()
 
@@ -187,7 +186,7 @@ def main() -> None:
             dy = make_input("normal", (rows, columns), torch.float32, seed=1)
             h = make_input("normal", (rows, 2 * columns), torch.float32)
             h[:, columns:] *= 8  # halves of different amaxes
-            given = (dy, *halves(h, gate_first), kind, *options)
+            given = (dy, *halves(h, gate_first), kind, options)
             fused = kernels.gated_backward_quantize_halves(*given, True, gate_first, tile=(64, 64, 4))
             assert_same_bits(fused, unfused(dy, h, gate_first, kind, options))
         backward(kind)
@@ -200,8 +199,8 @@ def forward(kind: str, options_of_quantize: Sequence[Any]) -> None:
     y = gated.gated(gate, up, kind)
     torch.testing.assert_close(y, gated.gated_reference(gate, up, kind), rtol=1e-5, atol=4e-6)
     for options in options_of_quantize:
-        fused = gated.gated_quantize(gate, up, kind, *options, True, tile=(64, 64, 4))
-        assert_same_bits(fused, [y, *quantize.quantize(y, *options)])
+        fused = gated.gated_quantize(gate, up, kind, options, True, tile=(64, 64, 4))
+        assert_same_bits(fused, [y, *quantize.quantize(y, options)])
 
 
 def backward(kind: str) -> None:
@@ -209,8 +208,8 @@ def backward(kind: str) -> None:
     grads = gated.gated_backward(dy, gate, up, kind)
     expected = gated.gated_backward_reference(dy, gate, up, kind)
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
-    each = [buffer for grad in grads for buffer in quantize.quantize(grad, *OPTIONS[0])]
-    fused = gated.gated_backward_quantize(dy, gate, up, kind, *OPTIONS[0], True, tile=(64, 64, 4))
+    each = [buffer for grad in grads for buffer in quantize.quantize(grad, OPTIONS[0])]
+    fused = gated.gated_backward_quantize(dy, gate, up, kind, OPTIONS[0], True, tile=(64, 64, 4))
     assert_same_bits(fused, [*grads, *each])
 
 
@@ -218,9 +217,9 @@ def in_place(kind: str) -> None:
     dy = make_input("normal", (5, 128), torch.bfloat16, seed=1)
     for gate_first in (True, False):
         gate, up = halves(make_input("normal", (5, 256), torch.bfloat16), gate_first)
-        given = (gate, up, kind, E5M2)
-        expected = kernels.gated_backward_quantize_halves(dy, *given, True, False, False, 0.0, False, gate_first)
-        actual = gated_in_place.gated_backward_quantize_in_place(dy.clone(), *given, False, 0.0, gate_first)
+        given = (gate, up, kind, TensorForm(E5M2, True, False))
+        expected = kernels.gated_backward_quantize_halves(dy, *given, False, gate_first)
+        actual = gated_in_place.gated_backward_quantize_in_place(dy.clone(), *given, gate_first)
         assert_same_bits(actual, expected)
 
 

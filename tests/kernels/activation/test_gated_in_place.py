@@ -10,10 +10,11 @@ from helpers.kernels.kernel_cases import FP8_DTYPES, assert_same_bits, gpu, make
 
 from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.activation import gated_in_place as kernels
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-E5M2 = torch.float8_e5m2
+ROWS = TensorForm(torch.float8_e5m2, True, False)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ E5M2 = torch.float8_e5m2
 )
 def test_a_dy_that_cannot_hold_the_codes_is_an_error(dy: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected a contiguous dy of two bytes an element"):
-        kernels.gated_backward_quantize_in_place(dy, dy, dy, "silu", E5M2, False, 0.0)
+        kernels.gated_backward_quantize_in_place(dy, dy, dy, "silu", ROWS)
 
 
 @pytest.mark.slow
@@ -70,11 +71,10 @@ def test_codes_are_those_of_the_kernel_with_a_buffer(shape, dtype, fp8_dtype, st
         gate, up = gate.contiguous(), up.contiguous()
     dy = make_input("normal", shape, dtype, "cuda", seed=1)
     for power_of_two, eps in ((False, 0.0), (True, 1.0)):
-        expected = gated.gated_backward_quantize(
-            dy, gate, up, "gelu", fp8_dtype, True, False, power_of_two, eps, False, True
-        )
+        form = TensorForm(fp8_dtype, True, False, power_of_two, eps)
+        expected = gated.gated_backward_quantize(dy, gate, up, "gelu", form, False, True)
         given = dy.clone()
-        actual = kernels.gated_backward_quantize_in_place(given, gate, up, "gelu", fp8_dtype, power_of_two, eps)
+        actual = kernels.gated_backward_quantize_in_place(given, gate, up, "gelu", form)
         assert_same_bits(actual, expected)
         assert actual[0].data_ptr() == given.data_ptr()
 
@@ -85,13 +85,13 @@ def test_codes_are_those_of_the_kernel_with_a_buffer(shape, dtype, fp8_dtype, st
 def test_codes_of_special_values(kind: str) -> None:
     gate, up = (make_input("normal", (33, 1024), torch.bfloat16, "cuda", seed=seed) for seed in (1, 2))
     dy = make_input(kind, (33, 1024), torch.bfloat16, "cuda")
-    expected = gated.gated_backward_quantize(dy, gate, up, "silu", E5M2, True, False, False, 0.0, False, True)
-    assert_same_bits(kernels.gated_backward_quantize_in_place(dy, gate, up, "silu", E5M2, False, 0.0), expected)
+    expected = gated.gated_backward_quantize(dy, gate, up, "silu", ROWS, False, True)
+    assert_same_bits(kernels.gated_backward_quantize_in_place(dy, gate, up, "silu", ROWS), expected)
 
 
 @gpu
 @needs_cuda
 def test_no_rows_have_scales() -> None:
     empty = torch.empty(0, 128, dtype=torch.bfloat16, device="cuda")
-    data, scale_inv = kernels.gated_backward_quantize_in_place(empty, empty, empty, "silu", E5M2, False, 0.0)
+    data, scale_inv = kernels.gated_backward_quantize_in_place(empty, empty, empty, "silu", ROWS)
     assert data.shape == (0, 256) and scale_inv.tolist() == [1.0, 1.0]

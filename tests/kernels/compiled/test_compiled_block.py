@@ -21,11 +21,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from te_dynamo.kernels.gemm.multiply import gemm_options
 from te_dynamo.kernels.gemm.product import gemm_kernel
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, BlockGemmTile, choose_block_tile
+from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.float8_block import block_tile, quantize_block
 from te_dynamo.kernels.runtime.compiled_code import PtxReport
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.kernels.tiles.fp8 import cast_launches
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED
 
 E4M3 = torch.float8_e4m3fn
@@ -49,7 +49,8 @@ def quantize_case(
     itemsize = TORCH_TYPES[dtype].itemsize
     order, constant_order = compiled.padded_order_arguments(groups)
     rows, warps, group = block_tile(columnwise, two_d, packed)
-    for by_rows, by_columns in cast_launches(rowwise, columnwise, itemsize):
+    for usage in BlockForm(torch.float8_e4m3fn, rowwise, columnwise, two_d).launches(itemsize):
+        by_rows, by_columns = usage.values()
         buffers = {"data": by_rows, "scale_inv": by_rows, "transpose": by_columns, "columnwise_scale_inv": by_columns}
         types = {name: "*fp32" if "scale" in name else f"*{fp8}" for name in buffers}
         yield Case(
@@ -228,7 +229,7 @@ def test_the_launcher_traces_with_exact_mutations_and_no_guards_of_its_own(
         x = torch.empty((rows, 256), dtype=dtype, device="cuda")
 
         def function(x: torch.Tensor) -> list[torch.Tensor]:
-            return quantize_block(x, E4M3, True, True, two_d, True, 0.0)
+            return quantize_block(x, BlockForm(E4M3, True, True, two_d))
 
         graph = make_fx(dispatch_functionalize(function), tracing_mode="real")(x)
     nodes = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]

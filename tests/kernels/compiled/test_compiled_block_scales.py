@@ -18,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from te_dynamo.kernels.gemm.block_scales import gemm_block_scales_kernel, multiplies_codes, tile
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as, described
@@ -103,9 +105,10 @@ def test_who_multiplies_codes() -> None:
 def products(scale_block: int, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     """dy^T @ x in NVFP4 (scale_block=16) or MXFP8: the rows, of which there are any number, are contracted."""
     if scale_block == 16:
-        operands = [t for v in (dy, x) for t in quantize_nvfp4(v, False, True, False, False, False, None, True)]
+        operands = [t for v in (dy, x) for t in quantize_nvfp4(v, NVFP4Form(False, True, swizzled=True))]
         return [gemm_nvfp4(*operands, None, torch.bfloat16)]
-    operands = [t for v in (dy, x) for t in quantize_mxfp8(v, torch.float8_e4m3fn, False, True, scale_block, True)]
+    form = MXFP8Form(torch.float8_e4m3fn, False, True, scale_block, True)
+    operands = [t for v in (dy, x) for t in quantize_mxfp8(v, form)]
     turned = scale_block == 32
     return [gemm_mxfp8(*operands, None, torch.bfloat16, turned, turned)]
 

@@ -26,9 +26,9 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from te_dynamo.kernels.layouts.mxfp8 import SCALE_BLOCKS, MXFP8Form
 from te_dynamo.kernels.quantize import mxfp8
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.kernels.tiles.fp8 import cast_launches
 
 H200 = TARGETS["h200"]
 
@@ -93,10 +93,11 @@ def quantize_case(
 
 
 def cases() -> Iterator[Case]:
-    for scale_block in mxfp8.SCALE_BLOCKS:
+    for scale_block in SCALE_BLOCKS:
         for x, itemsize in INPUTS.items():
-            usages = {launched for usage in USAGES for launched in cast_launches(*usage, itemsize)}
-            for usage in sorted(usages if scale_block == 128 else USAGES):
+            forms = [MXFP8Form(torch.float8_e4m3fn, *usage, scale_block) for usage in USAGES]
+            usages = {tuple(usage.values()) for form in forms for usage in form.launches(itemsize)}
+            for usage in sorted(usages):
                 yield quantize_case(scale_block, usage, x)
         yield quantize_case(scale_block, (True, True), fp8="*fp8e5")
         yield quantize_case(scale_block, (True, True), whole=False)
@@ -140,7 +141,7 @@ def test_torch_sees_what_the_kernel_writes(case: Case, monkeypatch: pytest.Monke
 
 
 @pytest.mark.one_fast_case
-@pytest.mark.parametrize("scale_block", mxfp8.SCALE_BLOCKS)
+@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
 def test_one_row_is_no_special_case(scale_block: int) -> None:
     """Triton makes a constant of an integer argument that is 1."""
     case = quantize_case(scale_block, (True, True))
@@ -156,11 +157,11 @@ def test_one_row_is_no_special_case(scale_block: int) -> None:
 
 
 def quantize_both(x: torch.Tensor, scale_block: int) -> list[torch.Tensor]:
-    return mxfp8.quantize_mxfp8(x, torch.float8_e4m3fn, True, True, scale_block)
+    return mxfp8.quantize_mxfp8(x, MXFP8Form(torch.float8_e4m3fn, True, True, scale_block))
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    a, b = (mxfp8.quantize_mxfp8(t, torch.float8_e4m3fn, True, False, 32) for t in (x, w))
+    a, b = (mxfp8.quantize_mxfp8(t, MXFP8Form(torch.float8_e4m3fn, True, False, 32)) for t in (x, w))
     return [gemm_mxfp8(*a, *b, bias, torch.bfloat16, False, False)]
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize import nvfp4, nvfp4_kernels
 from te_dynamo.kernels.quantize.current import PARTIALS
 
@@ -177,8 +178,8 @@ def traced(function: Any, *shapes: tuple[int, ...], dynamic: bool = False) -> tu
 def test_launchers_trace_with_exact_mutations_and_no_guards(dynamic: bool) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         random = torch.zeros(2, dtype=torch.int32, device="cuda")
-        a = nvfp4.quantize_nvfp4(x, True, False, False, False, False, None)
-        b = nvfp4.quantize_nvfp4(weight, True, True, False, True, True, random)
+        a = nvfp4.quantize_nvfp4(x, NVFP4Form(True, False))
+        b = nvfp4.quantize_nvfp4(weight, NVFP4Form(True, True, hadamard=True, stochastic_rounding=True), random)
         return gemm_nvfp4(*a, *b[:3], None, torch.bfloat16)
 
     graph, environment = traced(linear, (8, 128), (8, 128), dynamic=dynamic)

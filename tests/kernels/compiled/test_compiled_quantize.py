@@ -19,16 +19,16 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 from te_dynamo.kernels.activation import activation, gated, gated_halves, gated_kernels
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import current_kernels
-from te_dynamo.kernels.tiles import fp8
 from te_dynamo.lowering.inductor.install import install
 from te_dynamo.torch_private.private import compiling_ours
 
 E4M3 = torch.float8_e4m3fn
-OPTIONS = (E4M3, True, True, False, 0.0)
+FORM = TensorForm(E4M3, True, True)
 POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
 
 
@@ -152,8 +152,8 @@ def test_cast_kernels_compile_for_other_dtypes_and_tiles(rows, columnwise, dtype
     itemsize = 4 if dtype == "fp32" else 2
     cases = list(cast_cases(rows, columnwise, dtype))
     for kernel, constants, warps in cases[:: 3 if dtype == "fp16" else 1]:  # fp16 is as wide as bf16, above
-        for by_rows, by_columns in fp8.cast_launches(True, columnwise, itemsize):
-            launched = {**constants, "ROWWISE": by_rows, "COLUMNWISE": by_columns}
+        for usage in TensorForm(torch.float8_e4m3fn, True, columnwise).launches(itemsize):
+            launched = {**constants, **usage}
             # Triton 3.6 spills two words of a norm's fp32 rows.
             assert_no_spills(compile_kernel(kernel, launched, warps, dtype, "fp32"), tmp_path, allowed=8)
 
@@ -200,12 +200,12 @@ class Sm90Driver:
 
 LAUNCHERS = {
     "quantize": (
-        lambda x: quantize.quantize(x, *OPTIONS),
+        lambda x: quantize.quantize(x, FORM),
         [(8, 128)],
         [["partials"], ["data", "transpose", "scale_inv"]],
     ),
     "quantize_rowwise": (
-        lambda x: quantize.quantize(x, E4M3, True, False, False, 0.0),
+        lambda x: quantize.quantize(x, TensorForm(E4M3, True, False)),
         [(8, 16384)],
         [["partials"], ["data", "scale_inv"]],
     ),
@@ -215,23 +215,23 @@ LAUNCHERS = {
         [["y", "rstd"]],
     ),
     "layer_norm_quantize": (
-        lambda x, w, b: norm.layer_norm_quantize(x, w, b, 1e-5, *OPTIONS, True),
+        lambda x, w, b: norm.layer_norm_quantize(x, w, b, 1e-5, FORM, True),
         [(8, 128), (128,), (128,)],
         [["mean", "rstd", "partials"], ["y", "data", "transpose", "scale_inv"]],
     ),
     "activation": (lambda x: activation.activation(x, "gelu"), [(8, 128)], [["y"]]),
     "activation_backward_quantize": (
-        lambda dy, x: activation.activation_backward_quantize(dy, x, "gelu", *OPTIONS, False, True),
+        lambda dy, x: activation.activation_backward_quantize(dy, x, "gelu", FORM, False, True),
         [(8, 128), (8, 128)],
         [["partials", "sums"], ["dbias", "data", "transpose", "scale_inv"]],
     ),
     "gated_quantize": (
-        lambda both: gated.gated_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), "gelu", *OPTIONS, False),
+        lambda both: gated.gated_quantize(both.narrow(-1, 0, 64), both.narrow(-1, 64, 64), "gelu", FORM, False),
         [(2, 4, 128)],
         [["partials"], ["data", "transpose", "scale_inv"]],
     ),
     "gated_backward_quantize": (
-        lambda dy, gate, up: gated.gated_backward_quantize(dy, gate, up, "gelu", *OPTIONS, True),
+        lambda dy, gate, up: gated.gated_backward_quantize(dy, gate, up, "gelu", FORM, True),
         [(8, 128)] * 3,
         [
             ["gate_partials", "up_partials"],
@@ -248,7 +248,7 @@ LAUNCHERS = {
         ],
     ),
     "gated_backward_quantize_halves": (
-        lambda dy, h: gated_halves.gated_backward_quantize_halves(dy, *h.chunk(2, -1), "gelu", *OPTIONS, False, False),
+        lambda dy, h: gated_halves.gated_backward_quantize_halves(dy, *h.chunk(2, -1), "gelu", FORM, False, False),
         [(8, 128), (8, 256)],
         [["gate_partials"], ["gate_data", "gate_transpose", "gate_scale_inv"]],
     ),

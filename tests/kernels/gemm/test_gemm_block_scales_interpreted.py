@@ -13,6 +13,8 @@ from helpers.kernels.gemms import gemm_mxfp8, gemm_mxfp8_reference, gemm_nvfp4, 
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import block_scales
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8_reference
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4_reference
 from te_dynamo.kernels.runtime.target import TARGETS, acting_as
@@ -51,8 +53,8 @@ def check_mxfp8(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, turned: bo
             continue
         left, right = a.t() if a_columnwise else a, b.t() if b_columnwise else b
         operands = (
-            *quantize_mxfp8_reference(left, e5m2, not a_columnwise, a_columnwise, 32, swizzled),
-            *quantize_mxfp8_reference(right, e4m3, not b_columnwise, b_columnwise, 32, swizzled),
+            *quantize_mxfp8_reference(left, MXFP8Form(e5m2, not a_columnwise, a_columnwise, 32, swizzled)),
+            *quantize_mxfp8_reference(right, MXFP8Form(e4m3, not b_columnwise, b_columnwise, 32, swizzled)),
             bias,
             torch.float32,
             a_columnwise,
@@ -62,10 +64,9 @@ def check_mxfp8(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, turned: bo
 
 
 def check_nvfp4(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> None:
-    form = (False, False, False, None)
     for swizzled, given in itertools.product((False, True), (bias, None)):
-        left = quantize_nvfp4_reference(a, True, False, *form, swizzled)
-        right = quantize_nvfp4_reference(b, True, False, *form, swizzled)
+        left = quantize_nvfp4_reference(a, NVFP4Form(True, False, swizzled=swizzled))
+        right = quantize_nvfp4_reference(b, NVFP4Form(True, False, swizzled=swizzled))
         operands = (*left, *right, given, torch.float32)
         torch.testing.assert_close(gemm_nvfp4(*operands), gemm_nvfp4_reference(*operands), rtol=1e-5, atol=1e-4)
 

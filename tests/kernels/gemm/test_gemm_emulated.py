@@ -9,6 +9,7 @@ import torch
 from helpers.kernels.gemms import gemm_mxfp8_reference, mxfp8_request
 
 from te_dynamo.kernels.gemm import emulated
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference, quantize_mxfp8_reference
 
 
@@ -18,9 +19,9 @@ from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference, quantiz
 def test_mxfp8_is_the_reference(columnwise: bool, out_dtype: torch.dtype, biased: bool) -> None:
     a, b = torch.randn(64, 32), torch.randn(32, 96).t()
     operands = [
-        *quantize_mxfp8_reference(a, torch.float8_e4m3fn, True, False, 32, False),
+        *quantize_mxfp8_reference(a, MXFP8Form(torch.float8_e4m3fn, True, False, 32, False)),
         *quantize_mxfp8_reference(
-            b.t() if columnwise else b, torch.float8_e4m3fn, not columnwise, columnwise, 32, False
+            b.t() if columnwise else b, MXFP8Form(torch.float8_e4m3fn, not columnwise, columnwise, 32, False)
         ),
     ]
     request = *operands, torch.randn(96).bfloat16() if biased else None, out_dtype, False, columnwise

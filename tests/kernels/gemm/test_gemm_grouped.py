@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, choose_columns_tile, choose_rows_tile
+from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.quantize.current import quantize_grouped, quantize_grouped_reference, quantize_reference
 
 OUT = [torch.bfloat16, torch.float16, torch.float32]
@@ -34,8 +35,8 @@ def row_operands(m: int, groups: int, n: int, k: int, a_dtype=E4M3, device: str 
     generator = torch.Generator().manual_seed(seed)
     x, w = torch.randn(m, k, generator=generator), torch.randn(groups, n, k, generator=generator)
     w *= torch.arange(1, groups + 1)[:, None, None]
-    a = quantize_reference(x, a_dtype, True, False, False, 0.0)
-    b = quantize_grouped_reference(w, E4M3, True, False, False, 0.0)
+    a = quantize_reference(x, TensorForm(a_dtype, True, False, False, 0.0))
+    b = quantize_grouped_reference(w, GroupedForm(E4M3, True, False, False, 0.0))
     return tuple(t.to(device) for t in (*a, *b))
 
 
@@ -58,9 +59,9 @@ def exact_rows(a, a_scale_inv, b, b_scale_inv, offs):
 def test_groups_are_quantized_each_by_itself(rowwise, columnwise, dtype) -> None:
     x = torch.stack([make_input(kind, (20, 48), dtype) for kind in ("normal", "zeros", "huge", "nan")])
     for fp8_dtype in FP8_DTYPES:
-        *buffers, scale_inv = quantize_grouped_reference(x, fp8_dtype, rowwise, columnwise, False, 1e-3)
+        *buffers, scale_inv = quantize_grouped_reference(x, GroupedForm(fp8_dtype, rowwise, columnwise, False, 1e-3))
         for group in range(4):
-            expected = quantize_reference(x[group], fp8_dtype, rowwise, columnwise, False, 1e-3)
+            expected = quantize_reference(x[group], TensorForm(fp8_dtype, rowwise, columnwise, False, 1e-3))
             assert_same_bits([*(buffer[group] for buffer in buffers), scale_inv[group : group + 1]], expected)
 
 
@@ -155,7 +156,7 @@ def test_operands_that_are_refused() -> None:
         gemm_grouped_columns_reference(left, sl, right, sr, offs[:0], torch.bfloat16, True)
     for shape in ((4, 4), (0, 4, 4), (2, 0, 4)):
         with pytest.raises(ValueError, match=r"expected x \[G, N, K\]"):
-            quantize_grouped_reference(torch.zeros(shape), E4M3, True, False, False, 0.0)
+            quantize_grouped_reference(torch.zeros(shape), GroupedForm(E4M3, True, False, False, 0.0))
 
 
 # -- tile choice and launches, no GPU needed -------------------------------------------------------
@@ -183,7 +184,7 @@ def test_the_launches_are_recorded_by_make_fx(dynamic) -> None:
         one, offs = torch.empty(1, device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
 
         def run(a, columns, w, one, offs):
-            data, transpose, scales = quantize_grouped(w, E4M3, True, True, False, 0.0)
+            data, transpose, scales = quantize_grouped(w, GroupedForm(E4M3, True, True, False, 0.0))
             y = gemm_grouped(a, one, data, scales, offs, torch.bfloat16, True)
             return y, transpose, gemm_grouped_columns(columns, one, columns, one, offs, torch.bfloat16, False)
 
@@ -299,7 +300,7 @@ def test_quantization_by_groups_is_bit_equal_to_the_reference(rowwise, columnwis
     for shape in ((48, 300), (1024, 256), (17, 33)):
         x = torch.stack([make_input(kind, shape, dtype) for kind in kinds])
         for fp8_dtype in FP8_DTYPES:
-            arguments = (fp8_dtype, rowwise, columnwise, False, 0.0)
+            form = GroupedForm(fp8_dtype, rowwise, columnwise)
             on_device = x.cuda()
-            got = run_poisoned(lambda: quantize_grouped(on_device, *arguments))  # noqa: B023
-            assert_same_bits(got, quantize_grouped_reference(x, *arguments))
+            got = run_poisoned(lambda: quantize_grouped(on_device, form))  # noqa: B023
+            assert_same_bits(got, quantize_grouped_reference(x, form))

@@ -13,6 +13,7 @@ from helpers.kernels.gemms import gemm_nvfp4, gemm_nvfp4_reference
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import emulated
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4_reference
 from te_dynamo.kernels.runtime.target import TARGETS, acting_as
 
@@ -36,8 +37,8 @@ def main() -> None:
             a, b, bias = (torch.randn(size).bfloat16() for size in ((m, k), (n, k), (n,)))
             for given in (bias, None):
                 operands = [
-                    *quantize_nvfp4_reference(a, True, False, False, False, False, None, False),
-                    *quantize_nvfp4_reference(b, True, False, False, False, False, None, False),
+                    *quantize_nvfp4_reference(a, NVFP4Form(True, False)),
+                    *quantize_nvfp4_reference(b, NVFP4Form(True, False)),
                 ]
                 multiply.reset_mock()
                 actual = gemm_nvfp4(*operands, given, torch.float32)

@@ -30,6 +30,7 @@ from te_dynamo.kernels.gemm.tiles import (
     choose_stacked_tile,
     choose_tile,
 )
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize import current as plain
 from te_dynamo.kernels.quantize.current import quantize_stacked, quantize_stacked_reference
 from te_dynamo.kernels.quantize.current_kernels import quantize_stacked_kernel
@@ -40,7 +41,7 @@ from te_dynamo.kernels.tiles.stacking import Stacking
 H200 = TARGETS["h200"]
 
 PAIR, TRIPLE = (256, 384), (256, 128, 128)
-OPTIONS = (E4M3, True, True, False, 0.0)
+FORM = TensorForm(E4M3, True, True)
 
 
 def stacked_operands(m: int, n: int, k: int, along: str, segments: Sequence[int], device: str = "cpu", spread=1.0):
@@ -119,8 +120,8 @@ def test_reference_adds_the_bias_of_each_part() -> None:
 def test_quantization_is_that_of_each_tensor(by_columns: bool, usages: tuple[bool, bool]) -> None:
     shapes = [(72, n) if by_columns else (n, 72) for n in TRIPLE]
     xs = [make_input("normal", shape, torch.bfloat16, seed=i) * 3**i for i, shape in enumerate(shapes)]
-    stack = quantize_stacked_reference(xs, E4M3, *usages, False, 0.0, by_columns)
-    each = [plain.quantize_reference(x, E4M3, *usages, False, 0.0) for x in xs]
+    stack = quantize_stacked_reference(xs, TensorForm(E4M3, *usages, False, 0.0), by_columns)
+    each = [plain.quantize_reference(x, TensorForm(E4M3, *usages, False, 0.0)) for x in xs]
     dims = [int(by_columns)] * usages[0] + [int(not by_columns)] * usages[1] + [0]
     for index, dim in enumerate(dims):
         for part, own in zip(stack[index].split([o[index].shape[dim] for o in each], dim), each, strict=True):
@@ -150,9 +151,9 @@ def test_operands_that_are_refused() -> None:
         call(*other, bias=torch.zeros(72), along="K")
     x = torch.zeros(128, 64)
     with pytest.raises(ValueError, match="equally many columns"):
-        quantize_stacked_reference([x, torch.zeros(128, 32)], *OPTIONS, False)
+        quantize_stacked_reference([x, torch.zeros(128, 32)], FORM, False)
     with pytest.raises(ValueError, match="one dtype"):
-        quantize_stacked_reference([x, x.bfloat16()], *OPTIONS, False)
+        quantize_stacked_reference([x, x.bfloat16()], FORM, False)
 
 
 # -- choice ------------------------------------------------------------------------------------------
@@ -375,7 +376,7 @@ def test_quantize_kernel(by_columns: bool, usages: tuple[bool, bool], dtype: tor
     for other, segments in ((303, TRIPLE), (2048, (2048, 4096))):
         shapes = [(other, n) if by_columns else (n, other) for n in segments]
         xs = [make_input("normal", s, dtype, "cuda", seed=i) * 9**i for i, s in enumerate(shapes)]
-        options = (xs, E5M2, *usages, False, 0.0, by_columns)
+        options = (xs, TensorForm(E5M2, *usages), by_columns)
         assert_same_bits(run_poisoned(lambda o=options: quantize_stacked(*o)), quantize_stacked_reference(*options))
         amaxes = [xs[0].abs().amax().float().reshape(1)] + [None] * (len(xs) - 1)
         assert_same_bits(quantize_stacked(*options, amaxes), quantize_stacked_reference(*options))
@@ -389,11 +390,9 @@ def test_gated_backward_writes_the_stack(usages: tuple[bool, bool], dtype: torch
         both = make_input("normal", (rows, 2 * columns), dtype, "cuda", seed=1)
         gate, up = both[:, :columns], both[:, columns:]
         dy = make_input("normal", (rows, columns), dtype, "cuda", seed=2)
-        options = (E5M2, *usages, False, 0.0)
+        form = TensorForm(E5M2, *usages)
         grads = gated.gated_backward(dy, gate, up, "silu")
-        expected = quantize_stacked_reference(grads, *options, True)
-        fused = run_poisoned(
-            lambda args=(dy, gate, up, "silu", *options): gated.gated_backward_quantize(*args, True, True)
-        )
+        expected = quantize_stacked_reference(grads, form, True)
+        fused = run_poisoned(lambda args=(dy, gate, up, "silu", form): gated.gated_backward_quantize(*args, True, True))
         assert_same_bits(fused, [*grads, *expected])
-        assert_same_bits(gated.gated_backward_quantize(dy, gate, up, "silu", *options, False, True), expected)
+        assert_same_bits(gated.gated_backward_quantize(dy, gate, up, "silu", form, False, True), expected)

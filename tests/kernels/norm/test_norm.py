@@ -16,6 +16,7 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import kernels, norm
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 
@@ -100,13 +101,13 @@ def test_weight_may_be_wider_than_x():
 def test_fused_reference_is_norm_then_quantize(keep_output):
     x = make_input("normal", (2, 9, 64), torch.bfloat16)
     weight, bias = parameters(64, torch.bfloat16)
-    options = (E4M3, True, True, False, 0.0)
+    options = TensorForm(E4M3, True, True, False, 0.0)
     y, rstd = norm.rms_norm_reference(x, weight, 1e-5, True, False)
-    actual = norm.rms_norm_quantize_reference(x, weight, 1e-5, True, False, *options, keep_output)
-    assert_same_bits(actual, [*([y] if keep_output else []), rstd, *quantize_reference(y, *options)])
+    actual = norm.rms_norm_quantize_reference(x, weight, 1e-5, True, False, options, keep_output)
+    assert_same_bits(actual, [*([y] if keep_output else []), rstd, *quantize_reference(y, options)])
     y, mean, rstd = norm.layer_norm_reference(x, weight, bias, 1e-5)
-    actual = norm.layer_norm_quantize_reference(x, weight, bias, 1e-5, *options, keep_output)
-    assert_same_bits(actual, [*([y] if keep_output else []), mean, rstd, *quantize_reference(y, *options)])
+    actual = norm.layer_norm_quantize_reference(x, weight, bias, 1e-5, options, keep_output)
+    assert_same_bits(actual, [*([y] if keep_output else []), mean, rstd, *quantize_reference(y, options)])
 
 
 @pytest.mark.parametrize(
@@ -157,20 +158,20 @@ def test_fused_kernel_equals_norm_then_quantize(shape, dtype):
     for parameter_dtype in {dtype, torch.float32}:
         weight, bias = parameters(shape[-1], parameter_dtype, "cuda")
         for options in (
-            (E4M3, True, True, False, 0.0),
-            (E5M2, False, True, True, 0.0),
-            (E4M3, True, False, False, 1.0),
+            TensorForm(E4M3, True, True, False, 0.0),
+            TensorForm(E5M2, False, True, True, 0.0),
+            TensorForm(E4M3, True, False, False, 1.0),
         ):
             for w, (cast, zero) in ((None, RMS_MODES[1]), *((weight, mode) for mode in RMS_MODES)):
                 y, rstd = norm.rms_norm(x, w, 1e-5, cast, zero)
-                fused = norm.rms_norm_quantize(x, w, 1e-5, cast, zero, *options, True)
-                assert_same_bits(fused, [y, rstd, *quantize(y, *options)])
-                assert_same_bits(norm.rms_norm_quantize(x, w, 1e-5, cast, zero, *options, False), fused[1:])
+                fused = norm.rms_norm_quantize(x, w, 1e-5, cast, zero, options, True)
+                assert_same_bits(fused, [y, rstd, *quantize(y, options)])
+                assert_same_bits(norm.rms_norm_quantize(x, w, 1e-5, cast, zero, options, False), fused[1:])
             for w, b in ((None, None), (weight, None), (None, bias), (weight, bias)):
                 y, mean, rstd = norm.layer_norm(x, w, b, 1e-5)
-                fused = norm.layer_norm_quantize(x, w, b, 1e-5, *options, True)
-                assert_same_bits(fused, [y, mean, rstd, *quantize(y, *options)])
-                assert_same_bits(norm.layer_norm_quantize(x, w, b, 1e-5, *options, False), fused[1:])
+                fused = norm.layer_norm_quantize(x, w, b, 1e-5, options, True)
+                assert_same_bits(fused, [y, mean, rstd, *quantize(y, options)])
+                assert_same_bits(norm.layer_norm_quantize(x, w, b, 1e-5, options, False), fused[1:])
 
 
 @gpu
@@ -179,7 +180,7 @@ def test_fused_kernel_equals_norm_then_quantize(shape, dtype):
 def test_kernels_write_every_element(shape):
     x = make_input("normal", shape, torch.bfloat16, "cuda")
     weight, bias = parameters(shape[-1], torch.bfloat16, "cuda")
-    options = (E4M3, True, True, False, 0.0, True)
+    options = (TensorForm(E4M3, True, True), True)
     run_poisoned(lambda: norm.rms_norm(x, weight, 1e-5, True, False))
     run_poisoned(lambda: norm.layer_norm(x, weight, bias, 1e-5))
     run_poisoned(lambda: norm.rms_norm_quantize(x, weight, 1e-5, True, False, *options))
@@ -190,7 +191,7 @@ def test_kernels_write_every_element(shape):
 @needs_cuda
 def test_a_nan_row_reaches_only_its_own_row_and_the_scale():
     x = make_input("nan", (64, 256), torch.bfloat16, "cuda")
-    y, rstd, data, scale_inv = norm.rms_norm_quantize(x, None, 1e-5, False, False, E4M3, True, False, False, 0.0, True)
+    y, rstd, data, scale_inv = norm.rms_norm_quantize(x, None, 1e-5, False, False, TensorForm(E4M3, True, False), True)
     bad = x.isnan().any(-1)
     assert torch.equal(y.isnan().any(-1), bad) and torch.equal(rstd.isnan(), bad)
     assert torch.equal(data.float().isnan().all(-1), bad) and scale_inv.item() == 1

@@ -15,11 +15,12 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import add as norm_add
 from te_dynamo.kernels.norm import kernels, norm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-OPTIONS = (E4M3, True, True, False, 0.0)
+OPTIONS = TensorForm(E4M3, True, True, False, 0.0)
 RMS_MODES = ((False, False), (True, False), (False, True))  # cast_before_weight, zero_centered
 
 
@@ -34,10 +35,10 @@ def operands(shape, dtype, device="cpu"):
 def test_reference_is_an_addition_then_the_norm(dtype, keep_output):
     x, residual, weight, bias = operands((2, 9, 64), dtype)
     h = (x.float() + residual.float()).to(dtype)
-    rms = (1e-5, True, False, *OPTIONS, keep_output)
+    rms = (1e-5, True, False, OPTIONS, keep_output)
     actual = norm_add.add_rms_norm_quantize_reference(x, residual, weight, *rms)
     assert_same_bits(actual, [h, *norm.rms_norm_quantize_reference(h, weight, *rms)])
-    layer = (1e-5, *OPTIONS, keep_output)
+    layer = (1e-5, OPTIONS, keep_output)
     actual = norm_add.add_layer_norm_quantize_reference(x, residual, weight, bias, *layer)
     assert_same_bits(actual, [h, *norm.layer_norm_quantize_reference(h, weight, bias, *layer)])
 
@@ -87,14 +88,14 @@ def test_kernel_equals_an_addition_then_the_norms_kernel(shape, dtype):
     """Of an addition by torch, whose h is the residual stream of the unfused graph."""
     x, residual, weight, bias = operands(shape, dtype, "cuda")
     h = x + residual
-    for options in (OPTIONS, (E5M2, False, True, True, 0.0), (E4M3, True, False, False, 1.0)):
+    for options in (OPTIONS, TensorForm(E5M2, False, True, True, 0.0), TensorForm(E4M3, True, False, False, 1.0)):
         for keep_output in (False, True):
             for w, mode in ((None, RMS_MODES[1]), *((weight, mode) for mode in RMS_MODES)):
-                actual = norm_add.add_rms_norm_quantize(x, residual, w, 1e-5, *mode, *options, keep_output)
-                assert_same_bits(actual, [h, *norm.rms_norm_quantize(h, w, 1e-5, *mode, *options, keep_output)])
+                actual = norm_add.add_rms_norm_quantize(x, residual, w, 1e-5, *mode, options, keep_output)
+                assert_same_bits(actual, [h, *norm.rms_norm_quantize(h, w, 1e-5, *mode, options, keep_output)])
             for w, b in ((None, None), (weight, None), (None, bias), (weight, bias)):
-                actual = norm_add.add_layer_norm_quantize(x, residual, w, b, 1e-5, *options, keep_output)
-                assert_same_bits(actual, [h, *norm.layer_norm_quantize(h, w, b, 1e-5, *options, keep_output)])
+                actual = norm_add.add_layer_norm_quantize(x, residual, w, b, 1e-5, options, keep_output)
+                assert_same_bits(actual, [h, *norm.layer_norm_quantize(h, w, b, 1e-5, options, keep_output)])
 
 
 @gpu
@@ -102,8 +103,8 @@ def test_kernel_equals_an_addition_then_the_norms_kernel(shape, dtype):
 @pytest.mark.parametrize("shape", [(303, 300), (2048, 4096), (5, 20000)])
 def test_kernel_writes_every_element(shape):
     x, residual, weight, bias = operands(shape, torch.bfloat16, "cuda")
-    run_poisoned(lambda: norm_add.add_rms_norm_quantize(x, residual, weight, 1e-5, True, False, *OPTIONS, True))
-    run_poisoned(lambda: norm_add.add_layer_norm_quantize(x, residual, weight, bias, 1e-5, *OPTIONS, True))
+    run_poisoned(lambda: norm_add.add_rms_norm_quantize(x, residual, weight, 1e-5, True, False, OPTIONS, True))
+    run_poisoned(lambda: norm_add.add_layer_norm_quantize(x, residual, weight, bias, 1e-5, OPTIONS, True))
 
 
 @gpu
@@ -112,9 +113,9 @@ def test_an_infinite_sum_reaches_its_own_row_and_the_scale():
     x, residual, weight, _ = operands((64, 256), torch.bfloat16, "cuda")
     x[7, 3] = residual[7, 3] = torch.finfo(torch.bfloat16).max
     h, y, rstd, *buffers = norm_add.add_rms_norm_quantize(
-        x, residual, weight, 1e-5, False, False, E4M3, True, False, False, 0.0, True
+        x, residual, weight, 1e-5, False, False, TensorForm(E4M3, True, False), True
     )
     assert h[7, 3] == torch.inf
     assert_same_bits(
-        [y, rstd, *buffers], norm.rms_norm_quantize(h, weight, 1e-5, False, False, E4M3, True, False, False, 0.0, True)
+        [y, rstd, *buffers], norm.rms_norm_quantize(h, weight, 1e-5, False, False, TensorForm(E4M3, True, False), True)
     )

@@ -13,12 +13,13 @@ from helpers.kernels.interpreted import install
 from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import add, functions, kernels, modulate, norm
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 from te_dynamo.kernels.tiles import fp8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BOTH = (torch.float8_e4m3fn, True, True, False, 0.0)
+BOTH = TensorForm(torch.float8_e4m3fn, True, True, False, 0.0)
 DTYPES = [(FP32, BF16), (FP32, FP16), (BF16, FP32)]
 SHAPES = [(19, 64), (303, 300), (33, 4096), (9, 20000)]
 
@@ -43,18 +44,18 @@ def check(shape, x_dtype, dtype, device="cpu", quantize=quantize_reference):
         torch.testing.assert_close([y, *statistics], [exact.to(dtype), *of_exact], **one_rounding)
         for keep in (False, True):
             kept, read = [y] if keep else [], [exact] if keep else []
-            assert_same_bits(quantized(x, *options, *BOTH, keep, dtype), [*kept, *statistics, *quantize(y, *BOTH)])
-            in_both = quantized(x, *options, *BOTH, keep, FP32, dtype)
-            assert_same_bits(in_both, [*read, *of_exact, *quantize(exact.to(dtype), *BOTH)])
+            assert_same_bits(quantized(x, *options, BOTH, keep, dtype), [*kept, *statistics, *quantize(y, BOTH)])
+            in_both = quantized(x, *options, BOTH, keep, FP32, dtype)
+            assert_same_bits(in_both, [*read, *of_exact, *quantize(exact.to(dtype), BOTH)])
 
 
 def check_sum(shape, dtype, device="cpu"):
     """A product in `dtype` added to a residual stream in fp32, whichever comes first."""
     for x, _, quantized, added, options in list(norms(shape, FP32, device))[:2]:
         product = make_input("normal", shape, dtype, device, seed=5)
-        expected = [x + product, *quantized(x + product, *options, *BOTH, False, dtype)]
+        expected = [x + product, *quantized(x + product, *options, BOTH, False, dtype)]
         for operands in ((x, product), (product, x)):
-            assert_same_bits(added(*operands, *options, *BOTH, False, dtype), expected)
+            assert_same_bits(added(*operands, *options, BOTH, False, dtype), expected)
 
 
 REFERENCES = {
@@ -73,8 +74,8 @@ def test_references(x_dtype, dtype):
         y, *statistics = REFERENCES[alone](x, *options, dtype)
         exact = REFERENCES[alone](x, *options, FP32)[0]
         assert_same_bits([y], [exact.to(dtype)])
-        in_both = REFERENCES[quantized](x, *options, *BOTH, True, FP32, dtype)
-        assert_same_bits(in_both, [exact, *statistics, *quantize_reference(y, *BOTH)])
+        in_both = REFERENCES[quantized](x, *options, BOTH, True, FP32, dtype)
+        assert_same_bits(in_both, [exact, *statistics, *quantize_reference(y, BOTH)])
 
 
 @gpu
@@ -86,7 +87,7 @@ def test_kernels(shape, x_dtype, dtype):
     check_sum(shape, dtype, "cuda")
     for x, alone, quantized, _, options in norms(shape, x_dtype, "cuda"):
         run_poisoned(lambda: alone(x, *options, dtype))  # noqa: B023
-        run_poisoned(lambda: quantized(x, *options, *BOTH, True, FP32, dtype))  # noqa: B023
+        run_poisoned(lambda: quantized(x, *options, BOTH, True, FP32, dtype))  # noqa: B023
 
 
 # --- in Triton's interpreter --------------------------------------------------------------------------------

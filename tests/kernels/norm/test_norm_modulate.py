@@ -26,14 +26,15 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import functions, kernels, modulate
 from te_dynamo.kernels.norm import norm as norms
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 from te_dynamo.kernels.tiles import fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BOTH = (E4M3, True, True, False, 0.0)
-OPTIONS = (BOTH, (E5M2, False, True, True, 0.0), (E4M3, True, False, False, 1.0))
+BOTH = TensorForm(E4M3, True, True, False, 0.0)
+OPTIONS = (BOTH, TensorForm(E5M2, False, True, True, 0.0), TensorForm(E4M3, True, False, False, 1.0))
 SHAPES = [(2, 19, 64), (3, 100, 300), (1, 256, 1152), (5, 2, 7, 40), (4, 33, 9000)]
 
 
@@ -56,8 +57,8 @@ def test_reference(dtype, zero_centered):
     y, mean, rstd = modulate.layer_norm_modulate_reference(*args, 1e-5, zero_centered)
     assert_within_rounding(y, exact(*args, zero_centered), atol=1e-5)
     assert_same_bits([mean, rstd], norms.layer_norm_reference(args[0], None, None, 1e-5)[1:])
-    actual = modulate.layer_norm_modulate_quantize_reference(*args, 1e-5, zero_centered, *BOTH, True)
-    assert_same_bits(actual, [y, mean, rstd, *quantize_reference(y, *BOTH)])
+    actual = modulate.layer_norm_modulate_quantize_reference(*args, 1e-5, zero_centered, BOTH, True)
+    assert_same_bits(actual, [y, mean, rstd, *quantize_reference(y, BOTH)])
 
 
 @pytest.mark.one_fast_case
@@ -95,9 +96,9 @@ def test_fused_equals_the_norm_then_quantize(shape, dtype, zero_centered):
     y, mean, rstd = modulate.layer_norm_modulate(*args, 1e-5, zero_centered)
     assert_within_rounding(y, exact(*args, zero_centered), atol=4e-5)
     for options in OPTIONS:
-        fused = modulate.layer_norm_modulate_quantize(*args, 1e-5, zero_centered, *options, True)
-        assert_same_bits(fused, [y, mean, rstd, *quantize(y, *options)])
-        assert_same_bits(modulate.layer_norm_modulate_quantize(*args, 1e-5, zero_centered, *options, False), fused[1:])
+        fused = modulate.layer_norm_modulate_quantize(*args, 1e-5, zero_centered, options, True)
+        assert_same_bits(fused, [y, mean, rstd, *quantize(y, options)])
+        assert_same_bits(modulate.layer_norm_modulate_quantize(*args, 1e-5, zero_centered, options, False), fused[1:])
 
 
 @gpu
@@ -106,7 +107,7 @@ def test_fused_equals_the_norm_then_quantize(shape, dtype, zero_centered):
 def test_kernels_write_every_element(shape):
     args = operands(shape, torch.bfloat16, "cuda")
     run_poisoned(lambda: modulate.layer_norm_modulate(*args, 1e-5, True))
-    run_poisoned(lambda: modulate.layer_norm_modulate_quantize(*args, 1e-5, True, *BOTH, True))
+    run_poisoned(lambda: modulate.layer_norm_modulate_quantize(*args, 1e-5, True, BOTH, True))
 
 
 # --- in Triton's interpreter --------------------------------------------------------------------------------
@@ -139,8 +140,8 @@ def main(shapes: str) -> None:
             y, mean, rstd = modulate.layer_norm_modulate(*args, 1e-5, zero_centered)
             expected = modulate.layer_norm_modulate_reference(*args, 1e-5, zero_centered)
             torch.testing.assert_close((y, mean, rstd), expected)
-            actual = modulate.layer_norm_modulate_quantize(*args, 1e-5, zero_centered, *BOTH, True)
-            assert_same_bits(actual, [y, mean, rstd, *quantize_reference(y, *BOTH)])
+            actual = modulate.layer_norm_modulate_quantize(*args, 1e-5, zero_centered, BOTH, True)
+            assert_same_bits(actual, [y, mean, rstd, *quantize_reference(y, BOTH)])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from helpers.kernels.quantize_values import FORMATS, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.quantize.float8_block import quantize_block, quantize_block_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -105,8 +108,8 @@ def test_reference_equals_an_independent_formulation(shape, kind):
     for dtype in DTYPES:
         x = block_input(kind, shape, dtype)
         for two_d, power_of_two, eps, fp8_dtype in ((False, True, 0.0, E4M3), (True, False, 1e-3, torch.float8_e5m2)):
-            options = (fp8_dtype, True, True, two_d, power_of_two, eps)
-            assert_same_bits(quantize_block_reference(x, *options), expected_buffers(x, *options))
+            options = BlockForm(fp8_dtype, True, True, two_d, power_of_two, eps)
+            assert_same_bits(quantize_block_reference(x, options), expected_buffers(x, *dataclasses.astuple(options)))
 
 
 @pytest.mark.slow
@@ -118,8 +121,10 @@ def test_reference_equals_an_independent_formulation_everywhere(shape, kind):
         x = block_input(kind, shape, dtype)
         for two_d in (False, True):
             for fp8_dtype, power_of_two, eps in ((E4M3, True, 0.0), (torch.float8_e5m2, False, 0.0), (E4M3, True, 0.3)):
-                options = (fp8_dtype, True, True, two_d, power_of_two, eps)
-                assert_same_bits(quantize_block_reference(x, *options), expected_buffers(x, *options))
+                options = BlockForm(fp8_dtype, True, True, two_d, power_of_two, eps)
+                assert_same_bits(
+                    quantize_block_reference(x, options), expected_buffers(x, *dataclasses.astuple(options))
+                )
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,26 +140,24 @@ def test_reference_equals_an_independent_formulation_everywhere(shape, kind):
 )
 def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, eps, fp8_dtype, two_d, power_of_two, usage):
     x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent))
-    options = (fp8_dtype, *usage, two_d, power_of_two, eps)
-    assert_same_bits(quantize_block_reference(x, *options), expected_buffers(x, *options))
+    options = BlockForm(fp8_dtype, *usage, two_d, power_of_two, eps)
+    assert_same_bits(quantize_block_reference(x, options), expected_buffers(x, *dataclasses.astuple(options)))
 
 
 def test_leading_dimensions_are_read_as_rows():
     x = make_input("normal", (2, 3, 5, 32), torch.bfloat16)
     for two_d in (False, True):
-        options = (E4M3, True, True, two_d, True, 0.0)
-        assert_same_bits(quantize_block_reference(x, *options), quantize_block_reference(x.reshape(30, 32), *options))
-        assert_same_bits(
-            quantize_block_reference(x[0, 0, 0], *options), quantize_block_reference(x[0, 0, :1], *options)
-        )
+        options = BlockForm(E4M3, True, True, two_d, True, 0.0)
+        assert_same_bits(quantize_block_reference(x, options), quantize_block_reference(x.reshape(30, 32), options))
+        assert_same_bits(quantize_block_reference(x[0, 0, 0], options), quantize_block_reference(x[0, 0, :1], options))
 
 
 def test_columns_are_quantized_on_their_own_or_share_the_blocks():
     x = make_input("normal", (256, 384), torch.bfloat16)
     for two_d in (False, True):
         options = (two_d, True, 0.0)
-        data, _, transpose, columnwise_scale_inv = quantize_block_reference(x, E4M3, True, True, *options)
-        by_columns = quantize_block_reference(x.t().contiguous(), E4M3, True, False, *options)
+        data, _, transpose, columnwise_scale_inv = quantize_block_reference(x, BlockForm(E4M3, True, True, *options))
+        by_columns = quantize_block_reference(x.t().contiguous(), BlockForm(E4M3, True, False, *options))
         assert_same_bits([transpose, columnwise_scale_inv], by_columns)
         assert torch.equal(data.view(torch.uint8), transpose.view(torch.uint8).t()) == two_d
 
@@ -162,7 +165,7 @@ def test_columns_are_quantized_on_their_own_or_share_the_blocks():
 @pytest.mark.parametrize("two_d", [False, True])
 def test_error_is_at_most_half_a_step(two_d):
     x = make_input("normal", (256, 256), torch.float32)
-    data, scale_inv = quantize_block_reference(x, E4M3, True, False, two_d, True, 0.0)
+    data, scale_inv = quantize_block_reference(x, BlockForm(E4M3, True, False, two_d, True, 0.0))
     scales = scale_inv[:, :2].repeat_interleave(128, 0) if two_d else scale_inv.t()
     scales = scales.repeat_interleave(128, 1).double()
     info = torch.finfo(E4M3)
@@ -184,8 +187,8 @@ def test_kernel_equals_reference(shape, kind, two_d):
         for fp8_dtype in FP8_DTYPES:
             for usage in USAGES:
                 for power_of_two, eps in ((True, 0.0), (True, 1e-3), (False, 0.0)):
-                    options = (fp8_dtype, *usage, two_d, power_of_two, eps)
-                    assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
+                    options = BlockForm(fp8_dtype, *usage, two_d, power_of_two, eps)
+                    assert_same_bits(quantize_block(x, options), quantize_block_reference(x, options))
 
 
 @gpu
@@ -195,8 +198,8 @@ def test_every_tile_gives_the_same_bits(tile):
     for dtype in DTYPES:
         x = block_input("zero row", (303, 520), dtype, "cuda")
         for two_d in (False, True):
-            options = (E4M3, True, True, two_d, True, 0.0)
-            assert_same_bits(quantize_block(x, *options, tile=tile), quantize_block_reference(x, *options))
+            options = BlockForm(E4M3, True, True, two_d, True, 0.0)
+            assert_same_bits(quantize_block(x, options, tile=tile), quantize_block_reference(x, options))
 
 
 @gpu
@@ -207,8 +210,8 @@ def test_every_tile_gives_the_same_bits(tile):
 def test_kernel_writes_everything(shape, two_d, usage):
     for dtype in (torch.bfloat16, torch.float32):
         x = make_input("normal", shape, dtype, "cuda")
-        options = (E4M3, *usage, two_d, True, 0.0)
-        assert_same_bits(run_poisoned(lambda: quantize_block(x, *options)), quantize_block_reference(x, *options))  # noqa: B023
+        options = BlockForm(E4M3, *usage, two_d, True, 0.0)
+        assert_same_bits(run_poisoned(lambda: quantize_block(x, options)), quantize_block_reference(x, options))  # noqa: B023
 
 
 @gpu
@@ -225,8 +228,8 @@ def test_kernel_writes_everything(shape, two_d, usage):
 def test_kernel_on_any_shape_and_magnitude(rows, columns, exponent, two_d, power_of_two, dtype):
     x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent))
     x = x.to(dtype).cuda()
-    options = (E4M3, True, True, two_d, power_of_two, 0.0)
-    assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
+    options = BlockForm(E4M3, True, True, two_d, power_of_two, 0.0)
+    assert_same_bits(quantize_block(x, options), quantize_block_reference(x, options))
 
 
 @gpu
@@ -239,9 +242,9 @@ def test_scales_near_the_ends_of_their_range():
     x[:, 5] = (2.0 ** exponents[:, None] * steps[None, :]).reshape(-1).float().cuda()
     for fp8_dtype in FP8_DTYPES:
         for power_of_two in (True, False):
-            options = (fp8_dtype, True, False, False, power_of_two, 0.0)
-            assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
-            assert_same_bits(quantize_block_reference(x, *options), quantize_block_reference(x.cpu(), *options))
+            options = BlockForm(fp8_dtype, True, False, False, power_of_two, 0.0)
+            assert_same_bits(quantize_block(x, options), quantize_block_reference(x, options))
+            assert_same_bits(quantize_block_reference(x, options), quantize_block_reference(x.cpu(), options))
 
 
 @gpu
@@ -257,14 +260,14 @@ def test_every_bfloat16_as_amax(power_of_two, eps):
         rows[:, 3] = -amax * 0.4375
         for fp8_dtype in FP8_DTYPES:
             for two_d in (False, True):
-                options = (fp8_dtype, True, True, two_d, power_of_two, eps)
-                assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
+                options = BlockForm(fp8_dtype, True, True, two_d, power_of_two, eps)
+                assert_same_bits(quantize_block(x, options), quantize_block_reference(x, options))
 
 
 @gpu
 @needs_cuda
 def test_an_empty_tensor_has_empty_buffers():
     for two_d in (False, True):
-        options = (E4M3, True, True, two_d, True, 0.0)
+        options = BlockForm(E4M3, True, True, two_d, True, 0.0)
         x = torch.empty(0, 256, device="cuda", dtype=torch.bfloat16)
-        assert_same_bits(quantize_block(x, *options), quantize_block_reference(x, *options))
+        assert_same_bits(quantize_block(x, options), quantize_block_reference(x, options))

@@ -5,6 +5,7 @@ Run as a program, this file is the interpreted part: TRITON_INTERPRET must be se
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -25,6 +26,7 @@ from helpers.kernels.quantize_values import FORMATS, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.quantize.current import (
     MOST_TENSORS,
     partial_amaxes_of,
@@ -78,7 +80,7 @@ def test_reference_equals_torchao(kind, power_of_two):
     for shape, dtype, fp8_dtype in itertools.product(SHAPES, DTYPES, FP8_DTYPES):
         x = make_input(kind, shape, dtype)
         scale = peer.tensor_to_scale(x, fp8_dtype, round_scales_to_power_of_2=power_of_two)
-        data, scale_inv = quantize_reference(x, fp8_dtype, True, False, power_of_two, 0.0)
+        data, scale_inv = quantize_reference(x, TensorForm(fp8_dtype, True, False, power_of_two, 0.0))
         assert_same_bits([data], [peer.to_fp8_saturated(x.float() * scale, fp8_dtype)])
         assert scale_inv.item() == (1.0 / scale).item()
 
@@ -89,7 +91,7 @@ def test_reference_casts_as_torch(fp8_dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     fmax = torch.finfo(fp8_dtype).max
     x = torch.cat([x[x.abs() <= fmax], torch.tensor([fmax], dtype=torch.bfloat16)]).reshape(1, -1)
-    data, scale_inv = quantize_reference(x, fp8_dtype, True, False, False, 0.0)
+    data, scale_inv = quantize_reference(x, TensorForm(fp8_dtype, True, False))
     assert scale_inv.item() == 1.0
     assert_same_bits([data], [x.to(fp8_dtype)])
 
@@ -104,8 +106,8 @@ def test_reference_equals_an_independent_formulation(shape, kind):
                 (True, True, False, 0.0),
                 (False, True, True, 0.0),
             ):
-                options = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
-                assert_same_bits(quantize_reference(x, *options), expected_buffers(x, *options))
+                options = TensorForm(fp8_dtype, rowwise, columnwise, power_of_two, eps)
+                assert_same_bits(quantize_reference(x, options), expected_buffers(x, *dataclasses.astuple(options)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -119,23 +121,23 @@ def test_reference_equals_an_independent_formulation(shape, kind):
 )
 def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, eps, fp8_dtype, power_of_two):
     x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent))
-    options = (fp8_dtype, True, True, power_of_two, eps)
-    assert_same_bits(quantize_reference(x, *options), expected_buffers(x, *options))
+    options = TensorForm(fp8_dtype, True, True, power_of_two, eps)
+    assert_same_bits(quantize_reference(x, options), expected_buffers(x, *dataclasses.astuple(options)))
 
 
 def test_leading_dimensions_are_read_as_rows():
     x = make_input("normal", (2, 3, 5, 32), torch.bfloat16)
-    options = (torch.float8_e4m3fn, True, True, False, 0.0)
-    assert_same_bits(quantize_reference(x, *options), quantize_reference(x.reshape(30, 32), *options))
-    assert_same_bits(quantize_reference(x[0, 0, 0], *options), quantize_reference(x[0, 0, :1], *options))
+    options = TensorForm(torch.float8_e4m3fn, True, True, False, 0.0)
+    assert_same_bits(quantize_reference(x, options), quantize_reference(x.reshape(30, 32), options))
+    assert_same_bits(quantize_reference(x[0, 0, 0], options), quantize_reference(x[0, 0, :1], options))
 
 
 def test_given_amax_replaces_the_measured_one():
     x = make_input("normal", (32, 32), torch.bfloat16)
-    options = (torch.float8_e4m3fn, True, False, False, 0.0)
+    options = TensorForm(torch.float8_e4m3fn, True, False, False, 0.0)
     amax = x.abs().max().float().reshape(1)
-    assert_same_bits(quantize_reference(x, *options, amax=amax), quantize_reference(x, *options))
-    data, scale_inv = quantize_reference(x, *options, amax=amax / 4)
+    assert_same_bits(quantize_reference(x, options, amax=amax), quantize_reference(x, options))
+    data, scale_inv = quantize_reference(x, options, amax=amax / 4)
     assert torch.equal(scale_inv, 1.0 / (torch.tensor([448.0]) / (amax / 4)))
     assert data.float().abs().max() == 448  # what the given amax does not cover saturates
 
@@ -143,7 +145,7 @@ def test_given_amax_replaces_the_measured_one():
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)
 def test_error_is_at_most_half_a_step(fp8_dtype):
     x = make_input("normal", (64, 64), torch.float32).double()
-    data, scale_inv = quantize_reference(x.float(), fp8_dtype, True, False, False, 0.0)
+    data, scale_inv = quantize_reference(x.float(), TensorForm(fp8_dtype, True, False))
     info = torch.finfo(fp8_dtype)
     bound = x.abs() * info.eps / 2 + info.smallest_normal * info.eps / 2 * scale_inv.double()
     assert ((data.double() * scale_inv.double() - x).abs() <= bound * (1 + 1e-6)).all()
@@ -162,8 +164,8 @@ def test_kernel_equals_reference(shape, kind):
                 (True, False, True, 0.0),
                 (False, True, False, 1e-3),
             ):
-                options = (fp8_dtype, rowwise, columnwise, power_of_two, eps)
-                assert_same_bits(quantize(x, *options), quantize_reference(x.cpu(), *options))
+                options = TensorForm(fp8_dtype, rowwise, columnwise, power_of_two, eps)
+                assert_same_bits(quantize(x, options), quantize_reference(x.cpu(), options))
 
 
 @gpu
@@ -171,8 +173,8 @@ def test_kernel_equals_reference(shape, kind):
 @pytest.mark.parametrize("rowwise, columnwise", [(True, True), (True, False), (False, True)])
 def test_kernel_equals_reference_at_full_size_and_writes_everything(rowwise, columnwise):
     x = make_input("normal", (8192, 4096), torch.bfloat16, "cuda")
-    options = (torch.float8_e4m3fn, rowwise, columnwise, False, 0.0)
-    assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))
+    options = TensorForm(torch.float8_e4m3fn, rowwise, columnwise, False, 0.0)
+    assert_same_bits(run_poisoned(lambda: quantize(x, options)), quantize_reference(x, options))
 
 
 @gpu
@@ -182,8 +184,8 @@ def test_kernel_takes_a_given_amax_and_any_rank():
     for amax in (0.0, 0.3, float("inf"), float("nan")):
         amax = torch.tensor([amax], device="cuda")
         for fp8_dtype in FP8_DTYPES:
-            options = (fp8_dtype, True, True, False, 0.0, amax)
-            assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))  # noqa: B023
+            options = (TensorForm(fp8_dtype, True, True), amax)
+            assert_same_bits(run_poisoned(lambda: quantize(x, options)), quantize_reference(x, options))  # noqa: B023
 
 
 @gpu
@@ -191,8 +193,8 @@ def test_kernel_takes_a_given_amax_and_any_rank():
 @pytest.mark.parametrize("shape", [(303, 300), (2000, 2000)])
 def test_kernel_writes_every_element_of_ragged_shapes(shape):
     x = make_input("normal", shape, torch.float16, "cuda")
-    options = (torch.float8_e5m2, True, True, False, 0.0)
-    assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))
+    options = TensorForm(torch.float8_e5m2, True, True, False, 0.0)
+    assert_same_bits(run_poisoned(lambda: quantize(x, options)), quantize_reference(x, options))
 
 
 # -- few values ------------------------------------------------------------------------------------
@@ -208,8 +210,8 @@ def assert_few_values_equal_the_reference(fp8_dtypes, device: str = "cpu") -> No
             x = make_input(kind, shape, dtype, device)
             for fp8_dtype in fp8_dtypes:
                 for power_of_two, eps in ((False, 0.0), (True, 0.0), (False, 1e-3), (True, 0.3)):
-                    options = (fp8_dtype, True, False, power_of_two, eps)
-                    assert_same_bits(quantize(x, *options), quantize_reference(x.cpu(), *options))
+                    options = TensorForm(fp8_dtype, True, False, power_of_two, eps)
+                    assert_same_bits(quantize(x, options), quantize_reference(x.cpu(), options))
 
 
 @gpu
@@ -223,8 +225,8 @@ def test_kernel_of_few_values_equals_reference():
 @pytest.mark.parametrize("shape", [(4, 4096), (1, 8193), (1, 1)])
 def test_kernel_of_few_values_writes_every_element(shape):
     x = make_input("normal", shape, torch.bfloat16, "cuda")
-    options = (torch.float8_e4m3fn, True, False, False, 0.0)
-    assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x.cpu(), *options))
+    options = TensorForm(torch.float8_e4m3fn, True, False, False, 0.0)
+    assert_same_bits(run_poisoned(lambda: quantize(x, options)), quantize_reference(x.cpu(), options))
 
 
 # -- several tensors, stacks, groups ---------------------------------------------------------------
@@ -240,7 +242,7 @@ def fresh(device: str):
 
 
 def check_amaxes(device: str) -> None:
-    form = (torch.float8_e4m3fn, True, True, False, 0.0)
+    form = TensorForm(torch.float8_e4m3fn, True, True, False, 0.0)
     for dtype, count in ((torch.bfloat16, 5), (torch.float32, MOST_TENSORS)):
         kinds = [kind if 0 not in shape else "zeros" for kind, shape in zip(AMAX_KINDS, AMAX_SHAPES, strict=True)]
         xs = [make_input(kind, shape, dtype, device) for kind, shape in zip(kinds, AMAX_SHAPES, strict=True)][-count:]
@@ -248,7 +250,7 @@ def check_amaxes(device: str) -> None:
         expected = partial_amaxes_of_reference([x.cpu() for x in xs])
         assert torch.equal(ours.cpu().amax(1).nan_to_num(-1.0), expected[:, 0].nan_to_num(-1.0)), dtype
         for x, partials in zip(xs, ours, strict=True):
-            assert_same_bits(quantize(x, *form, partials), quantize_reference(x.cpu(), *form), (dtype, x.shape))
+            assert_same_bits(quantize(x, form, partials), quantize_reference(x.cpu(), form), (dtype, x.shape))
 
 
 def check_stacks(device: str) -> None:
@@ -258,7 +260,7 @@ def check_stacks(device: str) -> None:
                 continue  # an interpreted launch takes seconds
             shapes = [(19, side) if by_columns else (side, 24) for side in sides]
             xs = [make_input("normal", shape, dtype, device, seed=i) * 9**i for i, shape in enumerate(shapes)]
-            form = (xs, torch.float8_e4m3fn, *usage, False, 0.0, by_columns)
+            form = (xs, TensorForm(torch.float8_e4m3fn, *usage), by_columns)
             known = [xs[0].abs().amax().float().reshape(1), None, partial_amaxes_of(xs[-1:])[0]]
             amaxes = None if len(sides) == 2 else known
             ours = fresh(device)(lambda form=form, amaxes=amaxes: quantize_stacked(*form, amaxes))
@@ -269,9 +271,9 @@ def check_stacks(device: str) -> None:
 def check_groups(device: str) -> None:
     for dtype, usage in zip((torch.bfloat16, torch.float32, torch.float16), USAGES, strict=True):
         x = torch.stack([make_input(kind, (19, 40), dtype, device) for kind in ("normal", "nan", "denormals")])
-        form = (torch.float8_e4m3fn, *usage, False, 1e-3)
-        ours = fresh(device)(lambda x=x, form=form: quantize_grouped(x, *form))
-        assert_same_bits(ours, quantize_grouped_reference(x.cpu(), *form), (dtype, usage))
+        form = GroupedForm(torch.float8_e4m3fn, *usage, False, 1e-3)
+        ours = fresh(device)(lambda x=x, form=form: quantize_grouped(x, form))
+        assert_same_bits(ours, quantize_grouped_reference(x.cpu(), form), (dtype, usage))
 
 
 CHECKS = {"few": lambda device: assert_few_values_equal_the_reference(FP8_DTYPES[:1], device)}

@@ -23,9 +23,9 @@ from helpers.slow import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_dynamo.kernels.layouts.mxfp8 import SCALE_BLOCKS, MXFP8Form
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.kernels.quantize.mxfp8 import (
-    SCALE_BLOCKS,
     dequantize_mxfp8,
     dequantize_mxfp8_reference,
     quantize_mxfp8,
@@ -83,12 +83,13 @@ def expected_rows(x: np.ndarray, fp8_dtype: torch.dtype, scale_block: int) -> tu
     return data, codes
 
 
-def expected_buffers(x, fp8_dtype, rowwise, columnwise, scale_block):
+def expected_buffers(x, form: MXFP8Form):
+    fp8_dtype, scale_block = form.dtype, form.scale_block
     matrix = x.double().reshape(-1, x.shape[-1]).numpy()
     buffers: list[np.ndarray] = []
-    if rowwise:
+    if form.rowwise:
         buffers += expected_rows(matrix, fp8_dtype, scale_block)
-    if columnwise:
+    if form.columnwise:
         data, codes = expected_rows(matrix.T, fp8_dtype, scale_block)
         if scale_block == 32:
             buffers += [data.T, codes.T]
@@ -104,16 +105,16 @@ def expected_buffers(x, fp8_dtype, rowwise, columnwise, scale_block):
 def test_reference_is_exact(shape, kind):
     for dtype, fp8_dtype, scale_block in itertools.product(DTYPES, FP8_DTYPES, SCALE_BLOCKS):
         x = make(kind, shape, dtype)
-        options = (fp8_dtype, True, True, scale_block)
-        assert_same_bits(quantize_mxfp8_reference(x, *options), expected_buffers(x, *options))
+        options = MXFP8Form(fp8_dtype, True, True, scale_block)
+        assert_same_bits(quantize_mxfp8_reference(x, options), expected_buffers(x, options))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
 def test_reference_is_exact_at_a_large_size(scale_block):
     x = make("normal", SHAPES[-1], torch.bfloat16)
-    options = (E4M3, True, True, scale_block)
-    assert_same_bits(quantize_mxfp8_reference(x, *options), expected_buffers(x, *options))
+    options = MXFP8Form(E4M3, True, True, scale_block)
+    assert_same_bits(quantize_mxfp8_reference(x, options), expected_buffers(x, options))
 
 
 @settings(max_examples=40, deadline=None)
@@ -129,7 +130,7 @@ def test_reference_is_exact_at_a_large_size(scale_block):
 def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, fp8_dtype, dtype, scale_block, usage):
     x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent)).to(dtype)
     options = (fp8_dtype, *usage, scale_block)
-    assert_same_bits(quantize_mxfp8_reference(x, *options), expected_buffers(x, *options))
+    assert_same_bits(quantize_mxfp8_reference(x, options), expected_buffers(x, options))
 
 
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)
@@ -139,24 +140,23 @@ def test_every_bf16_amax_has_the_exact_code(fp8_dtype):
     But for the first of those: there amax * (1 / fmax) is a denormal, which is rounded before it is rounded up.
     """
     patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).reshape(-1, 1)
-    options = (fp8_dtype, True, False, 32)
-    assert_same_bits(quantize_mxfp8_reference(patterns, *options), expected_buffers(patterns, *options))
+    options = MXFP8Form(fp8_dtype, True, False, 32)
+    assert_same_bits(quantize_mxfp8_reference(patterns, options), expected_buffers(patterns, options))
     change = torch.exp2(torch.arange(-126, 112)) * torch.finfo(fp8_dtype).max
     beside = (change.view(torch.int32)[:, None] + torch.arange(-4, 5)).view(torch.float32).reshape(-1, 1)
-    assert_same_bits(quantize_mxfp8_reference(beside, *options), expected_buffers(beside, *options))
+    assert_same_bits(quantize_mxfp8_reference(beside, options), expected_buffers(beside, options))
 
 
 def test_leading_dimensions_are_read_as_rows():
     x = make_input("normal", (2, 3, 5, 32), torch.bfloat16)
     for scale_block in SCALE_BLOCKS:
-        options = (E4M3, True, True, scale_block)
-        assert_same_bits(quantize_mxfp8_reference(x, *options), quantize_mxfp8_reference(x.reshape(30, 32), *options))
+        options = MXFP8Form(E4M3, True, True, scale_block)
+        assert_same_bits(quantize_mxfp8_reference(x, options), quantize_mxfp8_reference(x.reshape(30, 32), options))
 
 
 def test_a_scale_block_that_does_not_exist_is_an_error():
-    for quantize in (quantize_mxfp8, quantize_mxfp8_reference):
-        with pytest.raises(ValueError, match="must be 32 or 128, got 64"):
-            quantize(torch.zeros(4, 64), E4M3, True, False, 64)
+    with pytest.raises(ValueError, match="must be 32 or 128, got 64"):
+        MXFP8Form(E4M3, True, False, 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +166,7 @@ def test_reference_equals_torchao(kind):
     for dtype, fp8_dtype in itertools.product((torch.bfloat16, torch.float32), FP8_DTYPES):
         x = make(kind, (96, 256), dtype)
         scale, data = mx.to_mx(x, fp8_dtype, 32, mx.ScaleCalculationMode.RCEIL)
-        ours, codes = quantize_mxfp8_reference(x, fp8_dtype, True, False, 32)
+        ours, codes = quantize_mxfp8_reference(x, MXFP8Form(fp8_dtype, True, False, 32))
         codes = codes[:96, :8]
         assert torch.equal(codes, scale.view(torch.uint8))
         same = ((codes > 0) & (codes < 255)).repeat_interleave(32, dim=1)
@@ -180,8 +180,8 @@ def test_reference_equals_torchao(kind):
 @pytest.mark.parametrize("shape", [(1, 32), (303, 300)])
 def test_swizzled_scales_are_the_same_buffers(shape, scale_block):
     x = make("normal", shape, torch.bfloat16)
-    plain = quantize_mxfp8_reference(x, E4M3, True, True, scale_block)
-    swizzled = quantize_mxfp8_reference(x, E4M3, True, True, scale_block, swizzled=True)
+    plain = quantize_mxfp8_reference(x, MXFP8Form(E4M3, True, True, scale_block))
+    swizzled = quantize_mxfp8_reference(x, MXFP8Form(E4M3, True, True, scale_block, swizzled=True))
     assert_same_bits([swizzled[0], swizzled[2]], [plain[0], plain[2]])
     turned = scale_block == 32
     assert_same_bits([*map(plain_scales, swizzled[1::2])], [plain[1], plain[3].t() if turned else plain[3]])
@@ -215,7 +215,7 @@ def test_dequantization_is_exact(fp8_dtype):
 @pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
 def test_error_is_at_most_half_a_step(scale_block):
     x = make_input("normal", (130, 200), torch.float32)
-    row, row_scale, column, column_scale = quantize_mxfp8_reference(x, E4M3, True, True, scale_block)
+    row, row_scale, column, column_scale = quantize_mxfp8_reference(x, MXFP8Form(E4M3, True, True, scale_block))
     columns = dequantize_mxfp8_reference(column, column_scale, scale_block == 32, torch.float32)
     for value in (
         dequantize_mxfp8_reference(row, row_scale, False, torch.float32),
@@ -230,7 +230,7 @@ def operand(shape: tuple[int, int], columnwise: bool, device: str = "cpu", seed:
     """(data, scale_inv) of one usage of a normal tensor of that shape, blocks of 32."""
     x = make_input("normal", shape, torch.bfloat16, device, seed)
     quantize = quantize_mxfp8_reference if device == "cpu" else quantize_mxfp8
-    return quantize(x, E4M3, not columnwise, columnwise, 32)
+    return quantize(x, MXFP8Form(E4M3, not columnwise, columnwise, 32))
 
 
 FORMS = ((False, False), (False, True), (True, True))
@@ -279,8 +279,8 @@ def test_kernel_equals_reference(shape, scale_block):
         x = make(kind, shape, dtype, "cuda")
         for fp8_dtype, usage in itertools.product(FP8_DTYPES, USAGES):
             options = (fp8_dtype, *usage, scale_block)
-            expected = quantize_mxfp8_reference(x, *options)
-            assert_same_bits(quantize_mxfp8(x, *options), expected, (kind, dtype, fp8_dtype, usage))
+            expected = quantize_mxfp8_reference(x, options)
+            assert_same_bits(quantize_mxfp8(x, options), expected, (kind, dtype, fp8_dtype, usage))
 
 
 @gpu
@@ -295,8 +295,8 @@ def test_every_bfloat16_as_amax_on_the_gpu(scale_block):
         rows[:, 77] = amax
         rows[:, 67] = -amax * 0.4375
         for fp8_dtype in FP8_DTYPES:
-            options = (fp8_dtype, True, True, scale_block)
-            assert_same_bits(quantize_mxfp8(x, *options), quantize_mxfp8_reference(x, *options))
+            options = MXFP8Form(fp8_dtype, True, True, scale_block)
+            assert_same_bits(quantize_mxfp8(x, options), quantize_mxfp8_reference(x, options))
 
 
 @gpu
@@ -306,9 +306,9 @@ def test_every_bfloat16_as_amax_on_the_gpu(scale_block):
 def test_kernel_writes_every_byte(shape, scale_block):
     for dtype in DTYPES:
         x = make_input("normal", shape, dtype, "cuda")
-        options = (E4M3, True, True, scale_block)
-        result = run_poisoned(lambda: quantize_mxfp8(x, *options))  # noqa: B023
-        assert_same_bits(result, quantize_mxfp8_reference(x, *options))
+        options = MXFP8Form(E4M3, True, True, scale_block)
+        result = run_poisoned(lambda: quantize_mxfp8(x, options))  # noqa: B023
+        assert_same_bits(result, quantize_mxfp8_reference(x, options))
 
 
 @gpu
@@ -317,8 +317,8 @@ def test_kernel_writes_every_byte(shape, scale_block):
 @given(rows=st.integers(0, 300), columns=st.integers(1, 300), scale_block=st.sampled_from(SCALE_BLOCKS))
 def test_kernel_on_any_shape(rows, columns, scale_block):
     x = make_input("normal", (rows, columns), torch.bfloat16, "cuda")
-    options = (E4M3, True, True, scale_block)
-    assert_same_bits(quantize_mxfp8(x, *options), quantize_mxfp8_reference(x, *options))
+    options = MXFP8Form(E4M3, True, True, scale_block)
+    assert_same_bits(quantize_mxfp8(x, options), quantize_mxfp8_reference(x, options))
 
 
 @gpu
@@ -327,7 +327,9 @@ def test_kernel_on_any_shape(rows, columns, scale_block):
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantize_kernel_equals_reference(columnwise, shape):
     for kind, fp8_dtype, dtype in itertools.product(KINDS, FP8_DTYPES, DTYPES):
-        buffers = quantize_mxfp8(make(kind, shape, torch.float32, "cuda"), fp8_dtype, not columnwise, columnwise, 32)
+        buffers = quantize_mxfp8(
+            make(kind, shape, torch.float32, "cuda"), MXFP8Form(fp8_dtype, not columnwise, columnwise, 32)
+        )
         value = dequantize_mxfp8(*buffers, columnwise, dtype)
         expected = dequantize_mxfp8_reference(*buffers, columnwise, dtype)
         assert torch.equal(value.isnan(), expected.isnan())

@@ -13,6 +13,7 @@ import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import assert_same_bits, make_input
 
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8, quantize_mxfp8_reference
 
 
@@ -30,8 +31,8 @@ def main() -> None:
     forms = ((32, (True, True)), (32, (True, False)), (32, (False, True)), (128, (True, False)))
     for shape, (scale_block, usage), swizzled in itertools.product(((35, 50), (130, 272)), forms, (False, True)):
         x = make_input("normal", shape, torch.float32)
-        form = torch.float8_e4m3fn, *usage, scale_block, swizzled
-        assert_same_bits(quantize_mxfp8(x, *form), quantize_mxfp8_reference(x, *form), (shape, form))
+        form = MXFP8Form(torch.float8_e4m3fn, *usage, scale_block, swizzled)
+        assert_same_bits(quantize_mxfp8(x, form), quantize_mxfp8_reference(x, form), (shape, form))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from helpers.kernels.kernel_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_dynamo.kernels.layouts.row import RowForm
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise, quantize_rowwise_reference
 from te_dynamo.kernels.tiles.fp8 import zero_padded
@@ -35,7 +37,7 @@ FORMS = st.tuples(
 def row_by_row(x: torch.Tensor, *form) -> list[torch.Tensor]:
     """data and scale_inv of x [M, K], each row a tensor of its own in current scaling."""
     fp8_dtype, power_of_two, eps = form
-    rows = [quantize_reference(row[None], fp8_dtype, True, False, power_of_two, eps) for row in x]
+    rows = [quantize_reference(row[None], TensorForm(fp8_dtype, True, False, power_of_two, eps)) for row in x]
     data = torch.cat([codes.view(torch.uint8) for codes, _ in rows]).view(fp8_dtype)
     return [data, torch.cat([scale_inv for _, scale_inv in rows])]
 
@@ -46,7 +48,7 @@ def check_reference(x: torch.Tensor, form) -> None:
     if usage[1]:
         data, scale_inv = row_by_row(x.t(), fp8_dtype, *rule)
         expected += [zero_padded(data, x.shape[1], -(-x.shape[0] // 16) * 16), scale_inv]
-    assert_same_bits(quantize_rowwise_reference(x, fp8_dtype, *usage, *rule), expected)
+    assert_same_bits(quantize_rowwise_reference(x, RowForm(fp8_dtype, *usage, *rule)), expected)
 
 
 @pytest.mark.parametrize("kind", INPUT_KINDS)
@@ -63,10 +65,10 @@ def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, form) -> 
 
 
 def test_leading_dimensions_are_read_as_rows_and_no_rows_have_the_scale_1() -> None:
-    form = E4M3, True, True, False, 0.0
+    form = RowForm(E4M3, True, True)
     x = make_input("normal", (2, 3, 5, 32), torch.bfloat16)
-    assert_same_bits(quantize_rowwise_reference(x, *form), quantize_rowwise_reference(x.reshape(30, 32), *form))
-    data, scale_inv, transpose, columnwise_scale_inv = quantize_rowwise_reference(torch.empty(0, 4), *form)
+    assert_same_bits(quantize_rowwise_reference(x, form), quantize_rowwise_reference(x.reshape(30, 32), form))
+    data, scale_inv, transpose, columnwise_scale_inv = quantize_rowwise_reference(torch.empty(0, 4), form)
     assert (data.shape, scale_inv.shape, transpose.shape) == ((0, 4), (0,), (4, 0))
     assert torch.equal(columnwise_scale_inv, torch.ones(4))
 
@@ -85,8 +87,8 @@ def test_kernel_equals_the_reference(shape, kind) -> None:
         x = make_input(kind, shape, dtype, "cuda") if 0 not in shape else torch.empty(shape, dtype=dtype, device="cuda")
         for fp8_dtype in FP8_DTYPES:
             for usage in USAGES:
-                form = fp8_dtype, *usage, False, 0.0
-                assert_same_bits(quantize_rowwise(x, *form), quantize_rowwise_reference(x, *form))
+                form = RowForm(fp8_dtype, *usage)
+                assert_same_bits(quantize_rowwise(x, form), quantize_rowwise_reference(x, form))
 
 
 def main() -> None:
@@ -107,15 +109,15 @@ def main() -> None:
     def check(rows, columns, exponent, dtype, form) -> None:
         x = torch.ldexp(make_input("normal", (rows, columns), torch.float32), torch.tensor(exponent)).to(dtype)
         fp8_dtype, usage, *rule = form
-        given_form = fp8_dtype, *usage, *rule
-        assert_same_bits(quantize_rowwise(x, *given_form), quantize_rowwise_reference(x, *given_form), given_form)
+        given_form = RowForm(fp8_dtype, *usage, *rule)
+        assert_same_bits(quantize_rowwise(x, given_form), quantize_rowwise_reference(x, given_form), given_form)
 
     check()
     for kind in INPUT_KINDS:
         x = make_input(kind, (9, 2050), torch.float32)  # several steps of the loop over K
         assert_same_bits(
-            quantize_rowwise(x, E4M3, True, True, False, 0.0),
-            quantize_rowwise_reference(x, E4M3, True, True, False, 0.0),
+            quantize_rowwise(x, RowForm(E4M3, True, True)),
+            quantize_rowwise_reference(x, RowForm(E4M3, True, True)),
             kind,
         )
 

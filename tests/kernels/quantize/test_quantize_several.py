@@ -13,6 +13,7 @@ import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import assert_same_bits, make_input, needs_cuda
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.several import SPAN, quantize_several, quantize_several_reference
 
 SHAPES = ((16, 48), (0, 48), (3, SPAN // 2), (1, SPAN), (5, 33))
@@ -26,7 +27,7 @@ def check(device: str) -> None:
         xs.append(xs[0][:, 1:])  # not contiguous
         xs.append(make_input("nan", (16, 16), dtype).to(device))
         amaxes = [x.to(rounded_to).abs().amax().float().reshape(1) if x.numel() else x.new_ones(1).float() for x in xs]
-        form = rounded_to, torch.float8_e4m3fn, True, False, power_of_two, 0.0, amaxes
+        form = rounded_to, TensorForm(torch.float8_e4m3fn, True, False, power_of_two), amaxes
         ours = quantize_several(xs, *form)
         for got, expected in zip(ours, quantize_several_reference(xs, *form), strict=True):
             assert_same_bits(got, expected, (dtype, rounded_to, power_of_two))

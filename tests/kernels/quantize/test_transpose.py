@@ -17,6 +17,7 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize import transpose as kernels
 from te_dynamo.kernels.quantize.current import CAST_TILE, quantize, quantize_reference
 
@@ -25,7 +26,7 @@ from te_dynamo.kernels.quantize.current import CAST_TILE, quantize, quantize_ref
 @pytest.mark.parametrize("shape", [(1, 32), (17, 300), (2, 9, 48)])
 def test_reference_is_the_columnwise_copy(shape, fp8_dtype):
     x = make_input("normal", shape, torch.bfloat16)
-    data, transposed, _ = quantize_reference(x, fp8_dtype, True, True, False, 0.0)
+    data, transposed, _ = quantize_reference(x, TensorForm(fp8_dtype, True, True))
     assert_same_bits([kernels.transpose_reference(data)], [transposed])
 
 
@@ -47,7 +48,7 @@ def test_kernel_is_the_columnwise_copy(shape, fp8_dtype, kind):
         pytest.skip("an empty tensor has one kind")
     for dtype in DTYPES:
         x = make_input(kind, shape, dtype, "cuda")
-        data, transposed, _ = quantize(x, fp8_dtype, True, True, False, 0.0)
+        data, transposed, _ = quantize(x, TensorForm(fp8_dtype, True, True))
         assert_same_bits([kernels.transpose(data)], [transposed])
 
 

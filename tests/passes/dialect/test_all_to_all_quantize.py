@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.parts import amax_bits_of_parts, quantize_parts
 from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
@@ -109,10 +110,10 @@ def test_parts_are_tensors_of_their_own(sizes: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(sum(sizes), 16).bfloat16()
     amaxes = amax_bits_of_parts(x, sizes).view(torch.float32)
-    form = torch.float8_e4m3fn, True, False, False, 0.0
-    codes, scale_inv = quantize_parts(x, sizes, amaxes, amaxes[:1], *form)
+    form = TensorForm(torch.float8_e4m3fn, True, False)
+    codes, scale_inv = quantize_parts(x, sizes, amaxes, amaxes[:1], form)
     for index, (part, mine) in enumerate(zip(x.split(sizes), codes.split(sizes), strict=True)):
-        data, scale = quantize_reference(part, *form)
+        data, scale = quantize_reference(part, form)
         assert torch.equal(data.view(torch.uint8), mine.view(torch.uint8))
         assert index or torch.equal(scale, scale_inv)
 
