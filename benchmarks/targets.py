@@ -31,7 +31,7 @@ from torch import Tensor
 from triton import knobs
 
 from te_dynamo.inspect.fake_cuda import fake_cuda
-from te_dynamo.kernels.activation import activation, gated
+from te_dynamo.kernels.activation import activation, gated, gated_halves
 from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
@@ -323,6 +323,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
         for size in (32, 128):
             yield f"MXFP8 {size}, {name}", functools.partial(mxfp8.quantize_mxfp8, x, MXFP8Form(E4M3, *usage, size))
         yield from _blocks_otherwise(name, usage)
+        yield from _produced(name, usage)
         for special in (False, True):
             form = NVFP4Form(*usage, hadamard=special, stochastic_rounding=special)
             call = functools.partial(nvfp4.quantize_nvfp4, x, form, i32(2))
@@ -373,6 +374,37 @@ def _others() -> Iterator[tuple[str, Launch]]:
         "MXFP8 to bf16",
         functools.partial(mxfp8.dequantize_mxfp8, f8(M, K), u8(M, K // 32), False, BF16),
     )
+
+
+def _produced(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str, Launch]]:
+    """What writes the scales of blocks of its own result."""
+    forms = {
+        "1x128": BlockForm(E4M3, *usage, two_d=False),
+        "128x128": BlockForm(E4M3, *usage, two_d=True),
+        "MXFP8 32": MXFP8Form(E4M3, *usage, scale_block=32),
+        "MXFP8 128": MXFP8Form(E4M3, *usage, scale_block=128),
+    }
+    inputs = {"": BF16, ", fp32": torch.float32}
+    for (what, dtype), (blocks, form) in itertools.product(inputs.items(), forms.items()):
+        x, dy, w = (torch.empty(*size, dtype=dtype, device="cuda") for size in ((M, K), (M, K), (K,)))
+        samples = torch.empty(8, K, dtype=dtype, device="cuda")
+        for source, call in {
+            "RMSNorm": functools.partial(norm.rms_norm_quantize, x, w, 1e-5, True, False, form, False),
+            "LayerNorm": functools.partial(norm.layer_norm_quantize, x, w, w, 1e-5, form, True),
+            "adaLN": functools.partial(
+                modulate.layer_norm_modulate_quantize, x.view(8, -1, K), samples, samples, 1e-5, True, form, False
+            ),
+            "gelu": functools.partial(activation.activation_quantize, x, "gelu", form, False),
+            "gelu backward": functools.partial(
+                activation.activation_backward_quantize, dy, x, "gelu", form, False, True
+            ),
+            "gated silu": functools.partial(gated.gated_quantize, x, dy, "silu", form, False),
+            "gated gelu backward": functools.partial(gated.gated_backward_quantize, dy, x, x, "gelu", form, False),
+            "halves": functools.partial(
+                gated_halves.gated_backward_quantize_halves, dy, x, x, "silu", form, True, True
+            ),
+        }.items():
+            yield f"{source} in {blocks}, {name}{what}", call
 
 
 def _blocks_otherwise(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str, Launch]]:

@@ -22,7 +22,7 @@ from te_dynamo.kernels.activation.gated_in_place import (
     gated_backward_quantize_in_place,
 )
 from te_dynamo.kernels.gemm.multiply import is_aligned, multiply
-from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Quantizer
 
 
 def launches_in_place(node: Node) -> Callable[..., Any] | None:
@@ -61,9 +61,9 @@ def _gated_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | 
     else:
         return None
     dy, _, _, _, quantizer, keep_output = node.args[:6]
-    assert isinstance(dy, Node) and isinstance(quantizer, Float8CurrentScalingQuantizer)
+    assert isinstance(dy, Node) and isinstance(quantizer, Quantizer)
     value = dy.meta["val"]
-    rows_alone = not quantizer.columnwise and not keep_output
+    rows_alone = quantizer.one_scale and not quantizer.columnwise and not keep_output
     fits = (
         value.element_size() == 2
         and value.is_contiguous()
@@ -79,7 +79,7 @@ def _run_stacked(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    quantizer: Float8CurrentScalingQuantizer,
+    quantizer: Quantizer,
     keep_output: bool,
     stacked: bool,
 ) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ def _run_halves(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    quantizer: Float8CurrentScalingQuantizer,
+    quantizer: Quantizer,
     keep_output: bool,
     gate_first: bool | None,
 ) -> list[torch.Tensor]:

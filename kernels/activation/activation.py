@@ -13,6 +13,7 @@ the first launch, in parts, and adds up the parts in the second.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from te_dynamo.kernels.activation.activation_kernels import (
     activation_backward_sums_kernel,
     activation_write_kernel,
 )
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.produce.produce import FORMS, Source, produce
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, stripes
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.launch import launch
@@ -109,16 +111,14 @@ def activation_backward_reference(dy: torch.Tensor, x: torch.Tensor, kind: str) 
     return derivative_reference(dy.to(torch.float32), x.to(torch.float32), kind).to(x.dtype)
 
 
-def activation_quantize_reference(
-    x: torch.Tensor, kind: str, form: TensorForm, keep_output: bool
-) -> list[torch.Tensor]:
+def activation_quantize_reference(x: torch.Tensor, kind: str, form: Form, keep_output: bool) -> list[torch.Tensor]:
     """`activation_quantize` in plain PyTorch."""
     y = activation_reference(x, kind)
     return [*([y] if keep_output else []), *reference_of(y, form)]
 
 
 def activation_backward_quantize_reference(
-    dy: torch.Tensor, x: torch.Tensor, kind: str, form: TensorForm, keep_output: bool, bias_grad: bool
+    dy: torch.Tensor, x: torch.Tensor, kind: str, form: Form, keep_output: bool, bias_grad: bool
 ) -> list[torch.Tensor]:
     """`activation_backward_quantize` in plain PyTorch."""
     dx = activation_backward_reference(dy, x, kind)
@@ -142,7 +142,7 @@ def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.T
 
 
 def activation_quantize(
-    x: torch.Tensor, kind: str, form: TensorForm, keep_output: bool, tile: Tile | None = None
+    x: torch.Tensor, kind: str, form: Form, keep_output: bool, tile: Tile | None = None
 ) -> list[torch.Tensor]:
     """[f(x)?, data?, transpose?, scale_inv], equal to `activation` then `quantize`."""
     return _quantize(x, x, kind, False, form, keep_output, False, tile)
@@ -152,7 +152,7 @@ def activation_backward_quantize(
     dy: torch.Tensor,
     x: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     bias_grad: bool,
     tile: Tile | None = None,
@@ -206,7 +206,7 @@ def _quantize(
     x: torch.Tensor,
     kind: str,
     backward: bool,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     bias_grad: bool,
     tile: Tile | None,
@@ -214,6 +214,10 @@ def _quantize(
     check_kind(kind)
     dy, x = dy.contiguous(), x.contiguous()
     rows, columns = rows_and_columns(x.shape)
+    if isinstance(form, FORMS):
+        inputs = (dy, x) if backward else (x,)
+        source = Source("activation_backward" if backward else "activation", inputs, (columns, columns), kind)
+        return [*itertools.chain(*produce(source, form, keep_output, sums=bias_grad))]
     function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
     partials, sums = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function), x)
     dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []

@@ -23,8 +23,10 @@ from te_dynamo.kernels.activation.gated_kernels import (
     gated_backward_write_kernel,
     gated_write_kernel,
 )
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import Size, allocate, rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.produce.produce import FORMS, Source, produce
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, stack_buffers
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
@@ -97,7 +99,7 @@ def gated_quantize_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
@@ -111,7 +113,7 @@ def gated_backward_quantize_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     stacked: bool = False,
 ) -> list[torch.Tensor]:
@@ -171,7 +173,7 @@ def gated_quantize(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     amax: torch.Tensor | None = None,
     tile: Tile | None = None,
@@ -181,8 +183,12 @@ def gated_quantize(
     amax (fp32, a power of two of partial ones), where the caller knows it, saves a launch and a read of both. `tile`
     overrides the cast's.
     """
+    check_kind(kind)
     gate, up = in_rows(gate), in_rows(up)
     sizes = sizes_of(gate, up)
+    if isinstance(form, FORMS):
+        source = Source("gated", (gate, up), (sizes["gate_stride"], sizes["up_stride"]), kind)
+        return [*itertools.chain(*produce(source, form, keep_output))]
     rows, columns = sizes["M"], sizes["K"]
     partials = gated_partial_amaxes(gate, up, kind) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
@@ -271,7 +277,7 @@ def gated_backward_quantize(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     stacked: bool = False,
     tile: Tile | None = None,
@@ -281,6 +287,9 @@ def gated_backward_quantize(
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
+    if isinstance(form, FORMS) and not stacked:
+        return [*itertools.chain(*produce(source_of_gradients(dy, gate, up, kind), form, keep_output))]
+    assert isinstance(form, TensorForm)
     rows, columns = rows_and_columns(gate.shape)
     partials = partial_amaxes_of_gradients(dy, gate, up, kind)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
@@ -330,7 +339,7 @@ def partial_amaxes_of_gradients(
 
 def launch_gradients(
     tensors: dict[str, torch.Tensor],
-    form: TensorForm,
+    form: Form,
     buffers: dict[str, torch.Tensor],
     constants: dict[str, object],
     keep_output: bool,
@@ -358,6 +367,13 @@ def launch_gradients(
             BLOCK_K=block_k,
             num_warps=warps,
         )
+
+
+def source_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> Source:
+    """dgate and dup, for kernels/produce; dy is contiguous."""
+    check_kind(kind)
+    sizes = sizes_of(gate, up)
+    return Source("gated_backward", (dy, gate, up), (sizes["K"], sizes["gate_stride"], sizes["up_stride"]), kind)
 
 
 def sizes_of(gate: torch.Tensor, up: torch.Tensor) -> dict[str, Size]:

@@ -7,18 +7,24 @@ The launches of kernels/activation/gated.py, with one amax for both; grad itself
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from te_dynamo.kernels.activation.gated import (
+    gated_backward,
     gated_backward_reference,
     in_rows,
     launch_gradients,
     partial_amaxes_of_gradients,
+    source_of_gradients,
 )
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.produce.produce import FORMS, produce
 from te_dynamo.kernels.quantize.current import Tile
-from te_dynamo.kernels.quantize.formats import reference_of
+from te_dynamo.kernels.quantize.formats import FORMATS, reference_of
 
 __all__ = ["gated_backward_quantize_halves", "gated_backward_quantize_halves_reference"]
 
@@ -28,7 +34,7 @@ def gated_backward_quantize_halves_reference(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     gate_first: bool,
 ) -> list[torch.Tensor]:
@@ -43,7 +49,7 @@ def gated_backward_quantize_halves(
     gate: torch.Tensor,
     up: torch.Tensor,
     kind: str,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     gate_first: bool,
     tile: Tile | None = None,
@@ -54,6 +60,13 @@ def gated_backward_quantize_halves(
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
     rows, columns = rows_and_columns(gate.shape)
+    if isinstance(form, FORMS) and columns % 128 == 0:
+        source = source_of_gradients(dy, gate, up, kind)
+        return [*itertools.chain(*produce(source, form, keep_output, half=int(not gate_first)))]
+    if not isinstance(form, TensorForm):  # blocks of columns that are of both
+        dgate, dup = gated_backward(dy, gate, up, kind)
+        grad = torch.cat([dgate, dup] if gate_first else [dup, dgate], -1)
+        return [*([grad] if keep_output else []), *FORMATS[type(form)].kernel(grad, form)]
     partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=True)
     shape = (*gate.shape[:-1], 2 * columns)
     grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate

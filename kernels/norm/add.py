@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.norm.kernels import norm_arguments, norm_quantize
 from te_dynamo.kernels.norm.norm import layer_norm_quantize_reference, rms_norm_quantize_reference
 from te_dynamo.kernels.quantize.current import Tile
@@ -51,7 +51,7 @@ def add_rms_norm_quantize(
     eps: float,
     cast_before_weight: bool,
     zero_centered: bool,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -72,7 +72,7 @@ def add_layer_norm_quantize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,

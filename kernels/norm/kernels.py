@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.functions import (
@@ -33,7 +34,9 @@ from te_dynamo.kernels.norm.functions import (
     row_statistics,
     store_row_amax,
 )
-from te_dynamo.kernels.quantize.current import Tile, cast_tile, quantize
+from te_dynamo.kernels.produce.produce import NAMES, Source, produce
+from te_dynamo.kernels.quantize.current import Tile, cast_tile
+from te_dynamo.kernels.quantize.formats import FORMATS
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
@@ -252,8 +255,6 @@ def norm_cast_kernel(
 
 # --- launchers ----------------------------------------------------------------------------------------------
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 
 def norm_arguments(
     x: torch.Tensor,
@@ -317,7 +318,7 @@ def launch_rows(
         K=columns,
         EPS_NORM=eps,
         ADDS=residual is not None,
-        ROUNDED_TO=_NAMES[y.dtype if y is not None else rounded_to or h.dtype],
+        ROUNDED_TO=NAMES[y.dtype if y is not None else rounded_to or h.dtype],
         STORES=y is not None,
         QUANTIZE=quantizes,
         ONE_BLOCK=columns <= block,
@@ -332,7 +333,7 @@ def norm_quantize(
     x: torch.Tensor,
     norm: dict[str, Any],
     eps: float,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     tile: Tile | None = None,
     dtype: torch.dtype | None = None,
@@ -349,13 +350,22 @@ def norm_quantize(
     halves = dtype in (torch.bfloat16, torch.float16) and quantized_dtype in (None, dtype)
     wide = max(t.element_size() for t in (x, residual) if t is not None) == 4
     narrow = torch.empty_like(x, dtype=dtype) if halves and wide else None
-    given: dict[str, Any] = {"residual": residual, "y": narrow, "rounded_to": rounded_to, "quantizes": True}
+    tensorwise = isinstance(form, TensorForm)
+    given: dict[str, Any] = {"residual": residual, "y": narrow, "rounded_to": rounded_to, "quantizes": tensorwise}
     h, mean, rstd, partials = launch_rows(x, norm, eps, **given)
     statistics = [mean, rstd] if norm["LAYER"] else [rstd]
     if narrow is not None:
-        quantized = quantize(narrow, form, partials)
+        quantized = FORMATS[type(form)].kernel(narrow, form, *([partials] if tensorwise else []))
         return [*([] if residual is None else [h]), *([narrow] if keep_output else []), *statistics, *quantized]
     rows, columns = rows_and_columns(x.shape)
+    if not tensorwise:
+        dtypes = {"dtype": rounded_to or h.dtype, "kept": dtype or h.dtype if keep_output else None}
+        strides = (columns, norm["weight_stride"], norm["bias_stride"])
+        inputs = (h, norm["weight"], norm["bias"])
+        kept, _, quantized = produce(
+            Source("norm", inputs, strides, norm=norm, statistics=(mean, rstd), **dtypes), form, keep_output
+        )
+        return [*([] if residual is None else [h]), *kept, *statistics, *quantized]
     buffers = form.allocate((rows, columns), x.device)
     y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
     default = SMALL_CAST_TILE if norm["MODULATED"] or (keep_output and quantized_dtype is not None) else CAST_TILE
@@ -373,7 +383,7 @@ def norm_quantize(
             y=y[0] if y else h,
             M=rows,
             K=columns,
-            ROUNDED_TO=_NAMES[rounded_to or h.dtype],
+            ROUNDED_TO=NAMES[rounded_to or h.dtype],
             KEEP_OUTPUT=keep_output and number == 0,
             **form.pointers(buffers, unused=h),
             **form.constants(),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.norm.kernels import launch_rows, norm_arguments, norm_quantize
 from te_dynamo.kernels.norm.norm import layer_norm_reference
 from te_dynamo.kernels.quantize.current import Tile
@@ -47,7 +47,7 @@ def layer_norm_modulate_quantize_reference(
     bias: torch.Tensor,
     eps: float,
     zero_centered: bool,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -82,7 +82,7 @@ def layer_norm_modulate_quantize(
     bias: torch.Tensor,
     eps: float,
     zero_centered: bool,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.norm.kernels import launch_rows, norm_arguments, norm_quantize
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
@@ -79,7 +79,7 @@ def rms_norm_quantize_reference(
     eps: float,
     cast_before_weight: bool,
     zero_centered: bool,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -95,7 +95,7 @@ def layer_norm_quantize_reference(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -144,7 +144,7 @@ def rms_norm_quantize(
     eps: float,
     cast_before_weight: bool,
     zero_centered: bool,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
@@ -161,7 +161,7 @@ def layer_norm_quantize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    form: TensorForm,
+    form: Form,
     keep_output: bool,
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,

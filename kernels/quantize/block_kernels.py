@@ -1,8 +1,7 @@
 """The kernel of kernels/quantize/float8_block.py and of mxfp8.py's blocks of 128 by columns, and a tile of it for whoever has scales of 128 values.
 
 SCALING says what scales are, and where they lie: "1x128" and "128x128" as that file's table has them, "e8m0" and "e8m0 swizzled" as
-that of kernels/quantize/mxfp8.py has those of blocks of 128. A tile is a tuple `place`: (first row, first column, the row before which
-x ends, M, K). `buffers`: (data, its scales, transposed data, its scales).
+that of kernels/quantize/mxfp8.py has those of blocks of 128. A tile is a tuple `place`: (first row, first column, M, K). `buffers`: (data, its scales, transposed data, its scales).
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from te_dynamo.kernels.tiles.block_words import (
     cast_rows,
     column_pair_amax,
     exponents,
+    high_value,
     larger_halves,
-    load_words,
+    load_quarter_words,
+    low_value,
     row_pair_amax,
     store_codes,
     store_column_codes,
@@ -77,18 +78,6 @@ def word_scales(amaxes, FMAX: tl.constexpr, EPS: tl.constexpr):
     # 2^-127, the inverse of 2^127, is subnormal.
     inverses = larger_halves(above, tl.full((), 0x00400040, tl.int32))
     return scales, (inverses & ~one) | (0x3F803F80 & one)
-
-
-@triton.jit
-def low_value(words):
-    """The low halves, bf16, as fp32."""
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_value(words):
-    """The high halves, bf16, as fp32."""
-    return (words & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -203,7 +192,7 @@ def store_scales(scale_inv, stored, i, k, LINES, SIZE, SCALING: tl.constexpr, CO
 
 @triton.jit
 def quantize_tile(
-    x,
+    quarters,
     buffers,
     place,
     SCALING: tl.constexpr,
@@ -217,16 +206,20 @@ def quantize_tile(
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Amaxes, scales, casts and stores of one tile. ROWS is 128 where blocks span as many rows."""
+    """Amaxes, scales, casts and stores of one tile, given as four quarters. ROWS is 128 where blocks span as many rows."""
     if PACKED:
-        quantize_words(x, buffers, place, SCALING, FMAX, EPS, ROWWISE, COLUMNWISE, ROWS, WHOLE)
+        quantize_words(quarters, buffers, place, SCALING, FMAX, EPS, ROWWISE, COLUMNWISE, ROWS, WHOLE)
     else:
-        quantize_elements(x, buffers, place, SCALING, *(FMAX, EPS, POWER_OF_TWO, LARGEST), *(ROWWISE, COLUMNWISE, ROWS))
+        quantize_elements(
+            *(quarters, buffers, place, SCALING),
+            *(FMAX, EPS, POWER_OF_TWO, LARGEST),
+            *(ROWWISE, COLUMNWISE, ROWS),
+        )
 
 
 @triton.jit
 def quantize_words(
-    x,
+    quarters,
     buffers,
     place,
     SCALING: tl.constexpr,
@@ -239,12 +232,9 @@ def quantize_words(
 ):
     """A tile of bf16 x, scales powers of two: kernels/tiles/block_words.py."""
     data, scale_inv, transpose, columnwise_scale_inv = buffers
-    row, column, last, M, K = place
+    row, column, M, K = place
     DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
-    x0 = load_words(x, row, column, last, K, 0, ROWS, WHOLE)
-    x1 = load_words(x, row, column, last, K, 1, ROWS, WHOLE)
-    x2 = load_words(x, row, column, last, K, 2, ROWS, WHOLE)
-    x3 = load_words(x, row, column, last, K, 3, ROWS, WHOLE)
+    x0, x1, x2, x3 = quarters
     if SCALING == "128x128":
         amax = both_halves(tl.reduce(column_pair_amax(x0, x1, x2, x3), 0, larger_halves))
         scale, inverse = word_scales(amax, FMAX, EPS)
@@ -283,7 +273,7 @@ def quantize_words(
 
 @triton.jit
 def quantize_elements(
-    x,
+    quarters,
     buffers,
     place,
     SCALING: tl.constexpr,
@@ -297,8 +287,8 @@ def quantize_elements(
 ):
     """A tile of x of any dtype, with scales of any kind: kernels/tiles/blocks.py."""
     data, scale_inv, transpose, columnwise_scale_inv = buffers
-    row, column, last, M, K = place
-    x0, x1, x2, x3 = load_quarters(x, row, column, last, K, ROWS)
+    row, column, M, K = place
+    x0, x1, x2, x3 = quarters
     if SCALING == "128x128":
         scale, stored = element_scales(
             tl.max(column_amax(x0, x1, x2, x3), axis=0), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST
@@ -377,10 +367,14 @@ def quantize_block_kernel(
     if row >= M:
         return
     x, last = in_padded_order(x, row, offs, x_rows, M, K, G, GROUPS)
+    if PACKED:
+        quarters = load_quarter_words(x, row, column, last, K, ROWS, WHOLE)
+    else:
+        quarters = load_quarters(x, row, column, last, K, ROWS)
     quantize_tile(
-        x,
+        quarters,
         (data, scale_inv, transpose, columnwise_scale_inv),
-        (row, column, last, M, K),
+        (row, column, M, K),
         SCALING,
         *(FMAX, EPS, POWER_OF_TWO, LARGEST),
         *(ROWWISE, COLUMNWISE, ROWS, PACKED, WHOLE),

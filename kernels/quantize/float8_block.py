@@ -20,11 +20,14 @@ ones, or the same blocks of 128x128. Rules: numerics of Transformer Engine's blo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from te_dynamo.kernels.layouts import block
 from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
-from te_dynamo.kernels.layouts.sizes import blocks_of, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.sizes import Size, blocks_of, rows_and_columns, transposed
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 from te_dynamo.kernels.runtime.launch import launch
@@ -87,26 +90,38 @@ def quantize_block(
     if isinstance(rows, int) and rows * columns == 0:
         return list(buffers.values())
     packed = form.power_of_two and packs(x)
-    tile_rows, warps, group = tile or block_tile(form.columnwise, form.two_d, packed)
-    for usage in form.launches(x.element_size()):
-        launch(
-            quantize_block_kernel,
-            grouped_grid(rows, columns, tile_rows, group),
-            x=x,
-            M=rows,
-            K=columns,
-            **order,
-            **form.pointers(buffers, unused=x),
-            **form.constants(),
-            LARGEST=torch.finfo(x.dtype).max,
-            **usage,
-            ROWS=tile_rows,
-            GROUP_M=group,
-            PACKED=packed,
-            WHOLE=offs is None and whole_tiles(rows, columns, tile_rows),
-            num_warps=warps,
-        )
+    given = {"x": x, "M": rows, "K": columns, **order, **form.pointers(buffers, unused=x)}
+    largest = torch.finfo(x.dtype).max
+    for _, grid, constants in block_launches(
+        form, (rows, columns), x.element_size(), packed, tile, largest, offs is None
+    ):
+        launch(quantize_block_kernel, grid, **given, **constants)
     return list(buffers.values())
+
+
+def block_launches(
+    form: BlockForm,
+    size: tuple[Size, Size],
+    itemsize: int,
+    packed: bool,
+    tile: BlockTile | None,
+    largest: float,
+    as_it_lies: bool = True,
+) -> Iterator[tuple[bool, tuple[Size, ...], dict[str, Any]]]:
+    """(True, the grid, the constants) of each launch on [M, K], as `mxfp8_launches`; largest: of x's dtype."""
+    grid, constants = block_launch(size, tile or block_tile(form.columnwise, form.two_d, packed), packed, as_it_lies)
+    for usage in form.launches(itemsize):
+        yield True, grid, {**form.constants(), "LARGEST": largest, **usage, **constants}
+
+
+def block_launch(
+    size: tuple[Size, Size], tile: BlockTile, packed: bool, as_it_lies: bool = True
+) -> tuple[tuple[Size, ...], dict[str, Any]]:
+    """(the grid, the constants of the tile) of a launch on [M, K]. as_it_lies: not in a padded order."""
+    rows, warps, group = tile
+    whole = as_it_lies and whole_tiles(*size, rows)
+    constants = {"ROWS": rows, "GROUP_M": group, "PACKED": packed, "WHOLE": whole, "num_warps": warps}
+    return grouped_grid(*size, rows, group), constants
 
 
 def block_tile(columnwise: bool, two_d: bool, packed: bool) -> BlockTile:

@@ -22,6 +22,8 @@ A block of 128 has its code four times, once for every 32 values, so that both a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -31,11 +33,11 @@ from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.current import cast_reference
+from te_dynamo.kernels.quantize.float8_block import block_launch
 from te_dynamo.kernels.quantize.mxfp8_kernels import dequantize_mxfp8_kernel, quantize_mxfp8_kernel
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
-from te_dynamo.kernels.tiles.blocks import grouped_grid
 from te_dynamo.kernels.tiles.fp8 import zero_padded
 from te_dynamo.kernels.tiles.groups import padded_order
 
@@ -117,33 +119,39 @@ def quantize_mxfp8(
     buffers = form.allocate((rows, columns), x.device)
     if isinstance(rows, int) and rows * columns == 0:
         return list(buffers.values())
-    arguments = {
-        "x": x,
-        **form.pointers(buffers, unused=x),
-        "M": rows,
-        "K": columns,
-        **order,
-        **form.constants(),
-        "PACKED": packs(x),
-        "WHOLE": offs is None and whole_tiles(rows, columns, 128),
-    }
-    names = {"columnwise_data": "transpose"}  # what it is in blocks of 128
-    for usage in form.launches(x.element_size()):
-        arguments |= usage
-        if form.turns and usage["COLUMNWISE"]:
-            _, group, warps = tile or tile_128(packs(x))
-            grid = grouped_grid(rows, columns, 128, group)
-            scales = {"SCALING": f"e8m0{' swizzled' * form.swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
-            given = {names.get(name, name): value for name, value in arguments.items()}
-            launch(quantize_block_kernel, grid, **given, **scales, ROWS=128, GROUP_M=group, num_warps=warps)
-        else:
-            block_m, block_k, warps = tile or (
-                tile_32(columns) if usage["COLUMNWISE"] else row_tile(columns, packs(x), form.swizzled)
-            )
-            grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
-            blocks = {"SCALE_BLOCK": form.scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k}
-            launch(quantize_mxfp8_kernel, grid, **arguments, **blocks, SWIZZLED=form.swizzled, num_warps=warps)
+    given = {"x": x, "M": rows, "K": columns, **order, **form.pointers(buffers, unused=x)}
+    for turned, grid, constants in mxfp8_launches(
+        form, (rows, columns), x.element_size(), packs(x), tile, offs is None
+    ):
+        # In blocks of 128 columnwise data is transposed.
+        arguments = {
+            "transpose" if turned and name == "columnwise_data" else name: each for name, each in given.items()
+        }
+        launch(quantize_block_kernel if turned else quantize_mxfp8_kernel, grid, **arguments, **constants)
     return list(buffers.values())
+
+
+def mxfp8_launches(
+    form: MXFP8Form, size: tuple[Size, Size], itemsize: int, packed: bool, tile: Tile | None, as_it_lies: bool = True
+) -> Iterator[tuple[bool, tuple[Size, ...], dict[str, Any]]]:
+    """(whether it is one of the kernel of blocks of 128 by columns, the grid, the constants) of each launch on [M, K].
+
+    as_it_lies: not in a padded order.
+    """
+    rows, columns = size
+    for usage in form.launches(itemsize):
+        if form.turns and usage["COLUMNWISE"]:
+            _, group, warps = tile or tile_128(packed)
+            grid, constants = block_launch(size, (128, warps, group), packed, as_it_lies)
+            scales = {"SCALING": f"e8m0{' swizzled' * form.swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
+        else:
+            by_rows = row_tile(columns, packed, form.swizzled)
+            block_m, block_k, warps = tile or (tile_32(columns) if usage["COLUMNWISE"] else by_rows)
+            grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
+            whole = as_it_lies and whole_tiles(rows, columns, 128)
+            constants = {"BLOCK_M": block_m, "BLOCK_K": block_k, "PACKED": packed, "WHOLE": whole, "num_warps": warps}
+            scales = {"SCALE_BLOCK": form.scale_block, "SWIZZLED": form.swizzled}
+        yield form.turns and usage["COLUMNWISE"], grid, {**form.constants(), **scales, **usage, **constants}
 
 
 def dequantize_mxfp8(

@@ -6,9 +6,17 @@ from te_dynamo.kernels.layouts.tiled_scales import scale_offsets
 from te_dynamo.kernels.quantize.block_kernels import code_and_multiplier, four_times, word_codes
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
-from te_dynamo.kernels.tiles.block_words import cast_rows, high_halves, larger_halves, low_halves, magnitudes
+from te_dynamo.kernels.tiles.block_words import (
+    cast_rows,
+    high_halves,
+    larger_halves,
+    load_words,
+    low_halves,
+    magnitudes,
+    places_of_words,
+)
 from te_dynamo.kernels.tiles.blocks import decode_e8m0, widened_again
-from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask, tile_offsets, tile_origin
+from te_dynamo.kernels.tiles.fp8 import abs_bits, load_values, tile_mask, tile_offsets, tile_origin
 from te_dynamo.kernels.tiles.groups import in_padded_order
 
 # --- scales -------------------------------------------------------------------------------------------------
@@ -56,11 +64,43 @@ def quantize_mxfp8_kernel(
     column = tl.program_id(0) * BLOCK_K
     x, last = in_padded_order(x, tl.program_id(2) * 128, offs, x_rows, M, K, G, GROUPS)
     buffers = data, scale_inv, columnwise_data, columnwise_scale_inv
-    place = row, column, last, M, K
+    place = row, column, M, K
     if PACKED:
-        quantize_words(x, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, WHOLE)
+        values = (
+            load_words(x, row, column, half_rows(0, BLOCK_M), last, K, BLOCK_K // 2, WHOLE),
+            load_words(x, row, column, half_rows(1, BLOCK_M), last, K, BLOCK_K // 2, WHOLE),
+        )
     else:
-        quantize_elements(x, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
+        values = load_values(x, row, column, K, last, K, BLOCK_M, BLOCK_K)
+    quantize_tile(
+        *(values, buffers, place),
+        *(FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK),
+        *(BLOCK_M, BLOCK_K, PACKED, WHOLE),
+    )
+
+
+@triton.jit
+def quantize_tile(
+    values,
+    buffers,
+    place,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and data of one tile. place: (first row, first column, M, K). values: words of two halves (`half_rows`), or all of it."""
+    if PACKED:
+        quantize_words(
+            values, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, WHOLE
+        )
+    else:
+        quantize_elements(values, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -72,31 +112,12 @@ def half_rows(J: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def half_words(row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the words [BLOCK_M / 2, BLOCK_K / 2] of the rows of half J (`half_rows`) lie in a [M, K / 2] tensor: (offset of the
-    tile's first, offsets of all from there, which of them lie inside)."""
-    stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
-    rows = half_rows(J, BLOCK_M)
-    words = tl.max_contiguous(tl.arange(0, BLOCK_K // 2), 4)
-    mask = (row + rows < M)[:, None] & (column // 2 + words < stride)[None, :]
-    return tl.cast(row, tl.int64) * stride + column // 2, rows[:, None] * stride + words[None, :], mask
-
-
-@triton.jit
-def load_half(x, row, column, M, K, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
-    """These words of x, zero outside."""
-    corner, offsets, mask = half_words(row, column, M, K, J, BLOCK_M, BLOCK_K)
-    words = (x.to(tl.pointer_type(tl.int32)) + corner) + offsets
-    return tl.load(words) if WHOLE else tl.load(words, mask=mask, other=0)
-
-
-@triton.jit
 def store_half(
     data, words, multipliers, place, J: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Writes the codes of these words times multipliers (bf16, of the same shape) to data [M, K]."""
-    row, column, _, M, K = place
-    corner, offsets, mask = half_words(row, column, M, K, J, BLOCK_M, BLOCK_K)
+    """Writes the codes of the words of half J times multipliers (bf16, of the same shape) to data [M, K]."""
+    row, column, M, K = place
+    corner, offsets, mask = places_of_words(row, column, half_rows(J, BLOCK_M), M, K, BLOCK_K // 2)
     places = (data.to(tl.pointer_type(tl.int16)) + corner) + offsets
     codes = cast_rows(words, multipliers, data.dtype.element_ty)
     if WHOLE:
@@ -126,7 +147,7 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
 
 @triton.jit
 def quantize_words(
-    x,
+    values,
     buffers,
     place,
     FMAX: tl.constexpr,
@@ -138,15 +159,13 @@ def quantize_words(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The tile at (row, column) in two halves, so that rows that lie 16 apart share words of amaxes and of codes. x ends
-    before row `last`."""
+    """A tile in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
-    row, column, last, M, K = place
+    row, column, M, K = place
     R: tl.constexpr = BLOCK_M // 2
     W: tl.constexpr = BLOCK_K // 2
     B: tl.constexpr = BLOCK_K // SCALE_BLOCK
-    upper = load_half(x, row, column, last, K, 0, BLOCK_M, BLOCK_K, WHOLE)
-    lower = load_half(x, row, column, last, K, 1, BLOCK_M, BLOCK_K, WHOLE)
+    upper, lower = values
     if ROWWISE:
         # Four words of a thread first; then two rows share a word.
         high = tl.reduce(tl.reshape(magnitudes(upper), (R, W // 4, 4)), 2, larger_halves)
@@ -179,7 +198,7 @@ def quantize_words(
 
 @triton.jit
 def quantize_elements(
-    x,
+    value,
     buffers,
     place,
     FMAX: tl.constexpr,
@@ -190,13 +209,12 @@ def quantize_elements(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tile at (row, column) of x of any dtype. x ends before row `last`."""
+    """A tile of any dtype."""
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
-    row, column, last, M, K = place
+    row, column, M, K = place
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
     BLOCKS_K: tl.constexpr = BLOCK_K // SCALE_BLOCK
     offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
-    value = tl.load(x + offsets, mask=tile_mask(row, column, last, K, BLOCK_M, BLOCK_K), other=0.0)
     mask = tile_mask(row, column, M, K, BLOCK_M, BLOCK_K)
     bits = abs_bits(value)
     columns = column + tl.arange(0, BLOCK_K)[None, :]

@@ -27,23 +27,52 @@ WORDS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
-def quarter_words(row, column, M, K, J: tl.constexpr, ROWS: tl.constexpr):
-    """Where the words [ROWS / 4, 64] of quarter J lie in a [M, K / 2] tensor: (offset of the tile's first, offsets of all from
-    there, which of them lie inside)."""
-    stride = K // 8 * 4  # so that the compiler sees whole 16 bytes
-    rows = J + 4 * tl.arange(0, ROWS // 4)
-    # Four words a thread everywhere, though codes could be stored eight a time: x would be loaded in pieces of half a sector.
-    words = tl.max_contiguous(tl.arange(0, WORDS), 4)
-    mask = (row + rows < M)[:, None] & (column // 2 + words < stride)[None, :]
-    return tl.cast(row, tl.int64) * stride + column // 2, rows[:, None] * stride + words[None, :], mask
+def quarter_rows(J: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS / 4]: the rows of quarter J."""
+    return J + 4 * tl.arange(0, ROWS // 4)
 
 
 @triton.jit
-def load_words(x, row, column, M, K, J: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """Quarter J of the tile, zero outside [M, K]; WHOLE says that M and K are whole tiles."""
-    corner, offsets, mask = quarter_words(row, column, M, K, J, ROWS)
+def places_of_words(row, column, rows, M, K, COUNT: tl.constexpr, stride=None):
+    """Where COUNT words of each of the tile's `rows` lie in a tensor of [M, K / 2] words, whose rows are `stride` values apart: (offset of
+    the tile's first, offsets of all from there, which of them lie inside)."""
+    width = K // 8 * 4  # so that the compiler sees whole 16 bytes
+    words_a_row = width if stride is None else stride // 8 * 4
+    # Four words a thread everywhere, though codes could be stored eight a time: x would be loaded in pieces of half a sector.
+    words = tl.max_contiguous(tl.arange(0, COUNT), 4)
+    mask = (row + rows < M)[:, None] & (column // 2 + words < width)[None, :]
+    return tl.cast(row, tl.int64) * words_a_row + column // 2, rows[:, None] * words_a_row + words[None, :], mask
+
+
+@triton.jit
+def load_words(x, row, column, rows, M, K, COUNT: tl.constexpr, WHOLE: tl.constexpr, stride=None):
+    """COUNT words of each of the tile's `rows`, zero outside [M, K]; WHOLE says that M and K are whole tiles."""
+    corner, offsets, mask = places_of_words(row, column, rows, M, K, COUNT, stride)
     words = (x.to(tl.pointer_type(tl.int32)) + corner) + offsets
     return tl.load(words) if WHOLE else tl.load(words, mask=mask, other=0)
+
+
+@triton.jit
+def load_quarter_words(x, row, column, M, K, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """The tile's four quarters."""
+    return (
+        load_words(x, row, column, quarter_rows(0, ROWS), M, K, WORDS, WHOLE),
+        load_words(x, row, column, quarter_rows(1, ROWS), M, K, WORDS, WHOLE),
+        load_words(x, row, column, quarter_rows(2, ROWS), M, K, WORDS, WHOLE),
+        load_words(x, row, column, quarter_rows(3, ROWS), M, K, WORDS, WHOLE),
+    )
+
+
+@triton.jit
+def low_value(words):
+    """The low halves, bf16, as fp32."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_value(words):
+    """The high halves, bf16, as fp32."""
+    return (words & -0x10000).to(tl.float32, bitcast=True)
 
 
 # --- amax ---------------------------------------------------------------------------------------------------
@@ -177,7 +206,7 @@ def turned(c0, c1, c2, c3):
 @triton.jit
 def store_codes(data, codes, row, column, M, K, J: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     """Writes the codes of quarter J to data [M, K]."""
-    corner, offsets, mask = quarter_words(row, column, M, K, J, ROWS)
+    corner, offsets, mask = places_of_words(row, column, quarter_rows(J, ROWS), M, K, WORDS)
     places = (data.to(tl.pointer_type(tl.int16)) + corner) + offsets
     if WHOLE:
         tl.store(places, codes)

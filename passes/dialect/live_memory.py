@@ -77,7 +77,8 @@ class _Step:
     @property
     def writes_in_place(self) -> bool:
         """Whether its results take the place of arguments of as many bytes that end with it."""
-        return self.is_inductors or self.node.target in (gated_backward_quantize, gated_backward_quantize_halves)
+        gradients = self.node.target in (gated_backward_quantize, gated_backward_quantize_halves)
+        return self.is_inductors or (gradients and self.node.args[4].one_scale)  # type: ignore[union-attr]
 
 
 def _steps(graph: Graph) -> _Steps:

@@ -54,7 +54,7 @@ def _transpose_late(graph: Graph) -> int:
     moved = 0
     for node in calls(graph, activation_backward_quantize, gated_backward_quantize, gated_backward_quantize_halves):
         quantizer, others = _quantizer_of_one(node)
-        if quantizer is None or not (quantizer.rowwise and quantizer.columnwise):
+        if quantizer is None or not (quantizer.one_scale and quantizer.rowwise and quantizer.columnwise):
             continue
         rows_only = quantizer.with_usage(columnwise=False)
         args = tuple(rows_only if arg is quantizer else arg for arg in node.args)

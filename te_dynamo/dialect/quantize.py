@@ -27,19 +27,23 @@ MOST_AMAXES = kernels.MOST_TENSORS
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def takes_quantizer(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """A fused kernel's launcher or reference as an operation calls it: a quantizer in the place of its form."""
+def takes_quantizer(implementation: Callable[..., Any], one_scale: bool = False) -> Callable[..., Any]:
+    """A fused kernel's launcher or reference as an operation calls it: a quantizer in the place of its form.
+
+    one_scale: it is for formats with one scale a tensor, and else for all with fused producers; QuantizationError for another.
+    """
 
     @functools.wraps(implementation)
     def run(*args: Any) -> Any:
-        return implementation(*(_form_of(a) if isinstance(a, Quantizer) else a for a in args))
+        return implementation(*(_form_of(a, one_scale) if isinstance(a, Quantizer) else a for a in args))
 
     return run
 
 
-def _form_of(quantizer: Quantizer) -> Form:
-    if not quantizer.fused_producers:
-        raise QuantizationError(f"{quantizer.describe()}: the fused kernels write FP8 with one scale a tensor")
+def _form_of(quantizer: Quantizer, one_scale: bool) -> Form:
+    if not (quantizer.one_scale if one_scale else quantizer.fused_producers):
+        scales = "" if one_scale else " or a block"
+        raise QuantizationError(f"{quantizer.describe()}: the fused kernels write FP8 with one scale a tensor{scales}")
     return quantizer.form()
 
 
@@ -71,14 +75,14 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tenso
     return quantized(x, quantizer)
 
 
-@te_op(reference=takes_quantizer(kernels.quantize_reference), kernel=takes_quantizer(kernels.quantize))
+@te_op(reference=takes_quantizer(kernels.quantize_reference, True), kernel=takes_quantizer(kernels.quantize, True))
 def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor) -> list[torch.Tensor]:
     """te.quantize with one scale a tensor, in one pass over x: amax, fp32 [a power of two], are partial ones of x."""
     return quantized(x, quantizer)
 
 
 quantize_several = kernel_or_reference(
-    takes_quantizer(several.quantize_several), takes_quantizer(several.quantize_several_reference)
+    takes_quantizer(several.quantize_several, True), takes_quantizer(several.quantize_several_reference, True)
 )
 """(tensors, dtype, quantizer, amaxes) -> te.quantize_with_amax of each tensor in that dtype. No operation: no graph holds it."""
 
@@ -107,7 +111,7 @@ def amax_bits_of_parts(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return plain((len(sizes),), torch.int32, x)
 
 
-@te_op(reference=takes_quantizer(parts.quantize_parts))
+@te_op(reference=takes_quantizer(parts.quantize_parts, True))
 def quantize_parts(
     x: torch.Tensor, sizes: Sequence[int], amaxes: torch.Tensor, own_amax: torch.Tensor, quantizer: Quantizer
 ) -> list[torch.Tensor]:
@@ -116,8 +120,8 @@ def quantize_parts(
 
 
 @te_op(
-    reference=takes_quantizer(kernels.quantize_bias_grad_reference),
-    kernel=takes_quantizer(kernels.quantize_bias_grad),
+    reference=takes_quantizer(kernels.quantize_bias_grad_reference, True),
+    kernel=takes_quantizer(kernels.quantize_bias_grad, True),
 )
 def quantize_bias_grad(dy: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
     """[te.bias_grad(dy), *te.quantize(dy)]: the sums in another order than te.bias_grad's, the buffers the same bits."""

@@ -26,8 +26,8 @@ __all__ = [
 
 
 @te_op(
-    reference=takes_quantizer(kernels.quantize_stacked_reference),
-    kernel=takes_quantizer(kernels.quantize_stacked),
+    reference=takes_quantizer(kernels.quantize_stacked_reference, True),
+    kernel=takes_quantizer(kernels.quantize_stacked, True),
 )
 def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
     """The buffers of one tensor that stacks xs, by rows or by columns, each as te.quantize makes it, with its own scale.
@@ -38,8 +38,8 @@ def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: b
 
 
 @te_op(
-    reference=takes_quantizer(kernels.quantize_stacked_reference),
-    kernel=takes_quantizer(kernels.quantize_stacked),
+    reference=takes_quantizer(kernels.quantize_stacked_reference, True),
+    kernel=takes_quantizer(kernels.quantize_stacked, True),
 )
 def quantize_stacked_with_amaxes(
     xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool, amaxes: Sequence[Optional[torch.Tensor]]

@@ -99,7 +99,10 @@ def test_it_is_one_object_in_both_lists():
     assert fused.forward[0].op is fused.backward[0].op
 
 
-@pytest.mark.parametrize("recipe", [None, MXFP8, te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, te_dynamo.recipe.Float8RowwiseScaling(), te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")],
+)
 def test_recipes_without_the_kernels_are_left_alone(recipe):
     fused = OperationFuser([*mlp(RMSNorm(64), GELU(), (False, False))], recipe=recipe).fuse()
     assert [type(group.op) for group in fused.forward] == [RMSNorm, BasicLinear, GELU, BasicLinear]

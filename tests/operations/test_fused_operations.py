@@ -38,10 +38,6 @@ def _recipe(request):
     return RECIPES[request.param]
 
 
-def quantizes_dy(recipe):
-    return recipe is FP8
-
-
 @pytest.mark.parametrize("activation", [GELU("tanh"), QGELU()], ids=["gelu", "qgelu"])
 def test_linear_bias_activation(recipe, activation):
     case = Case([BasicLinear(64, 96), Bias(96), activation, BasicLinear(96, 32), Bias(32)], recipe, (3, 32, 64))
@@ -55,7 +51,7 @@ def test_activation_bias(recipe, activation):
     case = Case([BasicLinear(64, 96), Bias(96), activation], recipe, (3, 32, 64))
     _, fused = all_four(case, tolerance(recipe))
     assert fused.backward == (
-        ["BackwardActivationBias"] if quantizes_dy(recipe) else ["BasicLinear", "Bias", type(activation).__name__]
+        ["BackwardActivationBias"] if recipe in (FP8, MXFP8) else ["BasicLinear", "Bias", type(activation).__name__]
     )
 
 
@@ -92,7 +88,7 @@ def test_linear_scale_add(recipe):
     ops = [BasicLinear(64, 96), ConstantScale(0.75), AddExtraInput()]
     _, fused = all_four(Case(ops, recipe, (3, 32, 64), extra_shape=(3, 32, 96)), tolerance(recipe))
     assert fused.forward == ["ForwardLinearScaleAdd"]
-    assert fused.backward[0] == ("BackwardLinearScale" if quantizes_dy(recipe) else "BasicLinear")
+    assert fused.backward[0] == ("BackwardLinearScale" if recipe is FP8 else "BasicLinear")
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -252,10 +252,10 @@ def test_what_kernels_can_do_for_each_format() -> None:
     formats = {format.__name__: [name for name in abilities if getattr(format, name)] for format in QUANTIZERS}
     assert formats == {
         "Float8CurrentScalingQuantizer": list(abilities),
-        "Float8BlockQuantizer": [],
+        "Float8BlockQuantizer": ["fused_producers"],
         "Float8GroupedQuantizer": [],
         "Float8RowwiseQuantizer": [],
-        "MXFP8Quantizer": [],
+        "MXFP8Quantizer": ["fused_producers"],
         "NVFP4Quantizer": [],
     }
 

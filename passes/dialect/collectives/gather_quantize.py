@@ -108,7 +108,7 @@ def gathered_quantizations(graph: Graph, collective: torch._ops.OpOverload = ALL
 def reason_to_leave(gathered: Gathered) -> str:
     """Why a collective stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
-    if not quantizer.fused_producers:
+    if not quantizer.one_scale:
         return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
     chain = [gathered.gather, *gathered.moves]
     aside = {*chain, gathered.quantize, *_bias_grads(gathered), *_sizes(gathered)}

@@ -27,7 +27,7 @@ def fuse_quantize_bias_grad(graph: Graph) -> int:
         dy = node.args[0]
         assert isinstance(dy, Node)
         quantized = quantize_of(dy)
-        if quantized is None:
+        if quantized is None or not quantized.args[1].one_scale:  # type: ignore[union-attr]
             continue
         first = min(node, quantized)
         fused = call_like(graph, quantize_bias_grad, (dy, quantized.args[1]), first)

@@ -9,7 +9,7 @@
                            dx = dz @ weight,  dweight = dz^T @ x
 
 dz is never written in bf16. The Bias may be missing. The activation is one of te.activation's, and the linear wants its dy in FP8 with
-one scale a tensor: the kernel writes nothing else.
+one scale a tensor or a block: the kernels write nothing else.
 """
 
 from typing import Optional
@@ -27,6 +27,6 @@ class BackwardActivationBias(JoinedBackward):
 
 @fusion_of_windows((BasicLinear, Bias, ACTIVATIONS), (BasicLinear, ACTIVATIONS))
 def fuse_activation_bias(window: Window) -> Optional[FusedOperation]:
-    """BasicLinear (, Bias), activation -> BackwardActivationBias where the linear takes its dy in current scaling."""
+    """BasicLinear (, Bias), activation -> BackwardActivationBias where a kernel writes dy as the linear takes it."""
     dy = window[0].grad_output_quantizer()
     return BackwardActivationBias(window) if dy is not None and dy.fused_producers else None

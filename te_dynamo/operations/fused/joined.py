@@ -205,4 +205,6 @@ def _dy_quantizer(ops: Sequence[Any], ctxs: Sequence[OperationContext], index: i
     quantizer: Quantizer = config.grad_output_quantizer.with_usage(needs.input, needs.params[0])
     if type(ops[index]) is ConstantScale:
         return quantizer if quantizer.one_scale and linear == index - 1 else None
+    if not quantizer.one_scale and _is(ops, linear, GroupedLinear):
+        return None  # blocks of columns begin with the groups
     return quantizer if has_gradient_kernel(unscaled(ops[index]), quantizer) else None

@@ -30,6 +30,7 @@ class Float8BlockQuantizer(Float8Quantizer):
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
 
+    fused_producers: ClassVar[bool] = True
     experts_begin_at: ClassVar[int] = BLOCK
 
     block_dims: int = 1

@@ -31,6 +31,7 @@ class MXFP8Quantizer(Float8Quantizer):
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """
 
+    fused_producers: ClassVar[bool] = True
     experts_begin_at: ClassVar[int] = 128  # of either block: GEMMs contract 128 values at a time
 
     scale_block: int = 32

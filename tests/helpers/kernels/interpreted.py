@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from helpers.kernels import ptx
 from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 __all__ = ["install", "install_products"]
+
+FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 def install() -> None:
@@ -22,10 +25,10 @@ def install() -> None:
     convert = InterpreterBuilder.create_fp_to_fp
 
     def create_fp_to_fp(self: Any, source: TensorHandle, kind: Any, rounding: Any) -> TensorHandle:
-        if kind.scalar == tl.float8e4nv and source.dtype.scalar == tl.float32:
-            return TensorHandle(e4m3(source.data), tl.float8e4nv)
-        if source.dtype.scalar == tl.float8e4nv and kind.scalar == tl.float32:
-            codes = torch.from_numpy(source.data.copy()).view(torch.float8_e4m3fn)
+        if kind.scalar in FLOAT8 and source.dtype.scalar == tl.float32:
+            return TensorHandle(ptx.codes(FLOAT8[kind.scalar], source.data).astype(np.uint8), kind.scalar)
+        if source.dtype.scalar in FLOAT8 and kind.scalar == tl.float32:
+            codes = torch.from_numpy(source.data.copy()).view(FLOAT8[source.dtype.scalar])
             return TensorHandle(codes.float().numpy(), tl.float32)
         return convert(self, source, kind, rounding)
 
@@ -40,6 +43,7 @@ def install() -> None:
             return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
         return self.cast_impl(source, kind)
 
+    ReduceOps.generic_reduce = reduce_by_halves
     InterpreterBuilder.create_fp_trunc = create_fp_trunc
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_fp_ext = create_fp_ext
@@ -54,6 +58,18 @@ def install() -> None:
         return multiply(self, a, a_scale, tl.constexpr(a_format), b, b_scale, tl.constexpr(b_format), *rest)
 
     TritonSemantic.dot_scaled = dot_scaled
+
+
+def reduce_by_halves(self: ReduceOps, inputs: tuple[Any, ...]) -> list[Any]:
+    """A reduction of one tensor by a function of ours, in which order does not matter; the interpreter's own goes by single elements."""
+    (values,) = inputs
+    assert self.axis is not None and not self.keep_dims
+    data = np.moveaxis(values.handle.data, self.axis, 0)
+    while len(data) > 1:
+        half = len(data) // 2
+        pair = (self.to_tensor(np.ascontiguousarray(part), values.dtype) for part in (data[:half], data[half:]))
+        data = self.combine_fn.fn(*pair).handle.data
+    return [self.to_tensor(data[0], values.dtype)]
 
 
 def install_products() -> None:
@@ -73,19 +89,18 @@ def install_products() -> None:
 def create_inline_asm(
     self: Any, asm: str, constraints: str, values: list[TensorHandle], kinds: list[Any], pure: bool, pack: int
 ) -> Any:
-    """Those that the kernels of block-scaled formats have, by the words of the PTX manual."""
-    if "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1" in asm:  # four values, the first in the lowest byte
-        codes = [e4m3(value.data).astype(np.uint32) << 8 * place for place, value in enumerate(values)]
-        return _results(TensorHandle(sum(codes[1:], codes[0]).view(np.int32), tl.int32))
-    first, second = (value.data for value in values)
-    if asm.startswith("mul.rn.f32"):
-        return _results(TensorHandle(first * second, tl.float32))
-    assert "cvt.rn.satfinite.e2m1x2.f32" in asm, asm
-    return _results(TensorHandle(e2m1(first) | e2m1(second) << 4, tl.uint8))
-
-
-def _results(*handles: TensorHandle) -> SimpleNamespace:
+    """By `ptx`, but for a conversion to a part of a register."""
+    if "cvt.rn.satfinite.e2m1x2.f32" in asm:
+        first, second = (value.data for value in values)
+        results = [e2m1(first) | e2m1(second) << 4]
+    else:
+        dtypes = [np.dtype(_NUMPY[kind.scalar]) for kind in kinds]
+        results = ptx.run(asm, [value.data for value in values], dtypes, pack)
+    handles = [TensorHandle(result, kind.scalar) for result, kind in zip(results, kinds, strict=True)]
     return SimpleNamespace(get_result=handles.__getitem__)
+
+
+_NUMPY = {tl.float32: "f4", tl.bfloat16: "u2", tl.float16: "f2", tl.int32: "i4", tl.int16: "i2", tl.int8: "i1"}
 
 
 def create_dot_scaled(
@@ -110,7 +125,7 @@ def create_dot_scaled(
 def block_values(codes: TensorHandle, scales: TensorHandle) -> np.ndarray:
     """The values [R, K], in float64, of codes [R, K], or of two e2m1 codes a byte along K, and e4m3 or e8m0 scales [R, blocks]."""
     if codes.dtype.scalar in (tl.float8e4nv, tl.float8e5):
-        kind = torch.float8_e4m3fn if codes.dtype.scalar == tl.float8e4nv else torch.float8_e5m2
+        kind = FLOAT8[codes.dtype.scalar]
         values = torch.from_numpy(np.ascontiguousarray(codes.data)).view(torch.uint8).view(kind).double().numpy()
     else:
         bits = codes.data.astype(np.uint8)
@@ -134,9 +149,3 @@ def e2m1(value: np.ndarray) -> np.ndarray:
     codes = np.searchsorted(middles, magnitude)  # ties to the lower
     codes += (codes % 2 == 1) & (magnitude == middles[np.minimum(codes, 6)])
     return np.where(np.isnan(value), 7, np.minimum(codes, 7) | np.signbit(value) * 8).astype(np.uint8)
-
-
-def e4m3(value: np.ndarray) -> np.ndarray:
-    """Saturating codes, uint8; NaN's is 0x7F."""
-    codes = torch.from_numpy(value.clip(-448.0, 448.0)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    return np.where(np.isnan(value), np.uint8(0x7F), codes)

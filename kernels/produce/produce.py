@@ -1,0 +1,145 @@
+"""The result of an activation, a gated unit, a norm or a gradient quantized where each block has a scale of its own: in one launch.
+
+A block's scale needs no value of another block. So the tile that computes the result quantizes it, and the result itself goes to memory only
+if it is asked for. Equal to the unfused kernel and then te.quantize's, bit for bit (kernels/produce/sources.py). With one scale a tensor
+its amax has to be known first, which takes two launches: kernels/activation and kernels/norm have them. With one scale a row, rows and columns
+of all values would have to be known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_dynamo.kernels.layouts.block import BlockForm
+from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
+from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns
+from te_dynamo.kernels.produce.kernels import produce_blocks_kernel, produce_mxfp8_kernel
+from te_dynamo.kernels.quantize.float8_block import block_launches
+from te_dynamo.kernels.quantize.mxfp8 import mxfp8_launches
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.tiles.block_words import packs
+
+__all__ = ["FORMS", "Source", "produce"]
+
+FORMS = (BlockForm, MXFP8Form)
+"""The forms that are written so."""
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_NO_NORM = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CAST_BEFORE_WEIGHT", "ZERO_CENTERED", "MODULATED"), False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a launch computes.
+
+    name, inputs, strides: SOURCE of kernels/produce/sources.py, its tensors, and the values from row to row of each.
+    kind: of an activation. norm: the kernel's arguments that say which norm it is; statistics: mean and rstd of the rows.
+    dtype: what is quantized is rounded to. kept: the dtype that the result is kept in, if it is.
+    """
+
+    name: str
+    inputs: Sequence[torch.Tensor]
+    strides: Sequence[Size]
+    kind: str = ""
+    norm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    statistics: Sequence[torch.Tensor] = ()
+    dtype: torch.dtype | None = None
+    kept: torch.dtype | None = None
+
+    @property
+    def like(self) -> torch.Tensor:
+        """The input that the result is like: of a gradient not dy."""
+        return self.inputs["backward" in self.name]
+
+    def packed(self) -> bool:
+        """Whether it is read, and made, as words of two."""
+        if self.norm:
+            read, strides = self.inputs[:1], self.strides[:1]
+            plain = not self.norm["MODULATED"] and {self.dtype, self.kept} <= {None, torch.bfloat16}
+        else:
+            read, strides, plain = self.inputs, self.strides, True
+        in_words = all(isinstance(stride, int) and stride % 8 == 0 for stride in strides)
+        return plain and in_words and all(packs(x) and _begins_at_a_word(x) for x in read)
+
+    def itemsize(self) -> int:
+        """Bytes of the widest element that is loaded, kept or cast."""
+        dtypes = (self.inputs[0].dtype, self.like.dtype, self.dtype, self.kept)
+        return max(dtype.itemsize for dtype in dtypes if dtype is not None)
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of a kernel, beside the buffers and what it is told of their form."""
+        a, b, c = (*self.inputs, *[self.inputs[0]] * 2)[:3]
+        mean, rstd = self.statistics or (a, a)
+        strides = (*self.strides, 0, 0)[:3]
+        return {
+            **{"a": a, "b": b, "c": c, "mean": mean, "rstd": rstd},
+            **{"a_stride": strides[0], "b_stride": strides[1], "c_stride": strides[2]},
+            **{"SOURCE": self.name, "KIND": self.kind, "ROUNDED_TO": NAMES[self.dtype or self.like.dtype]},
+            "rows_of_sample": self.norm.get("rows_of_sample", 0),
+            **{name: self.norm.get(name, value) for name, value in _NO_NORM.items()},
+        }
+
+
+def _begins_at_a_word(x: torch.Tensor) -> bool:
+    offset = x.storage_offset()
+    return isinstance(offset, int) and offset % 8 == 0
+
+
+def produce(
+    source: Source, form: Form, keep_output: bool, *, sums: bool = False, half: int = -1
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """(the result if it is kept, the fp32 sums of its columns if asked for, its buffers): of both gradients of a gated unit one after the other.
+
+    half: 0 or 1 makes them halves of one tensor [.., 2K], dgate this one; -1 does not. K is then a multiple of 128.
+    """
+    x = source.like
+    rows, columns = rows_and_columns(x.shape)
+    width, count = (columns, 1 + (source.name == "gated_backward")) if half == -1 else (2 * columns, 1)
+    shape = (*x.shape[:-1], width)
+    kept = [torch.empty(shape, dtype=source.kept or x.dtype, device=x.device) for _ in range(count * keep_output)]
+    held = [form.allocate((rows, width), x.device) for _ in range(count)]
+    buffers = [buffer for each in held for buffer in each.values()]
+    arguments = source.arguments() | {"M": rows, "K": columns, "HALF": half, "sums": x}
+    arguments |= dict(zip(("y", "second_y"), (*kept, x, x), strict=False))
+    for prefix, each in zip(("", "second_"), (*held, dict[str, torch.Tensor]()), strict=False):
+        # In this order for all forms; in blocks of 32 columnwise data is not transposed.
+        pointers = zip(BlockForm.NAMES, form.pointers(each, unused=x).values(), strict=True)
+        arguments |= {f"{prefix}{name}": pointer for name, pointer in pointers}
+    partial: list[torch.Tensor] = []
+    for number, (by_blocks, grid, constants) in enumerate(_launches(form, (rows, columns), source)):
+        if number == 0 and sums:
+            height = constants["ROWS" if by_blocks else "BLOCK_M"]
+            parts = blocks_of(rows, height) if by_blocks else round_up(rows, 128) // height
+            partial = [torch.empty((parts, columns), dtype=torch.float32, device=x.device)]
+            arguments["sums"] = partial[0]
+        if isinstance(rows, int) and rows * columns == 0:
+            continue
+        kernel = produce_blocks_kernel if by_blocks else produce_mxfp8_kernel
+        once = {"KEEP_OUTPUT": keep_output and number == 0, "SUMS": sums and number == 0}
+        launch(kernel, grid, **arguments, **once, **constants)
+    return kept, [part.sum(0) for part in partial], buffers
+
+
+def _launches(
+    form: Form, size: tuple[Size, Size], source: Source
+) -> Iterator[tuple[bool, tuple[Size, ...], dict[str, Any]]]:
+    """(whether it is one of the kernel of blocks of 128, the grid, the constants) of each launch.
+
+    By more warps than what only quantizes: a thread has several inputs, or results, for each value.
+    """
+    itemsize, packed = source.itemsize(), source.packed()
+    if isinstance(form, MXFP8Form):
+        launches = mxfp8_launches(form, size, itemsize, packed, None)
+    else:
+        assert isinstance(form, BlockForm)
+        largest = torch.finfo(source.dtype or source.like.dtype).max
+        launches = block_launches(form, size, itemsize, packed and form.power_of_two, None, largest)
+    for by_blocks, grid, constants in launches:
+        more = 4 if constants["COLUMNWISE"] and "backward" in source.name else 2
+        yield by_blocks, grid, constants | {"num_warps": min(more * constants["num_warps"], 16)}
