@@ -6,7 +6,7 @@
 
 All arithmetic is fp32 with one rounding, to the input's dtype, at the end. A fused function is two
 launches: the amax of the rounded result, then the result again, cast (kernels/tiles/fp8.py); the cheap function
-is computed twice and its result never read back. The same device functions (functions.py) serve fused
+is computed twice and its result never read back. The same device functions (kernels/tiles/activations.py) serve fused
 and unfused kernels: fused equals unfused plus `quantize`, bit for bit. Backward with a bias gradient sums columns in
 the first launch, in parts, and adds up the parts in the second.
 """

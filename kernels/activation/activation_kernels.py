@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from te_dynamo.kernels.activation.functions import activate, activate_backward
 from te_dynamo.kernels.quantize.current_kernels import stripe
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.activations import activate, activate_backward
 from te_dynamo.kernels.tiles.fp8 import (
     amaxes_of_four,
     larger_or_nan,

@@ -14,13 +14,13 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.activation.gated import in_rows, partial_amaxes_of_gradients, sizes_of
-from te_dynamo.kernels.activation.gated_kernels import gradients
 from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import updates, writes
+from te_dynamo.kernels.tiles.activations import gradients
 from te_dynamo.kernels.tiles.fp8 import load_scale, rounded, saturating_cast
 
 __all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "gated_backward_quantize_in_place"]

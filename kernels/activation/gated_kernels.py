@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from te_dynamo.kernels.activation.functions import activate, activate_backward
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import wait_for_predecessor
 from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.activations import activate, gradients
 from te_dynamo.kernels.tiles.fp8 import (
     abs_bits,
     amaxes_of_four,
@@ -24,7 +24,6 @@ from te_dynamo.kernels.tiles.fp8 import (
 from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
 __all__ = [
-    "gradients",
     "gated_amax_kernel",
     "gated_backward_amax_kernel",
     "gated_backward_write_kernel",
@@ -144,12 +143,6 @@ def _backward_tiles(
     g = load_tile(gate, row, column, gate_stride, M, K, BLOCK_M, BLOCK_K)
     u = load_tile(up, row, column, up_stride, M, K, BLOCK_M, BLOCK_K)
     return gradients(grad, g, u, KIND)
-
-
-@triton.jit
-def gradients(dy, gate, up, KIND: tl.constexpr):
-    """(dgate, dup) in fp32."""
-    return activate_backward(dy * up, gate, KIND), dy * activate(gate, KIND)
 
 
 @triton.jit

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.activation.functions import activate
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.activations import activate
 from te_dynamo.kernels.tiles.fp8 import abs_bits, rounded, store_amax
 from te_dynamo.kernels.tiles.stacking import Stacking
 

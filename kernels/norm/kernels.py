@@ -7,7 +7,7 @@ y is rounded to a dtype that is x's or another. Under autocast x is fp32, and wh
 that has half of x's bytes, and launch 2 is that of `quantize`. Where y is read in fp32 as well, both launches are as above.
 
 The fused form reads x twice and writes no bf16. `norm_rows_kernel` is launch 1 and the unfused kernel alike, with one block shape, so
-that the statistics are the same sum in the same order; the rest is elementwise in shared device functions (functions.py). Fused therefore
+that the statistics are the same sum in the same order; the rest is elementwise in shared device functions (tiles/norms.py). Fused therefore
 equals unfused plus `quantize`, bit for bit, and with a residual an addition before it too: memory is passed over as often as
 without writing h, as launch 2 then reads one tensor in place of two.
 
@@ -24,16 +24,6 @@ import torch
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
-from te_dynamo.kernels.norm.functions import (
-    as_wide,
-    load_affine,
-    load_columns,
-    no_magnitudes,
-    normalize,
-    row_magnitudes,
-    row_statistics,
-    store_row_amax,
-)
 from te_dynamo.kernels.produce.produce import NAMES, Source, produce
 from te_dynamo.kernels.quantize.current import Tile, cast_tile
 from te_dynamo.kernels.quantize.formats import FORMATS
@@ -49,6 +39,16 @@ from te_dynamo.kernels.tiles.fp8 import (
     store_tile,
     tile_from_the_end,
     tile_total,
+)
+from te_dynamo.kernels.tiles.norms import (
+    as_wide,
+    load_affine,
+    load_columns,
+    no_magnitudes,
+    normalize,
+    row_magnitudes,
+    row_statistics,
+    store_row_amax,
 )
 
 ROW_WARPS = 16

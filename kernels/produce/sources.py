@@ -16,12 +16,11 @@ from row to row of a, b and c, and rows of a sample; those of b and c are from s
 
 from __future__ import annotations
 
-from te_dynamo.kernels.activation.functions import activate, activate_backward
-from te_dynamo.kernels.activation.gated_kernels import gradients
-from te_dynamo.kernels.norm.functions import load_affine, normalize
 from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.tiles.activations import activate, activate_backward, gradients
 from te_dynamo.kernels.tiles.block_words import high_value, load_words, low_value, places_of_words
 from te_dynamo.kernels.tiles.fp8 import widened
+from te_dynamo.kernels.tiles.norms import load_affine, normalize
 
 __all__ = ["made_elements", "made_words", "store_elements", "store_words"]
 

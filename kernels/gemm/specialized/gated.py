@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.activation.functions import activate
 from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -37,6 +36,7 @@ from te_dynamo.kernels.runtime._gluon import gl, gluon, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
 from te_dynamo.kernels.runtime.prepared import Prepared
+from te_dynamo.kernels.tiles.activations import activate
 from te_dynamo.kernels.tiles.fp8 import abs_bits
 
 

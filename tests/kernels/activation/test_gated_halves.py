@@ -25,11 +25,11 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels.activation import functions as activation_functions
 from te_dynamo.kernels.activation import gated, gated_in_place, gated_kernels
 from te_dynamo.kernels.activation import gated_halves as kernels
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize import current as quantize
+from te_dynamo.kernels.tiles import activations as activation_functions
 from te_dynamo.kernels.tiles import fp8
 from te_dynamo.kernels.tiles import row_quarters as quarters
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.tiles.fp8 import larger_or_nan, mul_rn
 
-__all__ = ["activate", "activate_backward"]
+__all__ = ["activate", "activate_backward", "gradients"]
 
 
 @triton.jit
@@ -114,3 +114,9 @@ def activate_backward(dy, x, KIND: tl.constexpr):
     else:
         tail, gauss = _normal_tail(tl.abs(x))
         return mul_rn(dy, tl.fma(x * 0.3989422804014327, gauss, _normal_cdf(x, tail, gauss)))
+
+
+@triton.jit
+def gradients(dy, gate, up, KIND: tl.constexpr):
+    """(dgate, dup) of a gated unit of that kind, fp32."""
+    return activate_backward(dy * up, gate, KIND), dy * activate(gate, KIND)
