@@ -38,8 +38,12 @@ def made_part(
     COUNT: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ):
-    """(these rows of the tile, of the second gradient), rounded, as COUNT words or elements a row; written to y if it is kept."""
+    """(these rows of the tile, of the second gradient), rounded, as COUNT words or elements a row; written to y if they are kept.
+
+    Elements of both are more than a thread's registers: they are made for the first, and AGAIN for the second.
+    """
     inputs, strides, place, y, second_y, first_place, second_place = given
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     KEPT: tl.constexpr = y.dtype.element_ty if KEEP_OUTPUT else DTYPE
@@ -52,12 +56,12 @@ def made_part(
     else:
         first, second = made_elements(inputs, strides, place, rows, HOW, COUNT)
         first, second = rounded(first, KEPT), rounded(second, KEPT)
-        if KEEP_OUTPUT:
+        if KEEP_OUTPUT and not AGAIN:
             store_elements(y, first, first_place, rows, COUNT)
-            if HOW[0] == "gated_backward":
-                store_elements(second_y, second, second_place, rows, COUNT)
+        if KEEP_OUTPUT and AGAIN:
+            store_elements(second_y, second, second_place, rows, COUNT)
         if KEPT != DTYPE:
-            first = rounded(first.to(tl.float32), DTYPE)
+            first = rounded(first.to(tl.float32), DTYPE)  # of a norm
     return first, second
 
 
@@ -163,6 +167,11 @@ def produce_blocks_kernel(
     if SOURCE == "gated_backward":
         if HALF == -1:
             buffers = second_data, second_scale_inv, second_transpose, second_columnwise_scale_inv
+        if not PACKED:
+            _, z0 = made_part(given, quarter_rows(0, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
+            _, z1 = made_part(given, quarter_rows(1, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
+            _, z2 = made_part(given, quarter_rows(2, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
+            _, z3 = made_part(given, quarter_rows(3, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
         quantize_block_tile(
             *((z0, z1, z2, z3), buffers, second_place, SCALING, FMAX, EPS),
             *(POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS, PACKED, WHOLE),
@@ -246,6 +255,9 @@ def produce_mxfp8_kernel(
     if SOURCE == "gated_backward":
         if HALF == -1:
             buffers = second_data, second_scale_inv, second_transpose, second_columnwise_scale_inv
+        if not PACKED:
+            rows = tl.arange(0, BLOCK_M)
+            _, second = made_part(given, rows, HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
         quantize_mxfp8_tile(
             *(second, buffers, second_place, FMAX, ROWWISE, COLUMNWISE),
             *(SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, PACKED, WHOLE),

@@ -141,5 +141,7 @@ def _launches(
         largest = torch.finfo(source.dtype or source.like.dtype).max
         launches = block_launches(form, size, itemsize, packed and form.power_of_two, None, largest)
     for by_blocks, grid, constants in launches:
-        more = 4 if constants["COLUMNWISE"] and "backward" in source.name else 2
-        yield by_blocks, grid, constants | {"num_warps": min(more * constants["num_warps"], 16)}
+        of_gradient = "backward" in source.name
+        more = 4 if constants["COLUMNWISE"] and of_gradient else 2
+        most = 16 if constants["PACKED"] or of_gradient else 8
+        yield by_blocks, grid, constants | {"num_warps": min(more * constants["num_warps"], most)}

@@ -176,6 +176,7 @@ def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight,
     ]  # the result's dtype, whether it is stored, whether it is quantized
     if dtype != to:  # what reads the norm in its own dtype too has the statistics of the norm that gives nothing else
         forms += [(dtype, True, False), (to, False, True)]
+    forms += [(to, False, False)]  # its statistics alone, of which blocks are made
     layouts, contractions = [], []
     for rounded_to, stores, quantizes in forms:
         launched = {**flags, "ROUNDED_TO": rounded_to, "STORES": stores, "QUANTIZE": quantizes}
@@ -185,7 +186,7 @@ def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight,
         # 16 warps have 128 registers a thread for a row of 16384 and the next one: from Triton 3.8 on a few words spill.
         assert_no_spills(compiled, tmp_path, allowed=0 if columns <= 8192 else 64)
     assert all(layout == layouts[0] for layout in layouts) and len(layouts[0]) == 1 + layer
-    assert len(set(contractions)) == 1  # those that the source asks for
+    assert len(set(contractions[:-1])) == 1  # those that the source asks for
 
 
 # --- tracing ------------------------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+"""Gradients that are written in blocks at once: what is done for one scale a tensor alone leaves them as they are."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.graphs.graph_builder import E5M2, Builder, te
+
+from te_dynamo.lowering.in_place import launches_in_place
+from te_dynamo.passes.dialect.fuser import fuse
+from te_dynamo.passes.dialect.low_memory import make_columns_late
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, MXFP8Quantizer, Quantizer
+from te_dynamo.testing import fake_cuda
+
+BLOCKS = (Float8BlockQuantizer(), MXFP8Quantizer(), MXFP8Quantizer(scale_block=128))
+
+
+@pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda quantizer: quantizer.describe())
+def test_columns_are_made_with_the_rows(quantizer: Quantizer) -> None:
+    """Those of blocks are no transposition of the rows."""
+    with fake_cuda():
+        moved = []
+        for each in (quantizer, E5M2):
+            b = Builder((256, 128), (256, 128))
+            dx = b.call(te.activation_backward.default, *b.inputs, "gelu")
+            names = each.buffer_names()
+            graph = b.returns(*b.read(b.call(te.quantize.default, dx, each), *range(len(names))))
+            assert fuse(graph, "backward") != []
+            moved.append(make_columns_late(graph))
+            assert len(graph.find_nodes(op="call_function", target=te.transpose.default)) == moved[-1]
+    assert moved == [0, 1]
+
+
+@pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda quantizer: quantizer.describe())
+def test_codes_do_not_take_dys_place(quantizer: Quantizer) -> None:
+    with fake_cuda():
+        b = Builder((256, 128), (256, 128), (256, 128))
+        rows = quantizer.with_usage(columnwise=False)
+        dy = b.call(te.activation.default, b.inputs[0], "relu")
+        node = b.call(te.gated_backward_quantize_halves.default, dy, *b.inputs[1:], "silu", rows, False, True)
+        b.returns(*b.read(node, 0, 1))
+        assert launches_in_place(node) is None
