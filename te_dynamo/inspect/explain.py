@@ -248,8 +248,9 @@ def explain(
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
-    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
-    seen, torch's caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
+    buffers (BatchNorm's statistics), what modules hold (one that decompresses its weights at its first call has the codes again), train or
+    eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
+    seen, torch's caches on disk. Not undone: what the model's own Python code does elsewhere (prints, in-place writes to
     the arguments), and tensor hooks, which run. Of code that was compiled before, Dynamo's table keeps an empty entry for each
     explanation, which counts towards `accumulated_recompile_limit` (256) alone.
 

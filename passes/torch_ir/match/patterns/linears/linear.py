@@ -36,6 +36,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.fp32 import kept_in_fp32
 from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows, padding
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
+from te_dynamo.passes.torch_ir.match.patterns.linears.stored import check_scaled
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,
@@ -84,6 +85,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
         return []
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
+        check_scaled(product.weight, record)
         named = named_by_rule(recipe_for, record.module, record.parameter)
         record.us = estimated_times(node, product, recipe)
         record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
