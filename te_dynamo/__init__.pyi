@@ -52,6 +52,10 @@ from te_dynamo.quantized.tensor_proto import (
     TensorProto as TensorProto,
     to_tensor_proto as to_tensor_proto,
 )
+from te_dynamo.weights.checkpoint.load import (
+    load_checkpoint as load_checkpoint,
+    load_quantized as load_quantized,
+)
 from te_dynamo.weights.freeze import (
     freeze as freeze,
     invalidate as invalidate,

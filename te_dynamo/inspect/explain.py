@@ -32,6 +32,7 @@ from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.weights.checkpoint.record import stored_of
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -324,6 +325,7 @@ def _compile_and_run(
         with dynamo_untouched() as seen:
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
+    _name_stored(target, _linears(graphs.reports))
     left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
     return graphs, breaks_and_skips(seen), (flops, left_out)
 
@@ -334,6 +336,13 @@ def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
         return count_matrix_flops(target, args, kwargs)
     except Exception:
         return None
+
+
+def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
+    modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
+    for match in linears:
+        stored = match.owner in modules and stored_of(modules[match.owner], match.parameter or "weight")
+        match.stored = stored.describe() if stored else ""
 
 
 def _linears(reports: Sequence[Report]) -> list[MatchRecord]:
