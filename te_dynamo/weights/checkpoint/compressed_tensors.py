@@ -42,9 +42,9 @@ class CompressedTensors(Form):
     writes = tuple(_SCHEMES)
 
     def kind(self, config: Config, path: str, parameter: str, module: nn.Module) -> str:
-        for group in () if matches(path, module, config.get("ignore")) else config["config_groups"].values():
+        for group in () if matches(path, module, config.get("ignore")) else config.get("config_groups", {}).values():
             if matches(path, module, group["targets"]):
-                weights = group["weights"]
+                weights = group.get("weights") or {}
                 scheme = tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
                 kind = named_kind(
                     "the scheme (num_bits, type, strategy, group_size)", scheme, {v: k for k, v in _SCHEMES.items()}

@@ -55,7 +55,7 @@ class Form:
     divides:     whether values are divided by the tensor's scale.
     says_all:    whether the configuration tells of every linear: one of another dtype is then an error.
     writes:      the kinds that it is written with. recipe: that of a plain weight where none is given.
-    squeezed:    whether it writes scales without dimensions of one.
+    squeezed:    whether one scale is a scalar there, and a row's have the shape [N].
     """
 
     method: ClassVar[str] = ""

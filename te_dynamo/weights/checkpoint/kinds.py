@@ -69,14 +69,20 @@ class Kind:
         return self.scales[0].itemsize > 1 or columns % self.block[1] == 0
 
     def like(self, shape: tuple[int, ...], squeezed: bool = False) -> Parts:
-        """The parts of such a weight on meta, as a new file has them. squeezed: scales without dimensions of one."""
-        scale = tuple(size for size in self.scale_shape(shape) if size != 1 or not squeezed)
+        """The parts of such a weight on meta, as a new file has them. squeezed: one scale is a scalar, a row's [N], and not [1] and [N, 1]."""
+        scale = self.scale_shape(shape)
+        if self.block == (0, 0):
+            scale = shape[:-2] or ((1,) * (not squeezed))
+        elif squeezed and self.block == (1, 0):
+            scale = scale[:-1]
         codes = (*shape[:-1], shape[-1] // 2) if self.packed else shape
         parts = {
             "codes": _meta(codes, torch.uint8 if self.packed else torch.float8_e4m3fn),
             "scale": _meta(scale, self.scales[0]),
         }
-        return parts | ({"tensor_scale": _meta((), torch.float32)} if self.name == "nvfp4" else {})
+        if self.name == "nvfp4":
+            parts["tensor_scale"] = _meta((1,) * (not squeezed), torch.float32)
+        return parts
 
     def check(self, parts: Parts, names: dict[str, str], shape: tuple[int, ...]) -> None:
         """Raises CheckpointError, with the tensor's name, unless parts on meta are those of a weight of that shape."""

@@ -32,7 +32,7 @@ class TorchAO(Form):
         if name == "Float8Tensor":
             block = tuple(fields["block_size"])
             shape = tuple(getattr(module, parameter).shape)
-            known = {shape: "tensor", (*(1 for _ in shape[1:]), shape[-1]): "row", (128, 128): "block"}
+            known = {(128, 128): "block", (*(1 for _ in shape[1:]), shape[-1]): "row", shape: "tensor"}
             return named_kind(f"block_size of {path}.{parameter}", block, known)
         if name == "MXTensor":
             element = fields["elem_dtype"]["_data"], fields["block_size"]
