@@ -267,6 +267,8 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
         ):
             request = Request(Operand(x, one), Operand(b, one), dtype, fast, shift, addend)
             yield name + what, _by(tile, request, "specialized")
+            sides = Operand(x, f32(M), "row"), Operand(b, f32(N), "row")
+            yield f"{name}, by rows{what}", _by(tile, Request(*sides, dtype, fast, shift, addend), "specialized")
         for along, parts, shift in itertools.product("MNK", (2, 3), (None, bias)):
             quarter = {"M": M, "N": N, "K": K}[along] // 4
             segments = (2 * quarter, 2 * quarter) if parts == 2 else (quarter, quarter, 2 * quarter)

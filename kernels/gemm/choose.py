@@ -305,9 +305,11 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
 
 def can_specialize(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's tile, where there is such a kernel for the product."""
-    if not target.has_wgmma or p.m_groups or p.scaling not in ("tensor", "1x128") or not stores_by_descriptor(p.n):
+    if not target.has_wgmma or p.m_groups or not stores_by_descriptor(p.n):
         return None
-    tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
+    if p.scaling not in ("tensor", "row", "1x128"):
+        return None
+    tile = SPECIALIZED_BLOCK if p.in_blocks else specialized_tile(p.fast_accum)
     if p.k_groups and p.scaling != "tensor":
         return None
     if p.k_groups:

@@ -139,7 +139,7 @@ def choice_of(r: Request, epilogue: Any = "none", recorded: bool = False) -> Cho
 
 def is_specialized(r: Request, epilogue: Any = "none") -> bool:
     """Whether a kernel in Gluon runs a request fastest."""
-    return r.a.scaling in ("tensor", "1x128", "128x128") and choice_of(r, epilogue).specialized
+    return r.a.scaling in ("tensor", "row", "1x128", "128x128") and choice_of(r, epilogue).specialized
 
 
 def run(

@@ -65,9 +65,9 @@ def _gemm_out(
 
 
 def _of_gemm(x: Gemm) -> dict[str, Any]:
-    scaling = f"{x.a_quantizer.scaling()} {x.b_quantizer.scaling()}"
+    scaling = x.request().scaling
     said = {
-        "scaling": "" if scaling == "tensor tensor" else scaling,
+        "scaling": "" if scaling == "tensor" else scaling,
         "along": x.along,
         "segments": tuple(x.segments or ()),
         "adds": x.addend is not None,

@@ -193,7 +193,7 @@ def _times(recipe: Recipe, rates: Rates, gemms: int) -> _Times | None:
     if isinstance(recipe, MXFP8BlockScaling):
         backward = gemms > 1  # its products read columns
         return _between(_E8M0_NATIVE, gemms) if multiplies_codes(rates.target, b_columnwise=backward) else None
-    # Of rows an estimate, those of blocks: one launch a copy too, and GEMMs without the fastest kernel.
+    # Of rows an estimate, those of blocks: one launch a copy too.
     return _between(_BLOCK, gemms) if isinstance(recipe, (Float8BlockScaling, Float8RowwiseScaling)) else None
 
 

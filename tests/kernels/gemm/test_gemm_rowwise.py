@@ -16,9 +16,12 @@ from helpers.kernels.gemms import with_tile
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import multiply
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose
+from te_dynamo.kernels.gemm.multiply import run
 from te_dynamo.kernels.gemm.reference import reference
 from te_dynamo.kernels.gemm.request import Operand, Request, check
-from te_dynamo.kernels.gemm.tiles import TILES, Tile
+from te_dynamo.kernels.gemm.tiles import TILES, Tile, specialized_tile
+from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.stacking import Stacking
 
 SMALL = [Tile(32, 32, 32, 4, 3, fast, tflops=1, halves=halves) for fast, halves in ((True, False), (False, True))]
@@ -76,6 +79,19 @@ def test_neither_groups_nor_segments() -> None:
         check(dataclasses.replace(r, groups="rows", offs=torch.tensor([128, 256], dtype=torch.int32)))
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_large_products_run_the_specialized_kernel(fast: bool) -> None:
+    """As with one scale a tensor: the scales of rows are a thousandth of the bytes that a tile reads."""
+    for size in ((8192, 4096, 4096), (8192, 14330, 4096), (4096, 1024, 1024)):
+        for epilogue in ("none", "add"):
+            by_rows, whole = (
+                choose(Product(*size, fast, 2, epilogue, scaling=scaling), TARGETS["h200"])
+                for scaling in ("row", "tensor")
+            )
+            assert (by_rows.kernel, by_rows.tile, by_rows.fused) == (whole.kernel, whole.tile, whole.fused), size
+    assert choose(Product(8192, 4096, 4096, fast, scaling="row"), TARGETS["h200"]).specialized
+
+
 @pytest.mark.slow
 def test_kernel_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
@@ -87,6 +103,18 @@ def test_every_tile(tile: Tile) -> None:
     for biased, dtype in itertools.product((True, False), OUT):
         r = request(333, 520, 1040, dtype, biased, device="cuda")
         assert relative_error(with_tile(tile, r), in_float64(r)) < 2 * torch.finfo(dtype).eps + 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8, 16), (300, 264, 1040), (257, 4096, 2064)], ids=str)
+def test_the_specialized_kernel_has_the_other_ones_bits(shape: tuple[int, int, int], fast: bool) -> None:
+    usual = next(tile for tile in TILES if tile.name == f"{'fast' if fast else 'slow'} 128x128x128 w8 s4")
+    for biased, dtype, adds in itertools.product((True, False), OUT, (True, False)):
+        r = dataclasses.replace(request(*shape, dtype, biased, device="cuda"), fast=fast)
+        if adds and dtype != torch.float32:
+            r = dataclasses.replace(r, addend=torch.randn(r.shape, device="cuda").to(dtype))
+        assert torch.equal(run(Choice("specialized", specialized_tile(fast)), r), with_tile(usual, r))
 
 
 def main() -> None:
