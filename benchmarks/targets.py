@@ -292,6 +292,9 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
                 f"decode {'fast' if fast else 'slow'}, {rows} rows, {tile.split_k} parts",
                 functools.partial(launch_decode, tile, f8(rows, K), one, b, one, None, f32(tile.split_k, rows, N)),
             )
+            sides = Operand(f8(rows, K), f32(rows), "row"), Operand(b, f32(N), "row")
+            what = f"decode {'fast' if fast else 'slow'}, by rows, {rows} rows"
+            yield what, _by(tile, Request(*sides, BF16, fast, bias), "decode")
     for two_d, shift, dtype in itertools.product((True, False), (None, bias), (BF16, torch.float32)):
         scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
         sides = Operand(a, scales[0], "1x128"), Operand(b, scales[1], _blocks(two_d))

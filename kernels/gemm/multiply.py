@@ -178,7 +178,7 @@ def _run_whole(tile: Tile | DecodeTile, r: Request, c: torch.Tensor, partials: t
     addend = None if split else r.addend
     if isinstance(tile, DecodeTile):
         stacking = r.stacking if r.stacking.along else None
-        launch_decode(tile, *operands, r.bias, target, stacking, None if split else partials, addend)
+        launch_decode(tile, *operands, r.bias, target, stacking, None if split else partials, addend, r.scaling)
     else:
         programs, bias = gemm_multiprocessors(c.device) * tile.ctas_per_sm, None if split else r.bias
         options = gemm_options(tile, n, r.scaling, r.stacking)

@@ -15,12 +15,12 @@ from helpers.kernels.gemm_operands import E4M3, E5M2, FMAX, OUT, relative_error
 from helpers.kernels.gemms import with_tile
 from helpers.kernels.interpreter_process import run_in_interpreter
 
-from te_dynamo.kernels.gemm import multiply
+from te_dynamo.kernels.gemm import decode, multiply, product
 from te_dynamo.kernels.gemm.choose import Choice, Product, choose
-from te_dynamo.kernels.gemm.multiply import run
-from te_dynamo.kernels.gemm.reference import reference
+from te_dynamo.kernels.gemm.multiply import multiply_gated, run
+from te_dynamo.kernels.gemm.reference import reference, reference_gated
 from te_dynamo.kernels.gemm.request import Operand, Request, check
-from te_dynamo.kernels.gemm.tiles import TILES, Tile, specialized_tile
+from te_dynamo.kernels.gemm.tiles import TILES, DecodeTile, Tile, specialized_tile
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.kernels.tiles.stacking import Stacking
 
@@ -79,17 +79,26 @@ def test_neither_groups_nor_segments() -> None:
         check(dataclasses.replace(r, groups="rows", offs=torch.tensor([128, 256], dtype=torch.int32)))
 
 
+def test_no_amax_of_gate_and_up() -> None:
+    """Their reader finds an amax a row; of other scales than a tensor's the kernels that find one of all know nothing."""
+    r = request(32, 16, 64, torch.bfloat16, biased=False)
+    for function in (multiply_gated, reference_gated):
+        with pytest.raises(ValueError, match="te gemm_gated: expected operands with one scale a tensor, got scales of row"):
+            function(r, 0, "silu")
+
+
 @pytest.mark.parametrize("fast", [False, True])
-def test_large_products_run_the_specialized_kernel(fast: bool) -> None:
-    """As with one scale a tensor: the scales of rows are a thousandth of the bytes that a tile reads."""
-    for size in ((8192, 4096, 4096), (8192, 14330, 4096), (4096, 1024, 1024)):
+def test_they_run_the_kernels_that_one_scale_a_tensor_runs(fast: bool) -> None:
+    """The scales of rows are a thousandth of the bytes that a tile reads."""
+    for size in ((8192, 4096, 4096), (8192, 14330, 4096), (4096, 1024, 1024), (16, 14336, 4096), (1, 4096, 14336)):
         for epilogue in ("none", "add"):
             by_rows, whole = (
                 choose(Product(*size, fast, 2, epilogue, scaling=scaling), TARGETS["h200"])
                 for scaling in ("row", "tensor")
             )
             assert (by_rows.kernel, by_rows.tile, by_rows.fused) == (whole.kernel, whole.tile, whole.fused), size
-    assert choose(Product(8192, 4096, 4096, fast, scaling="row"), TARGETS["h200"]).specialized
+    kernels = [choose(Product(m, 4096, 14336, fast, scaling="row"), TARGETS["h200"]).kernel for m in (1, 8192)]
+    assert kernels == ["decode", "specialized"]
 
 
 @pytest.mark.slow
@@ -107,6 +116,18 @@ def test_every_tile(tile: Tile) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("size", [(1, 14336, 4096), (33, 4096, 14336), (7, 4112, 4096)], ids=str)
+def test_decoding_has_the_other_kernels_bits(size: tuple[int, int, int], fast: bool) -> None:
+    tile = choose(Product(*size, fast, scaling="row"), TARGETS["h200"]).tile
+    assert isinstance(tile, DecodeTile)
+    usual = Tile(64, 64, 128, 4, 3, fast, tflops=1, split_k=tile.split_k)
+    for biased in (True, False):
+        r = request(*size, torch.bfloat16, biased, device="cuda")
+        assert torch.equal(with_tile(tile, r), with_tile(usual, r))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8, 16), (300, 264, 1040), (257, 4096, 2064)], ids=str)
 def test_the_specialized_kernel_has_the_other_ones_bits(shape: tuple[int, int, int], fast: bool) -> None:
     usual = next(tile for tile in TILES if tile.name == f"{'fast' if fast else 'slow'} 128x128x128 w8 s4")
@@ -120,11 +141,14 @@ def test_the_specialized_kernel_has_the_other_ones_bits(shape: tuple[int, int, i
 def main() -> None:
     interpreted.install_products()
     multiply.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
-    for tile, (m, n, k), biased in itertools.product(SMALL, ((40, 48, 80), (33, 20, 64), (3, 64, 16)), (True, False)):
+    decode.libdevice = product.libdevice
+    few = [DecodeTile(64, 64, 64, 4, 3, fast, split_k) for fast, split_k in ((True, 1), (False, 2))]
+    sizes = (40, 48, 80), (33, 20, 64), (3, 64, 16)
+    for tile, (m, n, k), biased in itertools.product((*SMALL, *few), sizes, (True, False)):
         r = request(m, n, k, biased=biased)
         got, want = with_tile(tile, r), in_float64(r)
         error = (got.double() - want).norm(dim=1) / want.norm(dim=1)
-        assert (error < 1e-5).all(), (tile.name, (m, n, k), biased)
+        assert (error < 1e-5).all(), (tile, (m, n, k), biased)
 
 
 if __name__ == "__main__":
