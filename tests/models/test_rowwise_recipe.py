@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models.recipe_cases import build, te, tokens
+from helpers.models.snapshot_models import capture_training, compiled_run
 from helpers.oracles.fp8_oracle import relative_error
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,3 +45,26 @@ def test_forward_equals_the_formula(name: str, bound: float) -> None:
 def test_its_name_in_other_libraries() -> None:
     assert recipes.by_name("rowwise") == recipes.by_name("float8_rowwise") == Float8RowwiseScaling()
     assert "rowwise" not in recipes.names()
+
+
+class Residual(torch.nn.Module):
+    """x + down(relu(up(x)))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+def test_a_residual_stream_is_added_in_the_gemm() -> None:
+    graphs = capture_training(Residual, (32, 64), "cpu", recipe="float8_rowwise")
+    assert graphs["forward"].count(", addend=x") == 1
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    fused, apart = (
+        compiled_run(Residual, {"codegen": "eager", "recipe": "float8_rowwise", "fusions": fusions})(x)
+        for fusions in (True, False)
+    )
+    assert all(map(torch.equal, fused.outputs, apart.outputs))
+    assert all(torch.equal(value, apart.gradients[name]) for name, value in fused.gradients.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -28,6 +28,8 @@ class Float8RowwiseQuantizer(Float8Quantizer):
 
     Columns are the rows of x^T, quantized on their own.
     """
+
+    fused_sums: ClassVar[bool] = True
 
     power_of_two_scale: bool = False
     amax_epsilon: float = 0.0

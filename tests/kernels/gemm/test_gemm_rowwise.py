@@ -142,6 +142,11 @@ def main() -> None:
     interpreted.install_products()
     multiply.gemm_multiprocessors = lambda device: 3  # type: ignore[assignment]
     decode.libdevice = product.libdevice
+    r = request(40, 48, 80)
+    for tile in (SMALL[0], SMALL[2], DecodeTile(64, 64, 64, 4, 3, True, 1)):  # whole sums, parts of K, few rows
+        addend = torch.randn(r.shape)
+        added = with_tile(tile, dataclasses.replace(r, addend=addend))
+        assert torch.equal(added, with_tile(tile, r) + addend), tile
     few = [DecodeTile(64, 64, 64, 4, 3, fast, split_k) for fast, split_k in ((True, 1), (False, 2))]
     sizes = (40, 48, 80), (33, 20, 64), (3, 64, 16)
     for tile, (m, n, k), biased in itertools.product((*SMALL, *few), sizes, (True, False)):
