@@ -55,6 +55,7 @@ from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
+from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
 from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.kernels.tiles.stacking import Stacking
@@ -317,6 +318,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
         yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), *cast)
         yield f"stacked, {name}", functools.partial(quantize.quantize_stacked, [x, up], *cast, True)
         yield f"by rows, {name}", functools.partial(float8_rowwise.quantize_rowwise, x, *cast)
+        half = not all(usage)  # rows of a stack by rows, or columns of one by columns
+        stacked = functools.partial(quantize_stacked_rows, [x, up], E4M3, half, not half, *tail, not half)
+        yield f"by rows, stacked, {'rows' if half else 'columns'}", stacked
         yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, E4M3, *usage, False, True, 0.0)
         yield (
             f"blocks 128x128, {name}",

@@ -79,7 +79,7 @@ def _product(r: Request, a: Any, b: Any, piece: _Piece) -> torch.Tensor:
     if r.scaling == "tensor":
         return product * (r.a.scale_inv.view(-1)[piece.a_slot] * r.b.scale_inv.view(-1)[piece.b_slot])
     if r.scaling == "row":
-        return product * r.a.scale_inv[:, None] * r.b.scale_inv
+        return product * r.a.scale_inv[piece.a[0], None] * r.b.scale_inv[piece.b[0]]
     return product if r.a.amax is None else product * tensors_scale(r.a.amax, r.b.amax)
 
 

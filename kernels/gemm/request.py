@@ -86,6 +86,11 @@ class Request:
         return self.a.scaling if self.a.scaling in ("tensor", "row") else f"{self.a.scaling} {self.b.scaling}"
 
     @property
+    def borders(self) -> Stacking:
+        """The stacking as kernels know it. Between scales of rows there is no border: those of a stack are one longer vector."""
+        return NOT_STACKED if self.scaling == "row" else self.stacking
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """C's."""
         m, n, _ = self.mnk
@@ -222,8 +227,11 @@ def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:
 def _check_stacking(r: Request) -> None:
     along, segments = r.stacking.along, r.stacking.segments
     check_segments(segments)
-    if r.scaling != "tensor":
-        raise ValueError(f"te gemm: operands with scales {r.scaling} do not stack; with one a tensor they do")
+    if r.scaling != "tensor" and (r.scaling != "row" or along == "K"):
+        along_k = " along K" if r.scaling == "row" else ""
+        raise ValueError(
+            f"te gemm: operands with scales {r.scaling} do not stack{along_k}; with one a tensor they do"
+        )
     if along not in ("M", "N", "K"):
         raise ValueError(f"te gemm: expected a stacked dimension M, N or K, got {along!r}")
     if r.bias is not None and along != "N":

@@ -83,6 +83,16 @@ def quantize_rows_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """data [M, K] and scale_inv [M] of BLOCK_M rows of x [M, K]; TURNED: data [K, M^16] and scale_inv [K] of rows of x^T."""
+    quantize_rows(x, data, scale_inv, M, K, FMAX, EPS, POWER_OF_TWO, TURNED, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def quantize_rows(
+    x, data, scale_inv, M, K,
+    FMAX: tl.constexpr, EPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What one program of `quantize_rows_kernel` does."""
     row = tl.program_id(0) * BLOCK_M
     rows = K if TURNED else M
     width = (M + 15) // 16 * 16 if TURNED else K
@@ -109,6 +119,10 @@ def load_rows(x, row, column, M, K, TURNED: tl.constexpr, BLOCK_M: tl.constexpr,
         return load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
 
 
+TILES = ((4, 1024), (64, 64))
+"""(rows, columns) of a program's tile: of rows, and of rows of x^T."""
+
+
 # --- launcher -----------------------------------------------------------------------------------------------
 
 
@@ -131,7 +145,7 @@ def _launch(
     count = size[1] if turned else size[0]
     if isinstance(count, int) and count == 0:
         return
-    block_m, block_k = (64, 64) if turned else (4, 1024)
+    block_m, block_k = TILES[turned]
     constants = dict(zip(("FMAX", "EPS", "POWER_OF_TWO"), rule, strict=True))
     tile = {"TURNED": turned, "BLOCK_M": block_m, "BLOCK_K": block_k}
     grid = (triton.cdiv(count, block_m),)

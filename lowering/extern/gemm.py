@@ -65,11 +65,11 @@ def _gemm_out(
 
 
 def _of_gemm(x: Gemm) -> dict[str, Any]:
-    scaling = x.request().scaling
+    request = x.request()
     said = {
-        "scaling": "" if scaling == "tensor" else scaling,
-        "along": x.along,
-        "segments": tuple(x.segments or ()),
+        "scaling": "" if request.scaling == "tensor" else request.scaling,
+        "along": request.borders.along,
+        "segments": request.borders.segments,
         "adds": x.addend is not None,
     }
     return {"fast": x.fast_accum} | {name: value for name, value in said.items() if value}

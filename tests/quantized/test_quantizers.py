@@ -252,7 +252,7 @@ def test_what_kernels_can_do_for_each_format() -> None:
         "Float8CurrentScalingQuantizer": list(abilities),
         "Float8BlockQuantizer": [],
         "Float8GroupedQuantizer": [],
-        "Float8RowwiseQuantizer": ["fused_sums"],
+        "Float8RowwiseQuantizer": ["fused_sums", "stacks"],
         "MXFP8Quantizer": [],
         "NVFP4Quantizer": [],
     }

@@ -163,8 +163,8 @@ def linear_times(
         )  # linears of one x become one product
         products += _idle_us(m, n, k, recipe, rates, fast[0])
     else:
-        # Linears of one x become one product in a format that stacks. All of them seldom do, so that a half is counted.
-        stacks = x_readers > 1 and recipe.input_quantizer().stacks
+        # Linears of one x become one product in a format that stacks in all GEMMs. They seldom do, so that a half is counted.
+        stacks = x_readers > 1 and recipe.input_quantizer().one_scale
         fixed = ours.fixed / 2 if stacks else ours.fixed
         passes += ours.weight * n * k / weight_readers / 1e6 / quantizing
     return (

@@ -30,6 +30,7 @@ class Float8RowwiseQuantizer(Float8Quantizer):
     """
 
     fused_sums: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
 
     power_of_two_scale: bool = False
     amax_epsilon: float = 0.0

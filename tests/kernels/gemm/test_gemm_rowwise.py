@@ -69,10 +69,18 @@ def test_a_scale_for_each_row_is_asked_for() -> None:
             check(wrong)
 
 
-def test_neither_groups_nor_segments() -> None:
+def test_a_stack_is_a_longer_vector_of_scales() -> None:
+    r = request(256, 384, 256, biased=False)
+    for along, segments in (("M", (128, 128)), ("N", (128, 256))):
+        stacked = dataclasses.replace(r, stacking=Stacking(along, segments))
+        check(stacked)
+        assert torch.equal(reference(stacked), reference(r)) and not stacked.borders.along
+    with pytest.raises(ValueError, match="te gemm: operands with scales row do not stack along K"):
+        check(dataclasses.replace(r, stacking=Stacking("K", (128, 128))))
+
+
+def test_no_groups() -> None:
     r = request(256, 256, 256)
-    with pytest.raises(ValueError, match="te gemm: operands with scales row do not stack"):
-        check(dataclasses.replace(r, bias=None, stacking=Stacking("M", (128, 128))))
     with pytest.raises(
         ValueError, match="te grouped gemm: expected a scaling of tensor, 1x128, 1x32, got row: no kernel"
     ):

@@ -113,6 +113,13 @@ gemm_1: bf16[32, 128] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize
     )
 
 
+def test_a_scale_a_row() -> None:
+    """Weights in forward and gradients in wgrad are longer vectors of scales; dgrads, each of scales of its own, stay apart."""
+    graphs = capture_training(Linears, (32, HIDDEN), "cpu", recipe="float8_rowwise")
+    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "aten.add")
+    assert_expected_inline(text, "")
+
+
 def test_inference_stacks_all() -> None:
     graphs = capture_inference(Rotary, (1, 32, HIDDEN), "cpu")
     assert graphs["inference"].count("along='N'") == graphs["inference"].count("= te.gemm(") == 1
@@ -272,6 +279,21 @@ def test_a_gradient_that_others_add_to() -> None:
 
 def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
     return compiled_run(model, {"codegen": "eager", "fusions": fusions})
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
+def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> None:
+    """In every bit, as no sum is another."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
+    together, apart = (
+        compiled_run(model, {"codegen": "eager", "fusions": fusions, "recipe": "float8_rowwise"})(x)
+        for fusions in (["fuse_shared_input"], False)
+    )
+    assert all(map(torch.equal, together.outputs, apart.outputs))
+    for name, gradient in together.gradients.items():
+        assert torch.equal(gradient, apart.gradients[name]) and gradient.count_nonzero() > 0, name
 
 
 @pytest.mark.one_fast_case
