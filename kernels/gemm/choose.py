@@ -310,7 +310,7 @@ def can_specialize(p: Product, target: Target) -> Tile | None:
     if p.scaling not in ("tensor", "row", "1x128"):
         return None
     tile = SPECIALIZED_BLOCK if p.in_blocks else specialized_tile(p.fast_accum)
-    if p.k_groups and p.scaling != "tensor":
+    if p.k_groups and p.in_blocks:
         return None
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C

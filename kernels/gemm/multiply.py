@@ -164,7 +164,7 @@ def run(
 def _run_specialized(r: Request, c: torch.Tensor) -> None:
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if r.groups:
-        columns_specialized_out(*operands, r.offs, r.fast, out=c)  # type: ignore[arg-type]
+        columns_specialized_out(*operands, r.offs, r.fast, scaling=r.scaling, out=c)  # type: ignore[arg-type]
     else:
         form = {"scaling": r.scaling, "fast": r.fast, "along": r.borders.along, "segments": r.borders.segments}
         gemm_specialized_out(*operands, r.bias, r.addend, **form, out=c)

@@ -89,7 +89,7 @@ _EXTERNS = {
         "te_grouped_gemm",
         columns_specialized_out,
         lambda x: (*x.a, *x.b, x.offs),
-        lambda x: {"fast": x.fast_accum},
+        lambda x: {"fast": x.fast_accum} | ({} if x.a_quantizer.one_scale else {"scaling": x.a_quantizer.scaling()}),
     ),
 }
 
