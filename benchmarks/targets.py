@@ -53,9 +53,10 @@ from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
+from te_dynamo.kernels.quantize.grouped_rows import quantize_columns_of_groups, quantize_grouped_rows
+from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
-from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
 from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.kernels.tiles.stacking import Stacking
@@ -195,10 +196,15 @@ def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             Operand(f8(M, K), one), Operand(f8(GROUPS, N, K), f32(GROUPS)), BF16, tile.fast, groups="rows", offs=offs
         )
         yield f"{tile.name}, rows", _by(tile, rows), most
+        sides = Operand(f8(M, K), f32(M), "row"), Operand(f8(GROUPS, N, K), f32(GROUPS, N), "row")
+        yield f"{tile.name}, rows by rows", _by(tile, Request(*sides, BF16, tile.fast, groups="rows", offs=offs)), most
     for tile, most in candidates(COLUMNS_TILES, target):
         sides = Operand(f8(N, M), one), Operand(f8(K, M), one)
         columns = Request(*sides, BF16, tile.fast, groups="columns", offs=offs)
         yield f"{tile.name}, columns", _by(tile, columns), most
+        sides = Operand(f8(N, M), f32(GROUPS, N), "row"), Operand(f8(K, M), f32(GROUPS, K), "row")
+        columns = Request(*sides, BF16, tile.fast, groups="columns", offs=offs)
+        yield f"{tile.name}, columns by rows", _by(tile, columns), most
 
 
 def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
@@ -286,6 +292,9 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
             request = Request(*sides, dtype, fast, groups="columns", offs=i32(GROUPS))
             what = str(dtype).removeprefix("torch.")
             yield f"{name}, columns of groups, {what}", _by(tile, request, "specialized")
+            sides = Operand(f8(N, M), f32(GROUPS, N), "row"), Operand(f8(K, M), f32(GROUPS, K), "row")
+            request = Request(*sides, dtype, fast, groups="columns", offs=i32(GROUPS))
+            yield f"{name}, columns of groups, by rows, {what}", _by(tile, request, "specialized")
         for rows in (1, 16, 64):
             tile = choose(Product(rows, N, K, fast, 2), target).tile
             assert isinstance(tile, DecodeTile)
@@ -363,6 +372,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
             f"{name}, 1x128",
             functools.partial(float8_block.quantize_block, tokens, E4M3, False, True, False, True, 0.0, offs=offs),
         )
+        yield f"{name}, by rows", functools.partial(quantize_columns_of_groups, tokens, offs, E4M3, *tail)
         for size in (32, 128):
             call = functools.partial(mxfp8.quantize_mxfp8, tokens, E4M3, False, True, size, offs=offs)
             yield f"{name}, MXFP8 {size}", call
@@ -372,6 +382,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
         call = functools.partial(several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, *tail, True)
         yield f"several, {str(dtype).removeprefix('torch.')}", call
     yield "grouped", functools.partial(quantize.quantize_grouped, bf16(GROUPS, N, K), E4M3, True, True, *tail)
+    yield "grouped, by rows", functools.partial(quantize_grouped_rows, bf16(GROUPS, N, K), E4M3, True, True, *tail)
     yield "transpose", functools.partial(transpose.transpose, f8(M, K))
     yield (
         "MXFP8 to bf16",

@@ -79,14 +79,6 @@ def test_a_stack_is_a_longer_vector_of_scales() -> None:
         check(dataclasses.replace(r, stacking=Stacking("K", (128, 128))))
 
 
-def test_no_groups() -> None:
-    r = request(256, 256, 256)
-    with pytest.raises(
-        ValueError, match="te grouped gemm: expected a scaling of tensor, 1x128, 1x32, got row: no kernel"
-    ):
-        check(dataclasses.replace(r, groups="rows", offs=torch.tensor([128, 256], dtype=torch.int32)))
-
-
 def test_no_amax_of_gate_and_up() -> None:
     """Their reader finds an amax a row; of other scales than a tensor's the kernels that find one of all know nothing."""
     r = request(32, 16, 64, torch.bfloat16, biased=False)
