@@ -51,6 +51,10 @@ FLOAT8, MXFP8, NVFP4 = Float8LinearConverter.Config, MXFP8LinearConverter.Config
             [FLOAT8(filter_fqns=["auto_filter_small_kn", "attention.wk"])],
             {"recipe": "float8_current_scaling", "rules": [(r"attention\.wk", None)]},
         ),
+        (
+            [FLOAT8(recipe_name="rowwise_with_gw_hp")],
+            {"recipe": Float8RowwiseScaling(wgrad="bf16"), "rules": []},
+        ),
         ([MXFP8()], {"recipe": "mxfp8", "rules": []}),
         ([NVFP4(fqns=["w1", "w3"])], {"recipe": None, "rules": [("w1", "nvfp4"), ("w3", "nvfp4")]}),
         ([NVFP4(fqns=["w2"]), MXFP8()], {"recipe": "mxfp8", "rules": [("w2", "nvfp4")]}),
@@ -64,7 +68,6 @@ def test_options(converters, expected) -> None:
     ("converter", "message"),
     [
         (LoRAConverter.Config(), "LoRAConverter.Config"),
-        (FLOAT8(recipe_name="rowwise_with_gw_hp"), "backward='high_precision'"),
         (FLOAT8(filter_fqns=["layers.0"]), "paths in their block"),
     ],
 )

@@ -68,3 +68,20 @@ def test_a_residual_stream_is_added_in_the_gemm() -> None:
     )
     assert all(map(torch.equal, fused.outputs, apart.outputs))
     assert all(torch.equal(value, apart.gradients[name]) for name, value in fused.gradients.items())
+
+
+def test_a_wgrad_in_high_precision() -> None:
+    """Forward saves x as it is; neither x nor dy has a columnwise copy, and dx is that of the recipe."""
+    recipe = Float8RowwiseScaling(wgrad="bf16")
+    graphs = capture_training(Residual, (32, 64), "cpu", recipe=recipe)
+    text = graphs["forward"] + graphs["backward"]
+    assert text.count("= aten.mm(") == 2 and "e5m2 by rows[row]" in text
+    assert "by rows[row+column]" not in text.replace("w e4m3", "") or "te.quantize(x" not in text
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    mixed, quantized, plain = (
+        compiled_run(Residual, {"codegen": "eager", "recipe": each})(x)
+        for each in (recipe, Float8RowwiseScaling(), Float8RowwiseScaling(backward="high_precision"))
+    )
+    assert torch.equal(mixed.outputs[0], plain.outputs[0])
+    assert torch.equal(mixed.gradients["x"], quantized.gradients["x"])
+    assert torch.equal(mixed.gradients["down.weight"], plain.gradients["down.weight"]), "dy is exact there"

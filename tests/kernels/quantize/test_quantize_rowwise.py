@@ -5,6 +5,8 @@ Run as a program, this file is the interpreted part: TRITON_INTERPRET must be se
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
@@ -70,6 +72,26 @@ def test_leading_dimensions_are_read_as_rows_and_no_rows_have_the_scale_1() -> N
     data, scale_inv, transpose, columnwise_scale_inv = quantize_rowwise_reference(torch.empty(0, 4), *form)
     assert (data.shape, scale_inv.shape, transpose.shape) == ((0, 4), (0,), (4, 0))
     assert torch.equal(columnwise_scale_inv, torch.ones(4))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "constant", "huge", "zeros"])
+def test_reference_equals_torchao(kind: str, power_of_two: bool) -> None:
+    """Its cast of rows and of columns, bit for bit, with its lower bound of an amax; it has other rules for denormals, inf and NaN."""
+    peer = pytest.importorskip("torchao.float8.float8_scaling_utils", reason="torchao is not installed")
+    config = pytest.importorskip("torchao.float8.config")
+    mm = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig()
+    by_axis = {
+        "scaling_granularity": config.ScalingGranularity.AXISWISE,
+        "round_scales_to_power_of_2": power_of_two,
+    }
+    for dtype, fp8_dtype in itertools.product(DTYPES, FP8_DTYPES):
+        x = make_input(kind, (32, 48), dtype)
+        for dim, usage in ((-1, (True, False)), (0, (False, True))):
+            cast = peer.hp_tensor_to_float8_dynamic(x, fp8_dtype, mm, axiswise_dim=dim, **by_axis)
+            codes = cast._data.t().contiguous() if dim == 0 else cast._data
+            ours = quantize_rowwise_reference(x, fp8_dtype, *usage, power_of_two, 1e-12)
+            assert_same_bits(ours, [codes, 1.0 / cast._scale.flatten()])
 
 
 STACKS = [
