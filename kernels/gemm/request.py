@@ -230,9 +230,7 @@ def _check_stacking(r: Request) -> None:
     check_segments(segments)
     if r.scaling != "tensor" and (r.scaling != "row" or along == "K"):
         along_k = " along K" if r.scaling == "row" else ""
-        raise ValueError(
-            f"te gemm: operands with scales {r.scaling} do not stack{along_k}; with one a tensor they do"
-        )
+        raise ValueError(f"te gemm: operands with scales {r.scaling} do not stack{along_k}; with one a tensor they do")
     if along not in ("M", "N", "K"):
         raise ValueError(f"te gemm: expected a stacked dimension M, N or K, got {along!r}")
     if r.bias is not None and along != "N":

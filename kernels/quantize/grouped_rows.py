@@ -102,7 +102,9 @@ def quantize_columns_of_groups_kernel(
     row, group = tl.program_id(0) * BLOCK_M, tl.program_id(1)
     width = (M + 15) // 16 * 16
     start = clamped(tl.load(offs + group - 1, mask=group > 0, other=0), M)
-    end = tl.maximum(clamped(tl.load(offs + group, mask=group < G, other=0), M), start)  # of the last one nothing is read
+    end = tl.maximum(
+        clamped(tl.load(offs + group, mask=group < G, other=0), M), start
+    )  # of the last one nothing is read
     rows = row + tl.arange(0, BLOCK_M)
     bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for column in range(start, end, BLOCK_K):
@@ -124,7 +126,9 @@ def _load(x, rows, column, end, K, BLOCK_K: tl.constexpr):
     """Rows of x^T in fp32, their columns from `column` on and before `end`, zero outside."""
     columns = column + tl.arange(0, BLOCK_K)
     inside = (columns < end)[:, None] & (rows < K)[None, :]
-    return tl.trans(tl.load(x + columns.to(tl.int64)[:, None] * K + rows[None, :], mask=inside, other=0.0)).to(tl.float32)
+    return tl.trans(tl.load(x + columns.to(tl.int64)[:, None] * K + rows[None, :], mask=inside, other=0.0)).to(
+        tl.float32
+    )
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def torchtitan_options(converters: Sequence[Any]) -> dict[str, Any]:
     recipe: str | Recipe | None = None
     for converter in converters:
         kind = type(converter).__qualname__
-        chosen: str | Recipe | None = next((recipe for start, recipe in _RECIPES.items() if kind.startswith(start)), None)
+        chosen: str | Recipe | None = next(
+            (recipe for start, recipe in _RECIPES.items() if kind.startswith(start)), None
+        )
         if chosen is None:
             raise InvalidOptionError.unknown("converter of torchtitan", kind, [f"{start}..." for start in _RECIPES])
         if "gw_hp" in getattr(converter, "recipe_name", ""):

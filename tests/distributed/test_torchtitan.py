@@ -11,6 +11,7 @@ from helpers.models.small_models import Llama
 import te_dynamo
 from te_dynamo.distributed import torchtitan_backend, torchtitan_options
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.recipe import Float8RowwiseScaling
 
 
 class Float8LinearConverter:

@@ -203,7 +203,9 @@ def test_a_format_is_one_entry() -> None:
     public = (getattr(te_dynamo, name) for name in dir(te_dynamo))  # which imports each
     made = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Quantizer)}
     assert set(FORMATS) == made - {Quantizer}
-    assert set(FORMATS) - {Float8GroupedQuantizer, Float8GroupedRowwiseQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
+    assert set(FORMATS) - {Float8GroupedQuantizer, Float8GroupedRowwiseQuantizer} == set(map(type, CONFIGURATIONS)), (
+        "the other tests run for each"
+    )
 
     @dataclasses.dataclass(frozen=True)
     class Unknown(Quantizer):

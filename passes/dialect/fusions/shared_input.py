@@ -300,7 +300,9 @@ def _quantize_all(graph: Graph, quantized: list[Node], by_columns: bool) -> dict
     quantizer: Any = quantized[0].args[1]
     if not quantizer.one_scale:  # side by side in a row, each has scales of its own
         quantizer = quantizer.reading(columnwise=by_columns)
-    stack = call_like(graph, quantize_stacked, ([source_of(node) for node in quantized], quantizer, by_columns), quantized[-1])
+    stack = call_like(
+        graph, quantize_stacked, ([source_of(node) for node in quantized], quantizer, by_columns), quantized[-1]
+    )
     names = buffer_names(stack)
     return {name: getitem_after(stack, names.index(name)) for name in reversed(names)}
 

@@ -34,7 +34,10 @@ class Float8GroupedRowwiseQuantizer(RowScalesQuantizer):
         return row.buffers(*shape[1:], FP8_DTYPES[self.fp8_format], self.rowwise, self.columnwise, shape[:1])
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "Float8GroupedRowwiseTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
+        return {
+            "cls": "Float8GroupedRowwiseTensorStorage",
+            "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self},
+        }
 
     def describe(self) -> str:
         return f"grouped {super().describe()}"

@@ -61,7 +61,7 @@ def columns_request(sizes: list[int], n: int, k: int) -> Request:
 
 def exact(r: Request) -> torch.Tensor:
     """In float64, the scales in before the sums."""
-    (m, n, k), found = r.mnk, torch.zeros(r.shape, dtype=torch.float64)
+    (m, _, k), found = r.mnk, torch.zeros(r.shape, dtype=torch.float64)
     for group, (start, end) in enumerate(group_bounds(r.offs, m if r.groups == "rows" else k)):
         place = slice(start, end)
         if r.groups == "rows":

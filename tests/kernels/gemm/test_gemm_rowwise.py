@@ -83,7 +83,9 @@ def test_no_amax_of_gate_and_up() -> None:
     """Their reader finds an amax a row; of other scales than a tensor's the kernels that find one of all know nothing."""
     r = request(32, 16, 64, torch.bfloat16, biased=False)
     for function in (multiply_gated, reference_gated):
-        with pytest.raises(ValueError, match="te gemm_gated: expected operands with one scale a tensor, got scales of row"):
+        with pytest.raises(
+            ValueError, match="te gemm_gated: expected operands with one scale a tensor, got scales of row"
+        ):
             function(r, 0, "silu")
 
 
