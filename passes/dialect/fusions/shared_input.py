@@ -29,7 +29,7 @@ where the sum of two GEMMs rounds three times. Weight gradients have the same bi
 With biases, `y` is te.add_bias of the product and of all biases, one behind the other. A linear without one among them adds -0.0, which
 changes no bit. Their gradients are sums of their own, as before.
 
-Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
+Kept weights (passes/torch_ir/workspaces.py) with one scale each are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
 slices away.
 
 These are left as they are:
