@@ -18,6 +18,7 @@ from te_dynamo import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -202,7 +203,9 @@ def test_a_format_is_one_entry() -> None:
     public = (getattr(te_dynamo, name) for name in dir(te_dynamo))  # which imports each
     made = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Quantizer)}
     assert set(FORMATS) == made - {Quantizer}
-    assert set(FORMATS) - {Float8GroupedQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
+    assert set(FORMATS) - {Float8GroupedQuantizer, Float8GroupedRowwiseQuantizer} == set(map(type, CONFIGURATIONS)), (
+        "the other tests run for each"
+    )
 
     @dataclasses.dataclass(frozen=True)
     class Unknown(Quantizer):
@@ -252,7 +255,8 @@ def test_what_kernels_can_do_for_each_format() -> None:
         "Float8CurrentScalingQuantizer": list(abilities),
         "Float8BlockQuantizer": [],
         "Float8GroupedQuantizer": [],
-        "Float8RowwiseQuantizer": [],
+        "Float8GroupedRowwiseQuantizer": [],
+        "Float8RowwiseQuantizer": ["fused_sums", "stacks"],
         "MXFP8Quantizer": [],
         "NVFP4Quantizer": [],
     }

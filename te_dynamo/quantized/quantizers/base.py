@@ -56,7 +56,8 @@ class Quantizer(metaclass=OpaqueMeta):
     """Whether its GEMM adds another tensor to its result (the addend of te.gemm)."""
 
     stacks: ClassVar[bool] = False
-    """Whether tensors of several linears may be one operand with a scale each (te.quantize_stacked)."""
+    """Whether tensors of several linears may be one operand (te.quantize_stacked): weights in forward and gradients in wgrad; with
+    `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
 
     experts_begin_at: ClassVar[int] = 1
     """Where the experts of a weight [G, N, K] may begin, read as [G N, K]: a multiple of it, so that none shares a block with another."""

@@ -1,4 +1,4 @@
-"""What the FP8 quantizers share: a format of their elements, and with one scale its rule."""
+"""What the FP8 quantizers share: a format of their elements, and with one scale, or one a row, its rule."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels.layouts import row
 from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
 
@@ -27,6 +28,32 @@ class Float8Quantizer(Quantizer):
     def dtype(self) -> torch.dtype:
         """The float8 dtype of the data. Not for what Dynamo traces, which cannot look a property up on a value."""
         return FP8_DTYPES[self.fp8_format]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowScalesQuantizer(Float8Quantizer):
+    """A scale for each row that a GEMM reads, from its present amax.
+
+    power_of_two_scale: clear the scales' mantissa bits.
+    amax_epsilon: a row's amax is at least this.
+    """
+
+    power_of_two_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_amax_epsilon(self.amax_epsilon)
+
+    def scaling(self) -> Literal["row"]:
+        return "row"
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return row.BUFFERS[2:] if columnwise else row.BUFFERS[:2]
+
+    def describe(self) -> str:
+        pow2 = ", pow2" if self.power_of_two_scale else ""
+        return f"{self.fp8_format} by rows[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

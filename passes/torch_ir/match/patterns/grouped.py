@@ -267,6 +267,8 @@ def recipe_reason(recipe: Recipe) -> str:
             return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: {reason}"
     if recipe.backward != "quantized":
         return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"
+    if not all(recipe.quantizes()):
+        return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: te.grouped_linear has no wgrad in high precision"
     return ""
 
 

@@ -331,11 +331,10 @@ def _has_times(node: fx.Node, product: Product) -> bool:
 
 def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
     """Which of its GEMMs are quantized."""
-    quantized = recipe.backward == "quantized" and tensor_of(node).requires_grad
-    gemms = ["fprop"]
-    gemms += ["dgrad"] if quantized and tensor_of(product.x).requires_grad else []
-    gemms += ["wgrad"] if quantized and tensor_of(product.weight).requires_grad else []
-    return gemms
+    trains = tensor_of(node).requires_grad
+    read = True, trains and tensor_of(product.x).requires_grad, trains and tensor_of(product.weight).requires_grad
+    asked = zip(("fprop", "dgrad", "wgrad"), read, recipe.quantizes(), strict=True)
+    return [gemm for gemm, is_read, is_quantized in asked if is_read and is_quantized]
 
 
 def readers_of(x: fx.Node) -> int:
