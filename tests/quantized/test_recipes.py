@@ -105,6 +105,17 @@ def test_a_recipe_is_a_frozen_value(cls: type[Recipe]) -> None:
         cls().backward = "high_precision"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["FP8", "MXFP8", "Float8_Rowwise"])
+def test_letters_of_a_name_may_have_any_case(name: str) -> None:
+    assert recipes.by_name(name) == recipes.by_name(name.lower())
+
+
+@pytest.mark.parametrize(("name", "near"), [("tensorwis", "tensorwise"), ("fp9", "fp8"), ("Rowise", "rowwise")])
+def test_names_of_other_libraries_are_near_ones_too(name: str, near: str) -> None:
+    with pytest.raises(InvalidOptionError, match=f"unknown recipe '{name}'; did you mean '{near}'"):
+        recipes.by_name(name)
+
+
 def test_description_names_what_differs_from_the_defaults() -> None:
     assert MXFP8BlockScaling().describe() == "mxfp8"
     assert MXFP8BlockScaling(scale_block=128).describe() == "mxfp8(scale_block=128)"
@@ -270,8 +281,8 @@ def test_norms_and_activations_stay_inductors_where_no_fused_kernel_writes_the_f
     model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(8, 32)
     found = te_dynamo.explain(model, x, options={**EAGER, "recipe": "mxfp8"})
     assert [(row.kind, row.matched, row.reason) for row in found.norms_activations] == [
-        ("layer_norm", False, "no fused kernel writes mxfp8[row+column]; left to Inductor"),
-        ("gelu", False, "no fused kernel writes mxfp8[row+column]; left to Inductor"),
+        ("layer_norm", False, "no fused kernel writes MXFP8 with a scale per block of 1x32; left to Inductor"),
+        ("gelu", False, "no fused kernel writes MXFP8 with a scale per block of 1x32; left to Inductor"),
     ]
     mixed = te_dynamo.explain(model, x, options={**EAGER, "rules": [("3", "mxfp8")]})
     assert [(row.kind, row.matched) for row in mixed.norms_activations] == [("layer_norm", True), ("gelu", True)]

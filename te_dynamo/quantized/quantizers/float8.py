@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.quantized.quantizers.base import Quantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_setting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +51,8 @@ class OneScaleQuantizer(Float8Quantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return ("transpose" if columnwise else "data", "scale_inv")
 
-    def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
+    def _format(self) -> tuple[str, str]:
+        return self.fp8_format, f"FP8 ({self.fp8_format})"
+
+    def _settings(self) -> Iterable[str]:
+        return *("pow2",) * self.power_of_two_scale, *epsilon_setting(self.amax_epsilon)

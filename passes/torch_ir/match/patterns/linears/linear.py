@@ -237,10 +237,12 @@ def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recip
     """Why the GEMMs of the recipe do not multiply by a weight that is quantized already."""
     read, there = _config(node, product, recipe).weight_quantizer, held.quantizer
     if read.with_usage(True, True) != there.with_usage(True, True):
-        return f"its weight is {there.describe()}; {recipe.describe()} multiplies by {read.describe()}"
+        return f"its weight is {there.in_words()}; {recipe.describe()} multiplies by {read.in_words()}"
     made = there.rowwise and there.columns_are_rows()
-    if (read.rowwise and not there.rowwise) or (read.columnwise and not (there.columnwise or made)):
-        return f"its weight is {there.describe()}, and the linear reads {read.describe()}"
+    if read.rowwise and not there.rowwise:
+        return "its weight was quantized columnwise alone; forward reads rowwise data too"
+    if read.columnwise and not (there.columnwise or made):
+        return "its weight was quantized rowwise alone; backward reads columnwise data too"
     if any(padding(size, recipe.alignment) for size in tensor_of(product.weight).shape):
         sizes = list(tensor_of(product.weight).shape)
         return f"its weight is quantized and of its sizes {sizes} one is no multiple of {recipe.alignment}"
