@@ -235,11 +235,23 @@ def explained(model: nn.Module, x: torch.Tensor, **options: Any) -> list[tuple[s
     ("cls", "sizes", "reason"),
     [
         (Float8BlockScaling, (48, 80), ""),
-        (Float8BlockScaling, (48, 40), "N = 40, K = 48: FP8 GEMMs need N and K to be multiples of 16"),
+        (
+            Float8BlockScaling,
+            (48, 40),
+            "N = 40, K = 48: FP8 GEMMs need N and K to be multiples of 16; padding N to 48 would add 20%, more than 1/16",
+        ),
         (MXFP8BlockScaling, (96, 160), ""),
-        (MXFP8BlockScaling, (48, 32), "N = 32, K = 48: MXFP8 GEMMs need N and K to be multiples of 32"),
+        (
+            MXFP8BlockScaling,
+            (48, 32),
+            "N = 32, K = 48: MXFP8 GEMMs need N and K to be multiples of 32; padding K to 64 would add 33%, more than 1/16",
+        ),
         (NVFP4BlockScaling, (48, 80), ""),
-        (NVFP4BlockScaling, (24, 32), "N = 32, K = 24: NVFP4 GEMMs need N and K to be multiples of 16"),
+        (
+            NVFP4BlockScaling,
+            (24, 32),
+            "N = 32, K = 24: NVFP4 GEMMs need N and K to be multiples of 16; padding K to 32 would add 33%, more than 1/16",
+        ),
     ],
 )
 def test_sizes(cls: type[Recipe], sizes: tuple[int, int], reason: str) -> None:
