@@ -58,7 +58,7 @@ EAGER = {"codegen": "eager"}
         ({"rules": [("mlp", None), ("(", None)]}, "rules[1]: '(' is not a regular expression: missing )"),
         (
             {"rules": [("mlp", None), ("a", "xfp8")]},
-            "unknown recipe 'xfp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'float8_rowwise', 'mxfp8', 'nvfp4' (in rules[1",
+            "unknown recipe 'xfp8'; did you mean 'mxfp8' or 'fp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'float8_rowwise', 'mxfp8', 'nvfp4' (in rules[1",
         ),
     ],
     ids=str,
