@@ -140,8 +140,7 @@ class Float8CurrentScaling(Recipe):
 class Float8RowwiseScaling(Recipe):
     """One fp32 scale for each row that a GEMM reads: of x a token, of the weight an output.
 
-    wgrad: "fp8", or "bf16" to compute wgrad in the model's precision, in bf16 where that is it: forward then saves x as it is, and x and dy
-        have no columnwise copy.
+    wgrad: "fp8", or "bf16" to compute wgrad in the model's precision: forward then saves x as it is, and x and dy have no columnwise copy.
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a row's amax before the scale is computed.

@@ -120,6 +120,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         quantizers = (self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
         named = zip(("x", "w", "dy"), quantizers, strict=True)
         text = "linear(" + ", ".join(f"{name} {q.describe() if q else 'as it is'}" for name, q in named) + ")"
+        text += ", wgrad as it is" if self.wgrad_in_high_precision else ""
         return text + (f" of {self.transposed_shape}" if self.weight_transposed else "")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers.models.recipe_cases import build, te, tokens
@@ -10,6 +12,8 @@ from helpers.oracles.fp8_oracle import relative_error
 from torch import Tensor
 from torch.nn import functional as F
 
+import te_dynamo
+from te_dynamo import ops
 from te_dynamo import recipe as recipes
 from te_dynamo.recipe import Float8RowwiseScaling
 
@@ -85,3 +89,25 @@ def test_a_wgrad_in_high_precision() -> None:
     assert torch.equal(mixed.outputs[0], plain.outputs[0])
     assert torch.equal(mixed.gradients["x"], quantized.gradients["x"])
     assert torch.equal(mixed.gradients["down.weight"], plain.gradients["down.weight"]), "dy is exact there"
+
+
+def test_operations_save_x_for_it() -> None:
+    """te_dynamo.ops and nn.Linear's match give the same bits."""
+    recipe = Float8RowwiseScaling(wgrad="bf16")
+    module = te_dynamo.Sequential(ops.BasicLinear(64, 128, recipe=recipe)).bfloat16()
+    (weight,) = module.parameters()
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    dy = torch.randn(32, 128, dtype=torch.bfloat16)
+    found = []
+    for needs_dx, function in itertools.product((True, False), ("ops", "compiled")):
+        given = x.clone().requires_grad_(needs_dx)
+        if function == "ops":
+            y = module(given)
+        else:
+            backend = {"backend": "te", "options": {"codegen": "eager", "recipe": recipe}}
+            y = torch.compile(lambda x: F.linear(x, weight), **backend)(given)
+        wanted = (given, weight) if needs_dx else (weight,)
+        found.append((y.detach(), *torch.autograd.grad(y, wanted, dy)))
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert all(map(torch.equal, one, other))
+    assert torch.equal(found[0][-1], dy.t() @ x) and torch.equal(found[2][-1], dy.t() @ x)
