@@ -4,8 +4,8 @@
     python benchmarks/quantize.py --recipes nvfp4 --shape 8192x4096
     python benchmarks/quantize.py --sweep                # prints other tiles of the last launch beside the chosen one
 
-Bytes are those that the launches must move: inputs once, twice in current scaling and NVFP4, which need the tensor's amax first, and
-every output once. Each time is that of a call replayed from a CUDA graph with a cold cache. `percent of copy` is the bandwidth as a share
+Bytes are those that the launches must move: inputs once, twice in current scaling and NVFP4, which need the tensor's amax first, and in
+rowwise scaling's columns, which no cache holds whole, and every output once. Each time is that of a call replayed from a CUDA graph with a cold cache. `percent of copy` is the bandwidth as a share
 of that of a kernel that copies a tensor of the same shape, measured in the same way in the same run. It can pass 100 where a second
 launch finds inputs in the cache.
 """
@@ -30,6 +30,7 @@ from te_dynamo.kernels.norm.add import add_rms_norm_quantize
 from te_dynamo.kernels.norm.norm import rms_norm_quantize
 from te_dynamo.kernels.quantize.current import Tile, quantize, quantize_bias_grad
 from te_dynamo.kernels.quantize.float8_block import BlockTile, quantize_block
+from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise
 from te_dynamo.kernels.quantize.mxfp8 import SCALE_BLOCKS, dequantize_mxfp8, quantize_mxfp8
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
 from te_dynamo.kernels.quantize.transpose import transpose
@@ -104,6 +105,17 @@ def block_cases(rows: int, columns: int) -> Iterator[Case]:
             yield f"{kind} {usage}", run, 1, rowwise + columnwise, tiles
 
 
+def rowwise_cases(rows: int, columns: int) -> Iterator[Case]:
+    """One scale a row: a launch for the rows and one for the columns."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    for options, reads, usage in ((BOTH, 3, "row+column"), (ROWWISE, 1, "row"), (COLUMNWISE, 2, "column")):
+
+        def run(tile: Tile | None, options: tuple = options) -> object:
+            return quantize_rowwise(x, *options)
+
+        yield f"rowwise {usage}", run, reads, options[1] + options[2], lambda: iter(())
+
+
 def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
     """NVFP4: half a byte an element and a sixteenth for its share of a scale, for rows and for columns."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
@@ -147,6 +159,7 @@ def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
 
 RECIPES = {
     "float8_current_scaling": current_cases,
+    "float8_rowwise": rowwise_cases,
     "float8_block_scaling": block_cases,
     "mxfp8": mxfp8_cases,
     "nvfp4": nvfp4_cases,

@@ -83,6 +83,10 @@ class Recipe:
         """For the gradient that arrives at a linear's output; unused under backward="high_precision"."""
         raise NotImplementedError
 
+    def quantizes(self) -> tuple[bool, bool, bool]:
+        """Whether fprop, dgrad and wgrad read quantized operands; the others compute in the model's precision."""
+        return True, self.backward == "quantized", self.backward == "quantized"
+
     def fast_accum(self) -> tuple[bool, bool, bool]:
         """Whether fprop, dgrad and wgrad may keep their sums in the tensor core's own reduced-precision accumulator."""
         return False, False, False
@@ -138,6 +142,7 @@ class Float8CurrentScaling(Recipe):
 class Float8RowwiseScaling(Recipe):
     """One fp32 scale for each row that a GEMM reads: of x a token, of the weight an output.
 
+    wgrad: "fp8", or "bf16" to compute wgrad in the model's precision: forward then saves x as it is, and x and dy have no columnwise copy.
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a row's amax before the scale is computed.
@@ -145,6 +150,7 @@ class Float8RowwiseScaling(Recipe):
 
     name: ClassVar[str] = "float8_rowwise"
 
+    wgrad: str = _one_of("fp8", "bf16")
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
@@ -162,6 +168,10 @@ class Float8RowwiseScaling(Recipe):
 
     def grad_output_quantizer(self) -> Quantizer:
         return self._quantizer(self.backward_format)
+
+    def quantizes(self) -> tuple[bool, bool, bool]:
+        fprop, dgrad, wgrad = super().quantizes()
+        return fprop, dgrad, wgrad and self.wgrad == "fp8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,8 +312,8 @@ def as_recipe(value: Any) -> Recipe | None:
 
 
 def by_name(name: str) -> Recipe:
-    """The recipe of that name, or alias, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
-    name = _ALIASES.get(name, name)
-    if name not in _RECIPES:
-        raise InvalidOptionError.unknown("recipe", name, names())
-    return _RECIPES[name]()
+    """The recipe of that name, or alias, in letters of any case, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
+    own = _ALIASES.get(name.lower(), name.lower())
+    if own not in _RECIPES:
+        raise InvalidOptionError.unknown("recipe", name, names(), others=_ALIASES)
+    return _RECIPES[own]()

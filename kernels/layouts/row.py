@@ -9,13 +9,15 @@ from te_dynamo.kernels.layouts.sizes import Buffers, Size, transposed
 BUFFERS = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
 
 
-def buffers(rows: Size, columns: Size, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Buffers:
-    """data and scale_inv of [rows, columns] if rowwise, transpose and columnwise_scale_inv if columnwise."""
+def buffers(
+    rows: Size, columns: Size, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, groups: tuple[Size, ...] = ()
+) -> Buffers:
+    """data and scale_inv of [rows, columns] if rowwise, transpose and columnwise_scale_inv if columnwise; of each of (G,) such matrices."""
     described: Buffers = {}
     if rowwise:
-        described["data"] = ((rows, columns), fp8_dtype)
-        described["scale_inv"] = ((rows,), torch.float32)
+        described["data"] = ((*groups, rows, columns), fp8_dtype)
+        described["scale_inv"] = ((*groups, rows), torch.float32)
     if columnwise:
-        described["transpose"] = (transposed(rows, columns), fp8_dtype)
-        described["columnwise_scale_inv"] = ((columns,), torch.float32)
+        described["transpose"] = ((*groups, *transposed(rows, columns)), fp8_dtype)
+        described["columnwise_scale_inv"] = ((*groups, columns), torch.float32)
     return described

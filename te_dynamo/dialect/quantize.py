@@ -16,7 +16,7 @@ from te_dynamo.dialect.fakes import column_sums, plain, quantized
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
 from te_dynamo.kernels.quantize import current as kernels
-from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, parts, several
+from te_dynamo.kernels.quantize import float8_block, float8_rowwise, grouped_rows, mxfp8, nvfp4, parts, several
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.amax import amax_by_rows
 from te_dynamo.kernels.runtime import availability
@@ -24,6 +24,7 @@ from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
     Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -67,6 +68,11 @@ FORMATS: dict[type[Quantizer], Format] = {
     Float8RowwiseQuantizer: Format(
         float8_rowwise.quantize_rowwise,
         float8_rowwise.quantize_rowwise_reference,
+        lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
+    ),
+    Float8GroupedRowwiseQuantizer: Format(
+        grouped_rows.quantize_grouped_rows,
+        grouped_rows.quantize_grouped_rows_reference,
         lambda q, _: (q.dtype, q.rowwise, q.columnwise, q.power_of_two_scale, q.amax_epsilon),
     ),
     MXFP8Quantizer: Format(

@@ -18,6 +18,8 @@ from te_dynamo import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -157,6 +159,12 @@ def test_the_description_tells_epsilons_apart() -> None:
     assert Float8BlockQuantizer(amax_epsilon=2).describe() == "e4m3 1x128[row+column, eps 2]"
 
 
+def test_reasons_name_a_format_in_words() -> None:
+    assert Float8RowwiseQuantizer().describe() == "e4m3 by rows[row+column]"
+    assert Float8RowwiseQuantizer().in_words() == "FP8 (e4m3) with a scale per row"
+    assert NVFP4Quantizer(hadamard=True).in_words() == "NVFP4 with a scale per block of 1x16, hadamard"
+
+
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)
 def test_what_is_no_dense_tensor(quantizer: Quantizer) -> None:
     with pytest.raises(TypeError, match="quantize: expected a tensor, got list"):
@@ -202,7 +210,9 @@ def test_a_format_is_one_entry() -> None:
     public = (getattr(te_dynamo, name) for name in dir(te_dynamo))  # which imports each
     made = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Quantizer)}
     assert set(FORMATS) == made - {Quantizer}
-    assert set(FORMATS) - {Float8GroupedQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
+    assert set(FORMATS) - {Float8GroupedQuantizer, Float8GroupedRowwiseQuantizer} == set(map(type, CONFIGURATIONS)), (
+        "the other tests run for each"
+    )
 
     @dataclasses.dataclass(frozen=True)
     class Unknown(Quantizer):
@@ -252,7 +262,8 @@ def test_what_kernels_can_do_for_each_format() -> None:
         "Float8CurrentScalingQuantizer": list(abilities),
         "Float8BlockQuantizer": [],
         "Float8GroupedQuantizer": [],
-        "Float8RowwiseQuantizer": [],
+        "Float8GroupedRowwiseQuantizer": [],
+        "Float8RowwiseQuantizer": ["fused_sums", "stacks"],
         "MXFP8Quantizer": [],
         "NVFP4Quantizer": [],
     }

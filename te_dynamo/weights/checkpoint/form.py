@@ -93,7 +93,7 @@ class Form:
         if kind not in self.writes:
             known = ", ".join(self.writes) or "no format"
             raise CheckpointError(
-                f"{path}.{parameter} is {quantizer.describe()} ({kind}); {self.method!r} is written with {known}"
+                f"{path}.{parameter} is {quantizer.in_words()}; {self.method!r} is written with {known}"
             )
         like, names = KINDS[kind].like(shape, self.squeezed), self.spelling(kind, path, parameter)
         return Stored(self.method, kind, {role: names[role] for role in like}, like, powers_of_two)

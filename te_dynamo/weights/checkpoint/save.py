@@ -60,7 +60,9 @@ def save_checkpoint(
     target = form_of(record.quantization) if form is None else form_named(form)
     options = None
     if form is not None:
-        options = Options.parse({"recipe": target.recipe if recipe is UNSET else recipe, "rules": list(rules)})
+        options = Options.parse(
+            {"recipe": target.recipe if recipe is UNSET else recipe, "rules": list(rules)}
+        ).in_model(model)
     weights = [_weight(place, target, options) for place in places(model)]
     beside = record.files
     if form is not None:
@@ -100,7 +102,7 @@ class _Weight:
             return self.quantizer.quantize(values_of(tensor))
         storage = kept_storage(tensor)
         if storage.quantizer.with_usage(True, True) != self.quantizer.with_usage(True, True):
-            there, wanted = storage.quantizer.describe(), self.quantizer.describe()
+            there, wanted = storage.quantizer.in_words(), self.quantizer.in_words()
             raise CheckpointError(
                 f"{self.place.names[0]!r} is dropped, and its codes are {there}, not {wanted}: give recipe= that it is compiled with"
             )

@@ -103,7 +103,8 @@ def test_under_autocast() -> None:
     [
         (
             {"rules": [("", BLOCKS)]},
-            "its weight is e4m3[row]; float8_block_scaling multiplies by e4m3 128x128[row+column]",
+            "its weight is FP8 (e4m3) with a scale per tensor; float8_block_scaling multiplies by FP8 (e4m3) with a scale per block of "
+            "128x128",
         ),
         ({"recipe": None}, "recipe is None"),
     ],

@@ -64,7 +64,8 @@ def test_a_rule_goes_before_the_file() -> None:
     rules = [("mlp.0", None), ("mlp.2", "mxfp8")]
     first, second = te_dynamo.explain(model, X, rules=rules).linears
     assert first.reason == "rule 'mlp.0' leaves it in the model's precision"
-    assert second.reason == "its weight is e4m3 128x128[row, fp32 scales]; mxfp8 multiplies by mxfp8[row+column]"
+    there = "its weight is FP8 (e4m3) with a scale per block of 128x128, fp32 scales"
+    assert second.reason == f"{there}; mxfp8 multiplies by MXFP8 with a scale per block of 1x32"
     # A GEMM reads scales that are no powers of two by a recipe that makes powers of two.
     assert te_dynamo.explain(model, X, rules=[("", "float8_block_scaling")]).coverage == 1.0
 
