@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,16 +47,20 @@ _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """name: of the table. block: rows and columns that share a scale, 0 for all of them. packed: two values a byte.
-
-    quantizer: of the class of the table, told whether scales are powers of two: so those of activations beside it are.
-    """
+    """name: of the table. block: rows and columns that share a scale, 0 for all of them. scales: their dtypes. packed: two values a byte."""
 
     name: str
     block: tuple[int, int]
     scales: tuple[torch.dtype, ...]
-    quantizer: Callable[[bool], Quantizer]
+    held_as: type[Quantizer]
     packed: bool = False
+
+    def quantizer(self, dims: int, powers_of_two: bool) -> Quantizer:
+        """Of a weight with so many dimensions. powers_of_two: how activations beside it are scaled."""
+        cls = Float8GroupedQuantizer if self.name == "tensor" and dims > 2 else self.held_as
+        fields = {"power_of_two_scale": powers_of_two, "block_dims": 2}
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(columnwise=False, **{name: value for name, value in fields.items() if name in known})  # type: ignore[arg-type]
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of a weight of that shape, one where all values share it."""
@@ -118,9 +121,7 @@ class Kind:
 
     def read(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, powers_of_two: bool) -> QuantizedTensor:
         """The tensor of values in `dtype` over the parts' codes and scales."""
-        quantizer = self.quantizer(powers_of_two)
-        if self.name == "tensor" and len(shape) > 2:
-            quantizer = Float8GroupedQuantizer(columnwise=False, power_of_two_scale=powers_of_two)
+        quantizer = self.quantizer(len(shape), powers_of_two)
         codes, scale = _rows(parts["codes"], shape), parts["scale"]
         buffers = {
             "data": _from_e2m1(codes) if self.name == "mxfp4" else codes,
@@ -154,44 +155,26 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind(
-            "tensor",
-            (0, 0),
-            _FLOATS,
-            lambda pow2: Float8CurrentScalingQuantizer(columnwise=False, power_of_two_scale=pow2),
-        ),
-        Kind("row", (1, 0), _FLOATS, lambda pow2: Float8RowwiseQuantizer(columnwise=False, power_of_two_scale=pow2)),
-        Kind(
-            "block",
-            (128, 128),
-            (*_FLOATS, *_E8M0),
-            lambda pow2: Float8BlockQuantizer(columnwise=False, block_dims=2, power_of_two_scale=pow2),
-        ),
-        Kind("mxfp8", (1, 32), _E8M0, lambda _: MXFP8Quantizer(columnwise=False)),
-        Kind("mxfp4", (1, 32), _E8M0, lambda _: MXFP8Quantizer(columnwise=False), packed=True),
-        Kind("nvfp4", (1, 16), (torch.float8_e4m3fn,), lambda _: NVFP4Quantizer(columnwise=False), packed=True),
+        Kind("tensor", (0, 0), _FLOATS, Float8CurrentScalingQuantizer),
+        Kind("row", (1, 0), _FLOATS, Float8RowwiseQuantizer),
+        Kind("block", (128, 128), (*_FLOATS, *_E8M0), Float8BlockQuantizer),
+        Kind("mxfp4", (1, 32), _E8M0, MXFP8Quantizer, packed=True),
+        Kind("mxfp8", (1, 32), _E8M0, MXFP8Quantizer),
+        Kind("nvfp4", (1, 16), (torch.float8_e4m3fn,), NVFP4Quantizer, packed=True),
     )
+}
+_KIND_OF: dict[type[Quantizer], str] = {
+    Float8GroupedQuantizer: "tensor",
+    **{kind.held_as: kind.name for kind in KINDS.values()},
 }
 
 
 def kind_of(quantizer: Quantizer) -> str:
     """The kind in which a file has what is held so, "" where none has."""
-    if isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_dims != 2:
+    unusual = {"fp8_format": "e5m2", "block_dims": 1, "swizzled": True, "rowwise": False}
+    if any(getattr(quantizer, name, None) == value for name, value in unusual.items()):
         return ""
-    kinds = {
-        Float8CurrentScalingQuantizer: "tensor",
-        Float8GroupedQuantizer: "tensor",
-        Float8RowwiseQuantizer: "row",
-        Float8BlockQuantizer: "block",
-        MXFP8Quantizer: "mxfp8",
-        NVFP4Quantizer: "nvfp4",
-    }
-    e4m3 = getattr(quantizer, "fp8_format", "e4m3") == "e4m3"
-    return (
-        kinds.get(type(quantizer), "")
-        if e4m3 and quantizer.rowwise and not getattr(quantizer, "swizzled", False)
-        else ""
-    )
+    return _KIND_OF.get(type(quantizer), "")
 
 
 def check_scale(scale: Tensor, name: str) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from te_dynamo.weights.checkpoint.files import Files
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import read_config
-from te_dynamo.weights.checkpoint.plan import Place, Plan, plan
+from te_dynamo.weights.checkpoint.plan import Place, Plan, not_in_files, plan
 from te_dynamo.weights.checkpoint.record import Record, note_record, note_stored
 
 
@@ -67,6 +67,11 @@ def _fill(
             else:
                 record.dtypes[what] = tensors[what].dtype
                 _fill_plain(place, tensors[what].to(wanted))
+        for module in not_in_files(
+            model
+        ).values():  # what transformers computes of a configuration, such as rotary frequencies
+            module.to_empty(device=torch.get_default_device(), recurse=False)
+            model._init_weights(module)  # type: ignore[operator]
     note_record(model, record)
     return model
 

@@ -36,7 +36,7 @@ class ModelOpt(Form):
     def kind(self, config: Config, path: str, parameter: str, module: nn.Module) -> str:
         config = config.get("quantization", config)
         left = config.get("exclude_modules") or config.get("ignore") or ()
-        if not isinstance(module, nn.Linear) or any(fnmatch.fnmatchcase(path, pattern) for pattern in left):
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in left):
             return ""
         algorithm = config.get("quant_algo")
         if algorithm == _MIXED:

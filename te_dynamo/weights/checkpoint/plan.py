@@ -79,12 +79,11 @@ def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors:
         else:
             made.plain += [(place, name) for name in found]  # type: ignore[misc]
     _check_all_used(made, metas, missing)
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            if getattr(module._buffers.get(name), "is_meta", False):
-                raise CheckpointError(
-                    f"{path}.{name} is on meta and no file has it, as it is not persistent: make it on a device"
-                )
+    for path, module in not_in_files(model).items():
+        if module._parameters or not hasattr(model, "_init_weights"):
+            raise CheckpointError(
+                f"buffers of {path!r} are on meta, and no file has them: make that module on a device"
+            )
     powers = {True}
     for _, stored in made.stored:
         for role in set(stored.names) - {"codes"}:
@@ -93,6 +92,15 @@ def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors:
     if powers == {True}:  # whether or not the configuration says so
         made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]
     return made
+
+
+def not_in_files(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with a buffer on meta that is not persistent."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if any(getattr(module._buffers.get(name), "is_meta", False) for name in module._non_persistent_buffers_set)
+    }
 
 
 def _entry(
@@ -130,7 +138,7 @@ def _entry(
             raise CheckpointError(
                 f"{(codes or {'codes': full})['codes']!r} is codes without a scale: {scales} is not in the file"
             )
-        if kind and form.says_all and full in metas:
+        if kind and form.says_all and isinstance(module, nn.Linear) and full in metas:
             raise CheckpointError(
                 f"{full!r} is {metas[full].dtype} in the file, whose configuration says that it is quantized ({kind})"
             )

@@ -64,6 +64,8 @@ def save_checkpoint(
             {"recipe": target.recipe if recipe is UNSET else recipe, "rules": list(rules)}
         ).in_model(model)
     weights = [_weight(place, target, options) for place in places(model)]
+    if form is None:
+        weights = [weight for weight in weights if _was_read(weight, record)]
     beside = record.files
     if form is not None:
         beside = {"config.json": {**_config_of(model, record), "quantization_config": _configuration(weights, target)}}
@@ -112,6 +114,17 @@ class _Weight:
         """Those of a plain one."""
         tensor = self.place.tensor
         return dequantized(tensor) if _is_gone(tensor) else values_of(tensor)
+
+
+def _was_read(weight: _Weight, record: Record) -> bool:
+    """Not so a buffer that the file did not have. Raises CheckpointError for such a parameter."""
+    known = weight.stored is not None or any(name in record.dtypes for name in weight.place.names)
+    if not known and weight.place.is_parameter:
+        name = weight.place.names[0]
+        raise CheckpointError(
+            f"{name!r} was not in the file: form= names one to write, and adapters have to be merged first"
+        )
+    return known
 
 
 def _is_gone(tensor: Tensor) -> bool:

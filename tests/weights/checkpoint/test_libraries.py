@@ -157,8 +157,12 @@ def test_transformers_reads_ours(form: str, recipe: str, tmp_path: Path) -> None
     te_dynamo.save_checkpoint(llama(), tmp_path, form, recipe=recipe, rules=[("lm_head", None)])
     ours = te_dynamo.load_checkpoint(llama(), tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        bare = llama()
+    te_dynamo.load_checkpoint(bare, tmp_path)
     with torch.no_grad():
         expected, logits = ours(IDS).logits, theirs(IDS).logits
+        assert torch.equal(bare(IDS).logits, expected)
     for path, module in linears(ours).items():
         torch.testing.assert_close(theirs.get_submodule(path).weight, module.weight.dequantize(), rtol=2**-6, atol=1e-6)
     assert (logits - expected).norm() <= (0.3 if recipe == "nvfp4" else 0.06) * expected.norm()

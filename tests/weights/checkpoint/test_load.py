@@ -10,6 +10,7 @@ from helpers.weights.checkpoint_files import FILES, K, N, net, power, scales, wr
 from torch import nn
 
 import te_dynamo
+from te_dynamo.errors import CheckpointError
 from te_dynamo.weights.checkpoint.files import Files
 from te_dynamo.weights.checkpoint.record import stored_of
 
@@ -78,6 +79,26 @@ def test_dtype_and_a_model_on_meta(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert model(X.half()).isfinite().all()
+
+
+def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
+    """transformers makes such a buffer anew; other models have to have it."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+    folder = write(tmp_path, FILES["fp8"])
+    with torch.device("meta"):
+        model = net()
+        model.rotary = Rotary()
+    with pytest.raises(CheckpointError, match="buffers of 'rotary' are on meta, and no file has them"):
+        te_dynamo.load_checkpoint(model, folder)
+    assert model.norm.weight.is_meta
+    model._init_weights = lambda module: module.frequencies.copy_(torch.arange(4.0))
+    te_dynamo.load_checkpoint(model, folder)
+    assert torch.equal(model.rotary.frequencies, torch.arange(4.0))
 
 
 def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def test_a_round_trip_is_byte_for_byte(name: str, tmp_path: Path) -> None:
     assert_same_files(tmp_path / "file", tmp_path / "again")
 
 
+def test_a_buffer_that_was_not_in_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "file", FILES["fp8"])
+    model = net()
+    model.register_buffer("steps", torch.zeros(1))
+    te_dynamo.save_checkpoint(te_dynamo.load_checkpoint(model, tmp_path / "file"), tmp_path / "again")
+    assert_same_files(tmp_path / "file", tmp_path / "again")
+
+
 def test_shards(tmp_path: Path) -> None:
     write(tmp_path / "file", FILES["fp8"])
     model = te_dynamo.load_checkpoint(net(), tmp_path / "file")
@@ -143,6 +151,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(net(), "'torchao' is written with no format", "torchao")
     refused(net(), "no linear of the model has a recipe", "fp8", recipe=None)
     model = te_dynamo.load_checkpoint(net(), write(tmp_path / "file", FILES["fp8"]))
+    refused(nn.Sequential(model), "'0.norm.weight' was not in the file: form= names one to write")
     model.mlp[0].weight = nn.Parameter(model.mlp[0].weight.dequantize())
     refused(model, "'mlp.0.weight' was quantized in the file, and is not any more")
     with pytest.raises(CheckpointError, match="has a checkpoint already"):
