@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from te_dynamo.errors import CheckpointError
@@ -114,35 +117,40 @@ def _read_header(file: Path, metadata: dict[str, str]) -> Iterator[tuple[str, _P
         yield name, _Place(file, begin, meta)
 
 
-def write_files(
-    folder: Path,
-    metas: Mapping[str, Tensor],
-    tensor: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
-    shard_bytes: int,
-) -> None:
-    """Writes model.safetensors, or shards of at most `shard_bytes` and their index. `tensor` gives one when its turn has come."""
+Written = tuple[Tensor, Callable[[], Tensor]]
+"""A tensor on meta, and what gives its values when its turn has come."""
+
+
+def write_files(folder: Path, tensors: Mapping[str, Written], metadata: Mapping[str, str], shard_bytes: int) -> None:
+    """Writes model.safetensors, or shards of at most `shard_bytes` and their index."""
     shards: list[dict[str, Tensor]] = [{}]
-    for name, meta in metas.items():
+    for name, (meta, _) in tensors.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + meta.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = meta
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    files = files if len(files) > 1 else ["model.safetensors"]
-    for i, file in enumerate(files):
-        # Readers look at bytes in place: what has larger elements lies first, so that all are aligned.
-        shard = dict(sorted(shards[i].items(), key=lambda item: -item[1].itemsize))
-        with (folder / file).open("wb") as opened:
-            header = _header(shard, metadata)
-            opened.write(len(header).to_bytes(8, "little") + header)
-            for name, meta in shard.items():
-                made = tensor(name).detach().contiguous().cpu()
-                assert (made.dtype, made.shape) == (meta.dtype, meta.shape), name
-                opened.write((ctypes.c_char * made.nbytes).from_address(made.data_ptr()) if made.nbytes else b"")
+    places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     if len(files) > 1:
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(meta.nbytes for meta in metas.values())
+        total = sum(meta.nbytes for meta, _ in tensors.values())
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+    with progress() as bar:
+        task = bar.add_task("saving", total=len(tensors))
+        for i, file in enumerate(files if len(files) > 1 else ["model.safetensors"]):
+            # Readers look at bytes in place: what has larger elements lies first, so that all are aligned.
+            shard = dict(sorted(shards[i].items(), key=lambda item: -item[1].itemsize))
+            with (folder / file).open("wb") as opened:
+                header = _header(shard, metadata)
+                opened.write(len(header).to_bytes(8, "little") + header)
+                for name, meta in shard.items():
+                    made = tensors[name][1]().detach().contiguous().cpu()
+                    assert (made.dtype, made.shape) == (meta.dtype, meta.shape), name
+                    opened.write((ctypes.c_char * made.nbytes).from_address(made.data_ptr()) if made.nbytes else b"")
+                    bar.advance(task)
+
+
+def progress() -> Progress:
+    """A bar on a terminal, and nothing elsewhere."""
+    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
 
 
 def _header(shard: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

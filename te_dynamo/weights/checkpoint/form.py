@@ -71,10 +71,6 @@ class Form:
         """The kind of a module's parameter, "" of one that is not quantized. Raises CheckpointError for one that has no kind here."""
         raise NotImplementedError
 
-    def powers_of_two(self, config: Config) -> bool:
-        """Whether scales are powers of two, those of activations too."""
-        return False
-
     def configuration(self, kinds: Mapping[str, str], left: Collection[str], powers_of_two: bool) -> dict[str, Any]:
         """What `kind` reads: module -> kind, and the linears that are not quantized."""
         raise NotImplementedError

@@ -31,9 +31,6 @@ class FP8(Form):
         block = tuple(config.get("weight_block_size") or ())
         return named_kind("weight_block_size", block, {(): "tensor", (128, 128): "block", (1, 32): "mxfp8"})
 
-    def powers_of_two(self, config: Config) -> bool:
-        return config.get("scale_fmt") == "ue8m0"
-
     def configuration(self, kinds: Mapping[str, str], left: Collection[str], powers_of_two: bool) -> dict[str, Any]:
         return {
             "quant_method": self.method,

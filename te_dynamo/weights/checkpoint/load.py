@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
-from te_dynamo.weights.checkpoint.files import Files
+from te_dynamo.weights.checkpoint.files import Files, progress
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import read_config
 from te_dynamo.weights.checkpoint.plan import Place, Plan, not_in_files, plan
@@ -57,10 +54,9 @@ def load_quantized(
 def _fill(
     model: nn.Module, made: Plan, tensors: Mapping[str, Tensor], record: Record, dtype: torch.dtype | None
 ) -> nn.Module:
-    console = Console(stderr=True)
     steps: list[tuple[Place, Any]] = [*made.stored, *made.plain]
-    with torch.no_grad(), torch.inference_mode(False):
-        for place, what in track(steps, "loading", console=console, disable=not sys.stderr.isatty(), transient=True):
+    with torch.no_grad(), torch.inference_mode(False), progress() as bar:
+        for place, what in bar.track(steps, description="loading"):
             wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype
             if isinstance(what, Stored):
                 _fill_stored(place, what, made, tensors, wanted)

@@ -89,7 +89,7 @@ def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors:
         for role in set(stored.names) - {"codes"}:
             are_powers = check_scale(tensors[stored.names[role]], stored.names[role])
             powers |= {are_powers} if role == "scale" else set()
-    if powers == {True}:  # whether or not the configuration says so
+    if powers == {True}:  # scale_fmt says so where a configuration has it
         made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]
     return made
 
@@ -126,7 +126,7 @@ def _entry(
                     role: metas[of] for role, of in names.items() if of in metas and role in KINDS[kind].like(shape)
                 }
                 KINDS[kind].check(there, names, shape)
-                powers = form.powers_of_two(config) or there["scale"].dtype.itemsize == 1
+                powers = there["scale"].dtype.itemsize == 1
                 kept = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
                 return Stored(form.method, kind, {role: names[role] for role in there}, there, powers, kept)  # type: ignore[arg-type]
         codes = next((names for names in ways if names["codes"] in metas and names["codes"] != full), None)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError
@@ -21,7 +19,7 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor import QuantizedTensor, from_storage
 from te_dynamo.recipe import Recipe
 from te_dynamo.weights.cache import dequantized, kept_storage
-from te_dynamo.weights.checkpoint.files import write_files
+from te_dynamo.weights.checkpoint.files import Written, write_files
 from te_dynamo.weights.checkpoint.form import Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_named, form_of
 from te_dynamo.weights.checkpoint.kinds import KINDS
@@ -69,19 +67,11 @@ def save_checkpoint(
     beside = record.files
     if form is not None:
         beside = {"config.json": {**_config_of(model, record), "quantization_config": _configuration(weights, target)}}
-    writer = _Writer(weights, record if form is None else Record(), target)
+    read = record if form is None else Record()
+    tensors = dict(entry for weight in weights for entry in _tensors(weight, target, read))
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        torch.no_grad(),
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar,
-    ):
-        task = bar.add_task("saving", total=len(writer.metas))
-
-        def tensor(name: str) -> Tensor:
-            bar.advance(task)
-            return writer.tensor(name)
-
-        write_files(folder, writer.metas, tensor, writer.metadata, shard_bytes)
+    with torch.no_grad():
+        write_files(folder, tensors, read.metadata, shard_bytes)
     for name, content in beside.items():
         (folder / name).write_text(json.dumps(content, indent=2))
 
@@ -109,6 +99,12 @@ class _Weight:
                 f"{self.place.names[0]!r} is dropped, and its codes are {there}, not {wanted}: give recipe= that it is compiled with"
             )
         return from_storage(storage)
+
+    def part(self, role: str, form: Form) -> Tensor:
+        """Its codes, or one of its scales."""
+        assert self.stored is not None
+        part = self.stored.write(self.held())[role]
+        return form.factor(part) if role == "tensor_scale" else part
 
     def values(self) -> Tensor:
         """Those of a plain one."""
@@ -179,39 +175,15 @@ def _config_of(model: nn.Module, record: Record) -> dict[str, Any]:
     return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
 
 
-class _Writer:
-    """The tensors of the files: what they are, and each when its turn has come."""
-
-    def __init__(self, weights: Sequence[_Weight], record: Record, form: Form) -> None:
-        self.metadata, self._form = record.metadata, form
-        self.metas: dict[str, Tensor] = {}
-        self._from: dict[str, tuple[_Weight, str]] = {}
-        self._made: tuple[_Weight | None, dict[str, Tensor]] = None, {}
-        for weight in weights:
-            place, stored = weight.place, weight.stored
-            if stored is None:
-                name = next((name for name in place.names if name in record.dtypes), place.names[0])
-                like = torch.empty(place.tensor.shape, dtype=record.dtypes.get(name, place.tensor.dtype), device="meta")
-                self._add(name, like, weight, "")
-                continue
-            for role, name in stored.names.items():
-                self._add(name, stored.like[role], weight, role)
-            for name, kept in stored.kept.items():
-                self._add(name, kept.to("meta"), weight, "")
-
-    def _add(self, name: str, meta: Tensor, weight: _Weight, role: str) -> None:
-        self.metas[name], self._from[name] = meta, (weight, role)
-
-    def tensor(self, name: str) -> Tensor:
-        weight, role = self._from[name]
-        if weight.stored is None:
-            return weight.values().to(self.metas[name].dtype)
-        if name in weight.stored.kept:
-            return weight.stored.kept[name]
-        if self._made[0] is not weight:
-            parts = weight.stored.write(weight.held())
-            self._made = (
-                weight,
-                {part: self._form.factor(of) if part == "tensor_scale" else of for part, of in parts.items()},
-            )
-        return self._made[1][role]
+def _tensors(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str, Written]]:
+    """What the files have of it, by name."""
+    place, stored = weight.place, weight.stored
+    if stored is None:
+        name = next((name for name in place.names if name in record.dtypes), place.names[0])
+        dtype = record.dtypes.get(name, place.tensor.dtype)
+        yield name, (torch.empty(place.tensor.shape, dtype=dtype, device="meta"), lambda: weight.values().to(dtype))
+        return
+    for role, name in stored.names.items():
+        yield name, (stored.like[role], functools.partial(weight.part, role, form))
+    for name, kept in stored.kept.items():
+        yield name, (kept.to("meta"), functools.partial(torch.clone, kept))
