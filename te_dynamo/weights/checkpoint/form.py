@@ -35,7 +35,8 @@ class Stored:
     kept: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def describe(self) -> str:
-        return f"{self.form} ({self.kind})"
+        beside = set(self.kept) - set(self.names.values())
+        return f"{self.form} ({self.kind}{', static scales of activations not used' if beside else ''})"
 
     def read(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedTensor:
         """The tensor over the parts' codes and scales."""

@@ -59,6 +59,13 @@ def test_explain_names_the_form() -> None:
     assert "weight as stored: fp8 (block)" in str(explained)
 
 
+def test_static_scales_of_activations_are_said_not_to_be_used() -> None:
+    file = FILES["ct tensor"]
+    model = te_dynamo.load_quantized(net(), file.tensors()[0], file.config)
+    stored = stored_of(model.mlp[0], "weight")
+    assert stored.describe() == "compressed-tensors (tensor, static scales of activations not used)"
+
+
 def test_a_rule_goes_before_the_file() -> None:
     file = FILES["fp8"]
     model = te_dynamo.load_quantized(net(), file.tensors()[0], file.config)
