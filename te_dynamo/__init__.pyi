@@ -12,7 +12,10 @@ from te_dynamo.accuracy.compare import (
     compare as compare,
     compare_recipes as compare_recipes,
 )
-from te_dynamo.entry import compile as compile
+from te_dynamo.entry import (
+    compile as compile,
+    set_recipe as set_recipe,
+)
 from te_dynamo.fusion_registry import (
     register_backward_fusion as register_backward_fusion,
     register_forward_backward_fusion as register_forward_backward_fusion,

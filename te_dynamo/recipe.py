@@ -294,8 +294,8 @@ def as_recipe(value: Any) -> Recipe | None:
 
 
 def by_name(name: str) -> Recipe:
-    """The recipe of that name, or alias, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
-    name = _ALIASES.get(name, name)
-    if name not in _RECIPES:
-        raise InvalidOptionError.unknown("recipe", name, names())
-    return _RECIPES[name]()
+    """The recipe of that name, or alias, in letters of any case, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
+    own = _ALIASES.get(name.lower(), name.lower())
+    if own not in _RECIPES:
+        raise InvalidOptionError.unknown("recipe", name, names(), others=_ALIASES)
+    return _RECIPES[own]()

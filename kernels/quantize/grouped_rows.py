@@ -13,7 +13,7 @@ import torch
 from te_dynamo.kernels.layouts import row
 from te_dynamo.kernels.layouts.sizes import allocate, transposed
 from te_dynamo.kernels.quantize.float8_rowwise import (
-    TILES,
+    columns_tile,
     launch_rows,
     quantize_rows,
     quantize_rowwise_reference,
@@ -145,14 +145,14 @@ def quantize_grouped_rows(
     if rowwise:
         launch_rows(x, buffers["data"], buffers["scale_inv"], (groups * rows, columns), False, rule)
     if columnwise:
-        block_m, block_k = TILES[True]
+        block_m, block_k, warps = columns_tile(columns)
         launch(
             quantize_columns_of_matrices_kernel,
             (triton.cdiv(columns, block_m), groups),
             *(x, buffers["transpose"], buffers["columnwise_scale_inv"], rows, columns),
             **dict(zip(("FMAX", "EPS", "POWER_OF_TWO"), rule, strict=True)),
             **{"BLOCK_M": block_m, "BLOCK_K": block_k},
-            num_warps=4,
+            num_warps=warps,
         )
     return list(buffers.values())
 
@@ -165,13 +165,13 @@ def quantize_columns_of_groups(
     (rows, columns), groups = x.shape, offs.shape[0]
     data = torch.empty(transposed(rows, columns), dtype=fp8_dtype, device=x.device)
     scale_inv = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
-    block_m, block_k = TILES[True]
+    block_m, block_k, warps = columns_tile(columns)
     launch(
         quantize_columns_of_groups_kernel,
         (triton.cdiv(columns, block_m), groups + 1),
         *(x, offs, data, scale_inv, rows, columns, groups),
         **{"FMAX": torch.finfo(fp8_dtype).max, "EPS": float(eps), "POWER_OF_TWO": power_of_two},
         **{"BLOCK_M": block_m, "BLOCK_K": block_k},
-        num_warps=4,
+        num_warps=warps,
     )
     return [data, scale_inv]

@@ -15,7 +15,7 @@ import torch
 from te_dynamo.kernels.layouts import row
 from te_dynamo.kernels.layouts.sizes import Size, allocate, rows_and_columns
 from te_dynamo.kernels.quantize.current import concatenated, stacked_size
-from te_dynamo.kernels.quantize.float8_rowwise import TILES, quantize_rows, quantize_rowwise_reference
+from te_dynamo.kernels.quantize.float8_rowwise import columns_tile, quantize_rows, quantize_rowwise_reference, rows_tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.writes import writes
@@ -54,7 +54,7 @@ def quantize_stacked_rows(
     xs = [x.contiguous() for x in xs]
     sides = [rows_and_columns(x.shape)[by_columns] for x in xs]
     data, scale_inv = allocate(row.buffers(*shape, fp8_dtype, rowwise, columnwise), xs[0].device).values()
-    block_m, block_k = TILES[by_columns]
+    block_m, block_k, warps = columns_tile(max(sides)) if by_columns else rows_tile(shape[1])
     missing = MOST_SEGMENTS - len(xs)
     launch(
         quantize_stacked_rows_kernel,
@@ -62,7 +62,7 @@ def quantize_stacked_rows(
         *(*xs, *missing * xs[:1], data, scale_inv, *sides, *missing * [0], shape[not by_columns]),
         **{"FMAX": torch.finfo(fp8_dtype).max, "EPS": float(eps), "POWER_OF_TWO": power_of_two},
         **{"TURNED": by_columns, "BLOCK_M": block_m, "BLOCK_K": block_k},
-        num_warps=4,
+        num_warps=warps,
     )
     return [data, scale_inv]
 

@@ -42,7 +42,7 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     """
     model = getattr(model, "_orig_mod", model)
     _check(model)
-    parsed = Options.parse(options)
+    parsed = Options.parse(options).in_model(model)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     trains = any(parameter.requires_grad for parameter in model.parameters())
     amaxes: list[GatheredWeight] = []

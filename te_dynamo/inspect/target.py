@@ -1,4 +1,4 @@
-"""The model that a user gives to `explain` or `compare`: what it wraps, and how it is run and left as it was."""
+"""The model that a user gives to `explain`, `compare` or `set_recipe`: what it wraps, and how it is run and left as it was."""
 
 from __future__ import annotations
 
@@ -12,27 +12,39 @@ from torch import Tensor, nn
 
 from te_dynamo.options import UNSET, Options
 
-__all__ = ["not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
+__all__ = ["holder_of", "not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
+    holder = holder_of(model)
+    given = getattr(holder and holder._torchdynamo_orig_backend, "kwargs", {})
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        return model._orig_mod, _given_to_backend(getattr(model.dynamo_ctx, "callback", None))
-    compiled = (
-        getattr(model, "_compiled_call_impl", None) or model
-    )  # of a module that `model.compile()` compiled in place
-    held = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
-    given = _given_to_backend(held.get("callback")) if hasattr(compiled, "_torchdynamo_orig_callable") else {}
+        return model._orig_mod, given
     return getattr(model, "_torchdynamo_orig_callable", model), given
 
 
-def _given_to_backend(layer: Any) -> dict[str, Any]:
-    for _ in range(4):  # wrappers around the backend: their number differs between releases
-        if isinstance(found := getattr(layer, "kwargs", None), dict):
-            return found
-        layer = getattr(layer, "_torchdynamo_orig_backend", None)
-    return {}
+def holder_of(model: Any) -> Any:
+    """The innermost of torch's wrappers around the backend of a compiled model or function: Dynamo asks the backend that it finds there, and
+    runs no code that another backend has compiled. None where nothing is compiled."""
+    layer = _callback_of(model)
+    while hasattr(inner := getattr(layer, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend"):
+        layer = inner
+    return layer if inner is not None else None
+
+
+def _callback_of(model: Any) -> Any:
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        return getattr(model.dynamo_ctx, "callback", None)
+    compiled = (
+        getattr(model, "_compiled_call_impl", None) or model
+    )  # of a module that `model.compile()` compiled in place
+    while inspect.isfunction(compiled) and hasattr(compiled, "_torchdynamo_orig_callable"):
+        held = inspect.getclosurevars(compiled).nonlocals
+        if "callback" in held:
+            return held["callback"]
+        compiled = getattr(compiled, "__wrapped__", None)  # a function that `require_coverage` wraps
+    return None
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ WRONG = [
     (["explain", "my_models:make", "--html", "no/such/folder.html"], 2, "cannot write 'no/such/folder.html': No such file"),
     (["explain", "my_models:make", "--colour"], 2, "unrecognized arguments: --colour"),
     (["explain"], 2, "the following arguments are required: TARGET; te-dynamo explain --help lists what there is"),
-    (["exlpain", "my_models:make"], 2, "invalid choice: 'exlpain'"),
+    (["exlpain", "my_models:make"], 2, "unknown command 'exlpain'; did you mean 'explain'?"),
     ([], 2, "the following arguments are required: COMMAND"),
     (["explain", "hf:LlamaForCausalLM"], 2, "'hf:LlamaForCausalLM' has no inputs: give them by --input 1x128:int64"),
     (["explain", "hf:LlamaForCausalLMM", "--input", "1x8:int64"], 2, "transformers has no model class 'LlamaForCausalLMM'; did you mean"),

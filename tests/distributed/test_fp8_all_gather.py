@@ -234,7 +234,10 @@ def test_what_is_refused(ranks: Ranks) -> None:
         assert "'layers.0.parts.0.q.weight' is a ShardedWeight" in said["freeze"]
         assert "embedding.weight is frozen: te_dynamo.unfreeze(model) before" in said["frozen"]
         assert "layers.0.parts.0.q.weight travels in FP8" in said["another recipe"]
-        assert "its weight is e4m3[row]; float8_block_scaling multiplies by" in said["another recipe"]
+        assert (
+            "its weight is FP8 (e4m3) with a scale per tensor; float8_block_scaling multiplies by"
+            in said["another recipe"]
+        )
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule"]
         assert "rule 'up' leaves it in the model's precision" in said["a rule"]
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule for parts"]

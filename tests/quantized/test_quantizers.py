@@ -19,6 +19,7 @@ from te_dynamo import (
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
     Float8GroupedRowwiseQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -156,6 +157,12 @@ def test_a_field_of_another_kind_is_a_type_error(cls: type[Quantizer], field: st
 def test_the_description_tells_epsilons_apart() -> None:
     assert Float8CurrentScalingQuantizer(amax_epsilon=1e-3).describe() == "e4m3[row+column, eps 0.001]"
     assert Float8BlockQuantizer(amax_epsilon=2).describe() == "e4m3 1x128[row+column, eps 2]"
+
+
+def test_reasons_name_a_format_in_words() -> None:
+    assert Float8RowwiseQuantizer().describe() == "e4m3 by rows[row+column]"
+    assert Float8RowwiseQuantizer().in_words() == "FP8 (e4m3) with a scale per row"
+    assert NVFP4Quantizer(hadamard=True).in_words() == "NVFP4 with a scale per block of 1x16, hadamard"
 
 
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)

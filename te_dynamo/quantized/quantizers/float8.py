@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts import row
 from te_dynamo.quantized.quantizers.base import Quantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_setting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,9 +52,11 @@ class RowScalesQuantizer(Float8Quantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return row.BUFFERS[2:] if columnwise else row.BUFFERS[:2]
 
-    def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format} by rows[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
+    def _format(self) -> tuple[str, str]:
+        return f"{self.fp8_format} by rows", f"FP8 ({self.fp8_format})"
+
+    def _settings(self) -> Iterable[str]:
+        return *("pow2",) * self.power_of_two_scale, *epsilon_setting(self.amax_epsilon)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +80,8 @@ class OneScaleQuantizer(Float8Quantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return ("transpose" if columnwise else "data", "scale_inv")
 
-    def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
+    def _format(self) -> tuple[str, str]:
+        return self.fp8_format, f"FP8 ({self.fp8_format})"
+
+    def _settings(self) -> Iterable[str]:
+        return *("pow2",) * self.power_of_two_scale, *epsilon_setting(self.amax_epsilon)

@@ -39,8 +39,8 @@ class Float8GroupedRowwiseQuantizer(RowScalesQuantizer):
             "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self},
         }
 
-    def describe(self) -> str:
-        return f"grouped {super().describe()}"
+    def _format(self) -> tuple[str, str]:
+        return f"grouped {self.fp8_format} by rows", f"grouped FP8 ({self.fp8_format})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

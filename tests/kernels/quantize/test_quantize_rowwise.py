@@ -173,7 +173,7 @@ def main() -> None:
     for shapes, by_columns in STACKS:
         check_stack(stack(shapes), by_columns)
     for kind in INPUT_KINDS:
-        x = make_input(kind, (9, 2050), torch.float32)  # several steps of the loop over K
+        x = make_input(kind, (9, 4100), torch.float32)  # two steps of the loop over K
         assert_same_bits(
             quantize_rowwise(x, E4M3, True, True, False, 0.0),
             quantize_rowwise_reference(x, E4M3, True, True, False, 0.0),

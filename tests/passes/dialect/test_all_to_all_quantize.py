@@ -123,8 +123,14 @@ def test_parts_are_tensors_of_their_own(sizes: list[int], seed: int) -> None:
         ({"order": "unknown"}, "tokens are picked by indices that are not known to be an order of all of them"),
         ({"reader": aten.neg.default}, "aten.neg reads it too, beside te.quantize to e4m3[row+column]"),
         ({"reader": te.bias_grad.default}, "te.bias_grad reads it too, beside te.quantize to e4m3[row+column]"),
-        ({"quantizer": Float8BlockQuantizer()}, "has scales of blocks, and codes travel where a tensor has one scale"),
-        ({"quantizer": Float8RowwiseQuantizer()}, "has scales of rows, and codes travel where a tensor has one scale"),
+        (
+            {"quantizer": Float8BlockQuantizer()},
+            "codes travel where a tensor has one scale; it is read as FP8 (e4m3) with a scale per block of 1x128",
+        ),
+        (
+            {"quantizer": Float8RowwiseQuantizer()},
+            "codes travel where a tensor has one scale; it is read as FP8 (e4m3) with a scale per row",
+        ),
     ],
     ids=["indices", "reader", "sum", "blocks", "rows"],
 )

@@ -101,7 +101,11 @@ def test_under_autocast() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"recipe": BLOCKS}, "its weight is e4m3[row]; float8_block_scaling multiplies by e4m3 128x128[row+column]"),
+        (
+            {"recipe": BLOCKS},
+            "its weight is FP8 (e4m3) with a scale per tensor; float8_block_scaling multiplies by FP8 (e4m3) with a scale per block of "
+            "128x128",
+        ),
         ({"recipe": None}, "recipe is None"),
     ],
 )
@@ -117,4 +121,5 @@ def test_another_recipe(options: dict[str, Any], reason: str) -> None:
 
 def test_rows_whose_codes_are_not_the_columns() -> None:
     _, graphs = _run(_quantized(nn.Linear(160, 160).bfloat16(), "mxfp8"), recipe="mxfp8")
-    assert graphs.reports[0].matches[0].reason == "its weight is mxfp8[row], and the linear reads mxfp8[row+column]"
+    reason = "its weight was quantized rowwise alone; backward reads columnwise data too"
+    assert graphs.reports[0].matches[0].reason == reason

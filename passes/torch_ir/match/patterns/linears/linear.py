@@ -33,7 +33,13 @@ from te_dynamo.passes.torch_ir.match.cost import (
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.linears.fp32 import kept_in_fp32
-from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows, padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
+    alignment_reason,
+    columns_of,
+    padded,
+    padded_rows,
+    padding,
+)
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
 from te_dynamo.passes.torch_ir.match.values import (
@@ -237,10 +243,12 @@ def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recip
     """Why the GEMMs of the recipe do not multiply by a weight that is quantized already."""
     read, there = _config(node, product, recipe).weight_quantizer, held.quantizer
     if read.with_usage(True, True) != there.with_usage(True, True):
-        return f"its weight is {there.describe()}; {recipe.describe()} multiplies by {read.describe()}"
+        return f"its weight is {there.in_words()}; {recipe.describe()} multiplies by {read.in_words()}"
     made = there.rowwise and there.columns_are_rows()
-    if (read.rowwise and not there.rowwise) or (read.columnwise and not (there.columnwise or made)):
-        return f"its weight is {there.describe()}, and the linear reads {read.describe()}"
+    if read.rowwise and not there.rowwise:
+        return "its weight was quantized columnwise alone; forward reads rowwise data too"
+    if read.columnwise and not (there.columnwise or made):
+        return "its weight was quantized rowwise alone; backward reads columnwise data too"
     if any(padding(size, recipe.alignment) for size in tensor_of(product.weight).shape):
         sizes = list(tensor_of(product.weight).shape)
         return f"its weight is quantized and of its sizes {sizes} one is no multiple of {recipe.alignment}"
@@ -270,8 +278,8 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
-    if any((size + padding(size, recipe.alignment)) % recipe.alignment or not size for size in (n, k)):
-        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+    if reason := alignment_reason(n, k, recipe):
+        return reason
     if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
     return ""
