@@ -191,19 +191,11 @@ def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:
             raise ValueError(f"{name}: expected {side}_scale_inv [{count}], got {tuple(scale_inv.shape)}")
         return
     if operand.scaling == "row":
-<<<<<<< HEAD
         shape = tuple(operand.codes.shape[:-1]) if r.groups != "columns" else (r.count, operand.codes.shape[0])
         known = all(isinstance(size, int) for size in shape)
         if scale_inv.dtype != torch.float32 or (known and tuple(scale_inv.shape) != shape):
             raise ValueError(
                 f"{name}: expected {side}_scale_inv fp32 {list(shape)}, got {scale_inv.dtype} {tuple(scale_inv.shape)}"
-=======
-        *of_groups, _ = operand.codes.shape if r.groups != "columns" else (r.count, *operand.codes.shape)
-        known = all(isinstance(size, int) for size in of_groups)
-        if scale_inv.dtype != torch.float32 or (known and [*scale_inv.shape] != of_groups):
-            raise ValueError(
-                f"{name}: expected {side}_scale_inv fp32 {of_groups}, got {scale_inv.dtype} {tuple(scale_inv.shape)}"
->>>>>>> w_rowg
             )
     if operand.scaling not in ("1x128", "128x128"):
         return
