@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -186,6 +187,16 @@ def test_a_failure_is_one_line(
     assert main(arguments) == status
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("te-dynamo: ") and line in told[0], told
+
+
+def test_a_command_does_not_look_for_garbage_all_the_time() -> None:
+    usual = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        assert main(["exlpain"]) == 2
+        assert gc.get_threshold()[0] >= 50_000
+    finally:
+        gc.set_threshold(*usual)
 
 
 def test_each_mode_is_listed_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
