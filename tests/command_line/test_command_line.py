@@ -151,7 +151,7 @@ WRONG = [
     (["explain", "broken:make"], 1, "broken cannot be imported: line 1, SyntaxError: "),
     (["explain", "my_models:make", "--recipe", "mxfp9"], 2, "unknown recipe 'mxfp9'; did you mean 'mxfp8'?"),
     (["explain", "my_models:make", "--rules", "lm_head"], 2, "--rules 'lm_head': expected PATTERN=RECIPE, as lm_head=none"),
-    (["explain", "my_models:make", "--rules", "(=mxfp8"], 2, "rules[0]: '(' is not a regular expression"),
+    (["explain", "my_models:make", "--rules", "(=mxfp8"], 2, "'(' is not a regular expression: missing ), unterminated subpattern at position 0 (in rules[0])"),
     (["explain", "my_models:make", "--mode", "fast"], 2, "valid: 'default', "),
     (["explain", "my_models:make", "--device", "H20"], 2, "unknown device 'H20'; did you mean 'h200'?"),
     (["compare", "my_models:make", "--device", "meta"], 2, "unknown device 'meta'; valid: 'cpu', 'cuda'"),
