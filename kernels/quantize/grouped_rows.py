@@ -146,6 +146,7 @@ def quantize_grouped_rows(
         launch_rows(x, buffers["data"], buffers["scale_inv"], (groups * rows, columns), False, rule)
     if columnwise:
         block_m, block_k, warps = columns_tile(columns)
+        block_k //= 2  # the matrix's place takes registers
         launch(
             quantize_columns_of_matrices_kernel,
             (triton.cdiv(columns, block_m), groups),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
+    gc.set_threshold(
+        50_000, 20, 20
+    )  # what is imported and traced lives on: looking through it took a tenth of the time
     try:
         parsed = _parser(arguments).parse_args(arguments)
         with contextlib.nullcontext() if debug else _quiet():
