@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from te_dynamo.weights.checkpoint.files import Files, progress
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import read_config
-from te_dynamo.weights.checkpoint.plan import Place, Plan, not_in_files, plan
+from te_dynamo.weights.checkpoint.plan import INITIALIZER, Place, Plan, not_in_files, plan
 from te_dynamo.weights.checkpoint.record import Record, note_record, note_stored
 
 
@@ -67,7 +67,7 @@ def _fill(
             model
         ).values():  # what transformers computes of a configuration, such as rotary frequencies
             module.to_empty(device=torch.get_default_device(), recurse=False)
-            model._init_weights(module)  # type: ignore[operator]
+            getattr(model, INITIALIZER)(module)
     note_record(model, record)
     return model
 

@@ -15,6 +15,9 @@ from te_dynamo.weights.checkpoint.form import Config, Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_of
 from te_dynamo.weights.checkpoint.kinds import KINDS, check_scale
 
+INITIALIZER = "_init_weights"
+"""The method by which a model of transformers makes what a module has at first: it computes buffers of its configuration again."""
+
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, QuantizedTensor)
 
 
@@ -80,7 +83,7 @@ def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors:
             made.plain += [(place, name) for name in found]  # type: ignore[misc]
     _check_all_used(made, metas, missing)
     for path, module in not_in_files(model).items():
-        if module._parameters or not hasattr(model, "_init_weights"):
+        if module._parameters or not hasattr(model, INITIALIZER):
             raise CheckpointError(
                 f"buffers of {path!r} are on meta, and no file has them: make that module on a device"
             )
