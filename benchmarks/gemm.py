@@ -1,7 +1,7 @@
 """Speed of the FP8 GEMMs on one GPU, beside cuBLASLt's and bf16's.
 
     python benchmarks/gemm.py                    the tile that the product chooses, each shape and way of scaling
-    python benchmarks/gemm.py --formats tensor   one scale a tensor, with fast and slow accumulation
+    python benchmarks/gemm.py --formats tensor   one scale a tensor, with fast and slow accumulation; of "row" one a row
     python benchmarks/gemm.py --sweep            prints every candidate tile: what `kernels/gemm/tiles.py` is written from
 
 Shapes are M x N x K. Times are medians over a cold L2 on normal random data, all providers of one shape in turn in one process. `block`
@@ -40,7 +40,9 @@ from te_dynamo.kernels.gemm.tiles import (
     estimated_us,
 )
 from te_dynamo.kernels.layouts.block import BlockForm
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.quantize.float8_block import quantize_block
+from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED
 
@@ -183,7 +185,35 @@ class BlockProblem(Problem):
             gemm_kernel.warmup(a, scale, b, scale, None, c, None, m, n, 128, grid=(1,), **options)
 
 
-FORMATS: dict[str, type[Problem]] = {"tensor": Problem, "block": BlockProblem}
+class RowProblem(Problem):
+    """One scale a row of each operand."""
+
+    def quantize(self) -> None:
+        rows = RowForm(torch.float8_e4m3fn, True, False)
+        self.operands = [quantize_rowwise(x, rows) for x in (self.x, self.w)]
+
+    def chosen(self, kind: str) -> Tile:
+        return self.among_tiles(fast_accum=kind == "fast", scaling="row")
+
+    def tile(self, kind: str, tile: Tile) -> Provider | None:
+        if tile.fast != (kind == "fast"):
+            return None
+        request = Request(*(Operand(*each, "row") for each in self.operands), torch.bfloat16, tile.fast)
+        return lambda: run(Choice("specialized" if tile in self.specialized else "usual", tile), request)
+
+    def cublas(self, kind: str) -> Provider | None:
+        (a, a_scale), (b, b_scale) = self.operands
+        scales, fast = (a_scale[:, None], b_scale[None, :]), kind == "fast"
+        return lambda: torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    @staticmethod
+    def compile(tile: Tile, m: int, n: int) -> None:
+        a, b, c, scale = compile_operands(tile, m, n)
+        options = gemm_options(tile, n, "row", NOT_STACKED)
+        gemm_kernel.warmup(a, scale, b, scale, None, c, None, m, n, 128, grid=(1,), **options)
+
+
+FORMATS: dict[str, type[Problem]] = {"tensor": Problem, "row": RowProblem, "block": BlockProblem}
 
 
 def compile_operands(tile: Tile, m: int, n: int) -> tuple[torch.Tensor, ...]:

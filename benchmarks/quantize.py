@@ -4,8 +4,8 @@
     python benchmarks/quantize.py --recipes nvfp4 --shape 8192x4096
     python benchmarks/quantize.py --sweep                # prints other tiles of the last launch beside the chosen one
 
-Bytes are those that the launches must move: inputs once, twice in current scaling and NVFP4, which need the tensor's amax first, and
-every output once. Each time is that of a call replayed from a CUDA graph with a cold cache. `percent of copy` is the bandwidth as a share
+Bytes are those that the launches must move: inputs once, twice in current scaling and NVFP4, which need the tensor's amax first, and in
+rowwise scaling's columns, which no cache holds whole, and every output once. Each time is that of a call replayed from a CUDA graph with a cold cache. `percent of copy` is the bandwidth as a share
 of that of a kernel that copies a tensor of the same shape, measured in the same way in the same run. It can pass 100 where a second
 launch finds inputs in the cache.
 """
@@ -29,11 +29,13 @@ from te_dynamo.kernels.activation.gated_in_place import gated_backward_quantize_
 from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.mxfp8 import SCALE_BLOCKS, MXFP8Form
 from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm.add import add_rms_norm_quantize
 from te_dynamo.kernels.norm.norm import rms_norm_quantize
 from te_dynamo.kernels.quantize.current import Tile, quantize, quantize_bias_grad
 from te_dynamo.kernels.quantize.float8_block import BlockTile, quantize_block
+from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from te_dynamo.kernels.quantize.nvfp4 import quantize_nvfp4
 from te_dynamo.kernels.quantize.transpose import transpose
@@ -108,6 +110,18 @@ def block_cases(rows: int, columns: int) -> Iterator[Case]:
             yield f"{kind} {usage}", run, 1, rowwise + columnwise, tiles
 
 
+def rowwise_cases(rows: int, columns: int) -> Iterator[Case]:
+    """One scale a row: a launch for the rows and one for the columns."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    for on, reads, usage in (((True, True), 3, "row+column"), ((True, False), 1, "row"), ((False, True), 2, "column")):
+        form = RowForm(torch.float8_e4m3fn, *on)
+
+        def run(tile: Tile | None, form: RowForm = form) -> object:
+            return quantize_rowwise(x, form)
+
+        yield f"rowwise {usage}", run, reads, sum(on), lambda: iter(())
+
+
 def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
     """NVFP4: half a byte an element and a sixteenth for its share of a scale, for rows and for columns."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
@@ -151,6 +165,7 @@ def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
 
 RECIPES = {
     "float8_current_scaling": current_cases,
+    "float8_rowwise": rowwise_cases,
     "float8_block_scaling": block_cases,
     "mxfp8": mxfp8_cases,
     "nvfp4": nvfp4_cases,

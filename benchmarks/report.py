@@ -76,6 +76,7 @@ TABLES = {
     "cpu_time_rows": Table("cpu_time"),
     "cpu_time_calls": Table("cpu_time_calls"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
+    "train_rowwise": Table("train_rowwise", ("block",), "provider", ("step_ms", "speedup")),
     **{
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)
         for run in itertools.starmap(

@@ -52,11 +52,13 @@ from te_dynamo.kernels.gemm.tiles import (
 from te_dynamo.kernels.layouts.block import BlockForm, scale_shape
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
-from te_dynamo.kernels.layouts.row import RowForm
+from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
 from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
+from te_dynamo.kernels.quantize.grouped_rows import quantize_columns_of_groups, quantize_grouped_rows
+from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described
@@ -145,7 +147,9 @@ def _gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
     for tile, most in candidates(TILES, target):
         yield tile.name, _by(tile, Request(Operand(a, one), Operand(b, one), BF16, tile.fast, bias)), most
         sides = Operand(a, f32(M), "row"), Operand(b, f32(N), "row")
-        yield f"{tile.name}, by rows", _by(tile, Request(*sides, BF16, tile.fast, bias)), most
+        # The scales of a tile's rows change their layout in a kilobyte, where there are 256.
+        with_scales = min(most + 1024 * (tile.block_m == 256), target.shared_bytes)
+        yield f"{tile.name}, by rows", _by(tile, Request(*sides, BF16, tile.fast, bias)), with_scales
     for fast in (True, False):
         for what, n, dtype, epilogue in (
             ("fp32", N, torch.float32, "none"),
@@ -198,10 +202,15 @@ def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             Operand(f8(M, K), one), Operand(f8(GROUPS, N, K), f32(GROUPS)), BF16, tile.fast, groups="rows", offs=offs
         )
         yield f"{tile.name}, rows", _by(tile, rows), most
+        sides = Operand(f8(M, K), f32(M), "row"), Operand(f8(GROUPS, N, K), f32(GROUPS, N), "row")
+        yield f"{tile.name}, rows by rows", _by(tile, Request(*sides, BF16, tile.fast, groups="rows", offs=offs)), most
     for tile, most in candidates(COLUMNS_TILES, target):
         sides = Operand(f8(N, M), one), Operand(f8(K, M), one)
         columns = Request(*sides, BF16, tile.fast, groups="columns", offs=offs)
         yield f"{tile.name}, columns", _by(tile, columns), most
+        sides = Operand(f8(N, M), f32(GROUPS, N), "row"), Operand(f8(K, M), f32(GROUPS, K), "row")
+        columns = Request(*sides, BF16, tile.fast, groups="columns", offs=offs)
+        yield f"{tile.name}, columns by rows", _by(tile, columns), most
 
 
 def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
@@ -271,6 +280,8 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
         ):
             request = Request(Operand(x, one), Operand(b, one), dtype, fast, shift, addend)
             yield name + what, _by(tile, request, "specialized")
+            sides = Operand(x, f32(M), "row"), Operand(b, f32(N), "row")
+            yield f"{name}, by rows{what}", _by(tile, Request(*sides, dtype, fast, shift, addend), "specialized")
         for along, parts, shift in itertools.product("MNK", (2, 3), (None, bias)):
             quarter = {"M": M, "N": N, "K": K}[along] // 4
             segments = (2 * quarter, 2 * quarter) if parts == 2 else (quarter, quarter, 2 * quarter)
@@ -287,6 +298,9 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
             request = Request(*sides, dtype, fast, groups="columns", offs=i32(GROUPS))
             what = str(dtype).removeprefix("torch.")
             yield f"{name}, columns of groups, {what}", _by(tile, request, "specialized")
+            sides = Operand(f8(N, M), f32(GROUPS, N), "row"), Operand(f8(K, M), f32(GROUPS, K), "row")
+            request = Request(*sides, dtype, fast, groups="columns", offs=i32(GROUPS))
+            yield f"{name}, columns of groups, by rows, {what}", _by(tile, request, "specialized")
         for rows in (1, 16, 64):
             tile = choose(Product(rows, N, K, fast, 2), target).tile
             assert isinstance(tile, DecodeTile)
@@ -294,6 +308,9 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
                 f"decode {'fast' if fast else 'slow'}, {rows} rows, {tile.split_k} parts",
                 functools.partial(launch_decode, tile, f8(rows, K), one, b, one, None, f32(tile.split_k, rows, N)),
             )
+            sides = Operand(f8(rows, K), f32(rows), "row"), Operand(b, f32(N), "row")
+            what = f"decode {'fast' if fast else 'slow'}, by rows, {rows} rows"
+            yield what, _by(tile, Request(*sides, BF16, fast, bias), "decode")
     for two_d, shift, dtype in itertools.product((True, False), (None, bias), (BF16, torch.float32)):
         scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
         sides = Operand(a, scales[0], "1x128"), Operand(b, scales[1], _blocks(two_d))
@@ -310,11 +327,14 @@ def _others() -> Iterator[tuple[str, Launch]]:
     x, w, up = bf16(M, K), bf16(K), bf16(M, K)
     for usage in ((True, True), (True, False)):
         name = "rows and columns" if all(usage) else "rows"
-        cast = TensorForm(E4M3, *usage)
+        cast, by_rows = TensorForm(E4M3, *usage), RowForm(E4M3, *usage)
         yield f"current, {name}", functools.partial(quantize.quantize, x, cast)
         yield f"current of a few rows, {name}", functools.partial(quantize.quantize, bf16(16, K), cast)
         yield f"stacked, {name}", functools.partial(quantize.quantize_stacked, [x, up], cast, True)
-        yield f"by rows, {name}", functools.partial(float8_rowwise.quantize_rowwise, x, RowForm(E4M3, *usage))
+        yield f"by rows, {name}", functools.partial(float8_rowwise.quantize_rowwise, x, by_rows)
+        half = not all(usage)  # rows of a stack by rows, or columns of one by columns
+        stacked = functools.partial(quantize_stacked_rows, [x, up], RowForm(E4M3, half, not half), not half)
+        yield f"by rows, stacked, {'rows' if half else 'columns'}", stacked
         yield f"blocks 1x128, {name}", functools.partial(float8_block.quantize_block, x, BlockForm(E4M3, *usage, False))
         yield (
             f"blocks 128x128, {name}",
@@ -358,6 +378,10 @@ def _others() -> Iterator[tuple[str, Launch]]:
             f"{name}, 1x128",
             functools.partial(float8_block.quantize_block, tokens, BlockForm(E4M3, False, True, False), offs=offs),
         )
+        yield (
+            f"{name}, by rows",
+            functools.partial(quantize_columns_of_groups, tokens, offs, RowForm(E4M3, False, True)),
+        )
         for size in (32, 128):
             call = functools.partial(mxfp8.quantize_mxfp8, tokens, MXFP8Form(E4M3, False, True, size), offs=offs)
             yield f"{name}, MXFP8 {size}", call
@@ -368,7 +392,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
             several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, TensorForm(E4M3, True, False), True
         )
         yield f"several, {str(dtype).removeprefix('torch.')}", call
-    yield "grouped", functools.partial(quantize.quantize_grouped, bf16(GROUPS, N, K), GroupedForm(E4M3, True, True))
+    experts = bf16(GROUPS, N, K)
+    yield "grouped", functools.partial(quantize.quantize_grouped, experts, GroupedForm(E4M3, True, True))
+    yield "grouped, by rows", functools.partial(quantize_grouped_rows, experts, GroupedRowForm(E4M3, True, True))
     yield "transpose", functools.partial(transpose.transpose, f8(M, K))
     yield (
         "MXFP8 to bf16",

@@ -81,6 +81,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "te fast": te(fprop_fast_accum=True, dgrad_fast_accum=True, wgrad_fast_accum=True),
     "te block": te("Float8BlockScaling"),
     "te MXFP8/128": te("MXFP8BlockScaling", scale_block=128),
+    "te rowwise": te("Float8RowwiseScaling"),
 }
 
 

@@ -148,11 +148,11 @@ def _launches(node: Node) -> Callable[..., Any]:
 def _known_amaxes(node: Node) -> tuple[bool, ...]:
     """Whether Inductor's own code writes the tensor, for each one that the node quantizes with one scale. Such code computes
     the amax too. Empty for other operations."""
+    if node.target not in (quantize, quantize_bias_grad, quantize_stacked) or not node.args[1].one_scale:  # type: ignore[union-attr]
+        return ()
     if node.target is quantize_stacked:
         return tuple(written_by_inductor(x) for x in node.all_input_nodes)
-    if node.target in (quantize, quantize_bias_grad) and node.args[1].one_scale:  # type: ignore[union-attr]
-        return (written_by_inductor(node.args[0]),)  # type: ignore[arg-type]
-    return ()
+    return (written_by_inductor(node.args[0]),)  # type: ignore[arg-type]
 
 
 def _copy_into(graph: Graph, traced: GraphModule, node: Node, inputs: list[Node], again: bool) -> dict[Node, Node]:

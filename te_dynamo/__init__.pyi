@@ -12,7 +12,10 @@ from te_dynamo.accuracy.compare import (
     compare as compare,
     compare_recipes as compare_recipes,
 )
-from te_dynamo.entry import compile as compile
+from te_dynamo.entry import (
+    compile as compile,
+    set_recipe as set_recipe,
+)
 from te_dynamo.fusion_registry import (
     register_backward_fusion as register_backward_fusion,
     register_forward_backward_fusion as register_forward_backward_fusion,
@@ -33,6 +36,7 @@ from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer as Float8BlockQuantizer,
     Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer as Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer as Float8GroupedRowwiseQuantizer,
     Float8RowwiseQuantizer as Float8RowwiseQuantizer,
     MXFP8Quantizer as MXFP8Quantizer,
     NVFP4Quantizer as NVFP4Quantizer,
@@ -42,6 +46,7 @@ from te_dynamo.quantized.storage import QuantizedTensorStorage as QuantizedTenso
 from te_dynamo.quantized.storages import (
     Float8BlockTensorStorage as Float8BlockTensorStorage,
     Float8GroupedTensorStorage as Float8GroupedTensorStorage,
+    Float8GroupedRowwiseTensorStorage as Float8GroupedRowwiseTensorStorage,
     Float8RowwiseTensorStorage as Float8RowwiseTensorStorage,
     Float8TensorStorage as Float8TensorStorage,
     MXFP8TensorStorage as MXFP8TensorStorage,
@@ -52,6 +57,11 @@ from te_dynamo.quantized.tensor_proto import (
     TensorProto as TensorProto,
     to_tensor_proto as to_tensor_proto,
 )
+from te_dynamo.weights.checkpoint.load import (
+    load_checkpoint as load_checkpoint,
+    load_quantized as load_quantized,
+)
+from te_dynamo.weights.checkpoint.save import save_checkpoint as save_checkpoint
 from te_dynamo.weights.freeze import (
     freeze as freeze,
     invalidate as invalidate,

@@ -94,19 +94,19 @@ def te(
     Raises InvalidOptionError for an option that does not exist, TeError on a torch without a private name that results depend on.
     """
     install()
-    parsed = Options.parse(options, mode)
-    check_choice(parsed.fusions)
+    given, model = Options.parse(options, mode), compiled_model()
+    check_choice(given.fusions)
+    parsed = given.in_model(model)
     compilation = _Compilation(parsed, Report(), GraphInProgress())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
-        model = compiled_model()
         advise(model, _is_whole(gm, model), parsed, compilation.report)
     except RestartAnalysis:
         abandon(compilation.progress)
         raise
     compiled_here(traced_code())
     publish(compilation.report, compilation.progress)
-    tell_compiled(parsed, compilation.report)
+    tell_compiled(given, compilation.report)
     return compiled
 
 
@@ -218,7 +218,7 @@ def linears_matched(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
 
     copied = _private_copy(gm)
     with _disable_saved_tensors_hooks_during_tracing():
-        match(copied, options, report, example_inputs, linears_only=True)
+        match(copied, options.in_model(compiled_model()), report, example_inputs, linears_only=True)
     return copied
 
 

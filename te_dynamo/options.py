@@ -7,14 +7,18 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
 
 from te_dynamo import recipe as recipes
 from te_dynamo._compat import sm_carveout
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.recipe import Recipe
+from te_dynamo.rules.places import check, expression, has_places, lists_of
+from te_dynamo.user_code import paths_of
 
 __all__ = ["UNSET", "Options"]
 
@@ -28,8 +32,8 @@ class Options:
 
     recipe:   the recipe of every linear that no rule names; None leaves the model in its own precision. Where it is not given it is the
               environment's TE_DYNAMO_RECIPE, else current scaling. TE_DYNAMO_DISABLE=1 goes before all of this: there is no recipe then.
-    rules:    (regular expression, recipe or None) pairs; the first whose expression is found in a linear's path decides
-              its recipe.
+    rules:    (pattern, recipe or None) pairs; the first whose pattern is found in a linear's path decides its recipe. A pattern is a regular
+              expression, in which `{-15%:}` and its like are places in a list of modules (te_dynamo/rules/places.py).
     codegen:  "inductor", or "eager" to run the rewritten graphs as they are.
     fusions:  False keeps every te operation by itself, for debugging; names of fusions are those to run, or with "-" before
               each those to leave out.
@@ -43,6 +47,7 @@ class Options:
                       runs in no graph.
     sm_margin: multiprocessors that products leave to kernels beside them; as many as torch's own leave, unless given.
     inductor: options passed on to Inductor, a mode's included.
+    regexes:  the rules' patterns with the places that they have in the model: `in_model` makes them, nobody gives them.
     """
 
     recipe: Recipe | None = dataclasses.field(default_factory=lambda: _default_recipe())
@@ -57,6 +62,7 @@ class Options:
     require_coverage: float = 0.0
     sm_margin: int = dataclasses.field(default_factory=sm_carveout)
     inductor: tuple[tuple[str, Any], ...] = ()
+    regexes: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -77,21 +83,39 @@ class Options:
 
         return bool(dict(self.inductor).get("max_autotune", config.max_autotune))
 
+    @property
+    def searched(self) -> Sequence[str]:
+        """The regular expression of each rule."""
+        return self.regexes or [pattern for pattern, _ in self.rules]
+
+    def in_model(self, model: nn.Module | None) -> Options:
+        """These options for a model, whose lists the places in rules count. Raises InvalidOptionError for a function, whose modules nobody knows."""
+        counting = next((pattern for pattern, _ in self.rules if has_places(pattern)), None)
+        if counting is None:
+            return self
+        if model is None:
+            raise InvalidOptionError(
+                f"te_dynamo: the rule {counting!r} counts a model's modules, and a function is compiled: compile the model itself, by "
+                "torch.compile(model) or model.compile(), or name the numbers"
+            )
+        lists = lists_of(paths_of(model))
+        return dataclasses.replace(self, regexes=tuple(expression(pattern, lists) for pattern, _ in self.rules))
+
     def recipe_for(self, path: str, parameter: str = "") -> tuple[Recipe | None, str]:
         """(recipe, why) of the linear at `path`; why is the rule that chose it, or the reason when the recipe is None.
 
         parameter: the part of the path that is a parameter's, "qkv_w" of "blocks.0.qkv_w": what names "blocks.0" holds for it too.
         """
         module = path.removesuffix(parameter).removesuffix(".")
-        for pattern, chosen in self.rules:
-            if re.search(pattern, path) or re.search(pattern, module):
+        for (pattern, chosen), regex in zip(self.rules, self.searched, strict=True):
+            if re.search(regex, path) or re.search(regex, module):
                 return chosen, f"rule {pattern!r} " + (
                     "leaves it in the model's precision" if chosen is None else "chooses it"
                 )
         return self.recipe, "" if self.recipe else "TE_DYNAMO_DISABLE=1 is set" if is_disabled() else "recipe is None"
 
 
-OWN = tuple(field.name for field in dataclasses.fields(Options) if field.name != "inductor")
+OWN = tuple(field.name for field in dataclasses.fields(Options) if field.name not in ("inductor", "regexes"))
 """The names of the options that are not Inductor's."""
 
 _TYPES = get_type_hints(Options)
@@ -128,12 +152,7 @@ def _rules(value: Any) -> tuple[tuple[str, Recipe | None], ...]:
                 f"te_dynamo: rules[{index}] must be (regular expression, recipe or None), got {rule!r}"
             )
         try:
-            re.compile(rule[0])
-        except re.error as error:
-            raise InvalidOptionError(
-                f"te_dynamo: rules[{index}]: {rule[0]!r} is not a regular expression: {error}"
-            ) from None
-        try:
+            check(rule[0])
             checked.append((rule[0], recipes.as_recipe(rule[1])))
         except InvalidOptionError as error:
             raise InvalidOptionError(f"{error} (in rules[{index}])") from None

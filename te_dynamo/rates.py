@@ -54,7 +54,8 @@ class Rates:
     def __str__(self) -> str:
         if self.measured:
             return "calibrated on this GPU"
-        return f"estimated for an NVIDIA {self.target.name.removeprefix('NVIDIA ')}"
+        never = "" if self.target.measured else ", never measured"
+        return f"estimated for an NVIDIA {self.target.name.removeprefix('NVIDIA ')}{never}"
 
 
 def rates_of(device: torch.device) -> Rates:

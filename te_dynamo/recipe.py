@@ -16,6 +16,7 @@ from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8GroupedQuantizer,
     Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -33,6 +34,7 @@ __all__ = [
     "Recipe",
     "by_name",
     "names",
+    "of_weight",
 ]
 
 
@@ -80,6 +82,10 @@ class Recipe:
     def grad_output_quantizer(self) -> Quantizer:
         """For the gradient that arrives at a linear's output; unused under backward="high_precision"."""
         raise NotImplementedError
+
+    def quantizes(self) -> tuple[bool, bool, bool]:
+        """Whether fprop, dgrad and wgrad read quantized operands; the others compute in the model's precision."""
+        return True, self.backward == "quantized", self.backward == "quantized"
 
     def fast_accum(self) -> tuple[bool, bool, bool]:
         """Whether fprop, dgrad and wgrad may keep their sums in the tensor core's own reduced-precision accumulator."""
@@ -145,6 +151,7 @@ class Float8CurrentScaling(_OneQuantizer):
 class Float8RowwiseScaling(_OneQuantizer):
     """One fp32 scale for each row that a GEMM reads: of x a token, of the weight an output.
 
+    wgrad: "fp8", or "bf16" to compute wgrad in the model's precision: forward then saves x as it is, and x and dy have no columnwise copy.
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a row's amax before the scale is computed.
@@ -152,6 +159,7 @@ class Float8RowwiseScaling(_OneQuantizer):
 
     name: ClassVar[str] = "float8_rowwise"
 
+    wgrad: str = _one_of("fp8", "bf16")
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
@@ -160,6 +168,10 @@ class Float8RowwiseScaling(_OneQuantizer):
         return Float8RowwiseQuantizer(
             fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
         )
+
+    def quantizes(self) -> tuple[bool, bool, bool]:
+        fprop, dgrad, wgrad = super().quantizes()
+        return fprop, dgrad, wgrad and self.wgrad == "fp8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,6 +270,22 @@ _ALIASES = {
 """Names of other libraries for a recipe of ours."""
 
 
+def of_weight(quantizer: Quantizer) -> Recipe:
+    """The recipe whose GEMMs multiply by a weight that is held so: activations are scaled as the weight is."""
+    if isinstance(quantizer, (Float8CurrentScalingQuantizer, Float8GroupedQuantizer)):
+        return Float8CurrentScaling(power_of_two_scales=quantizer.power_of_two_scale)
+    if isinstance(quantizer, Float8RowwiseQuantizer):
+        return Float8RowwiseScaling(power_of_two_scales=quantizer.power_of_two_scale)
+    if isinstance(quantizer, Float8BlockQuantizer):
+        return Float8BlockScaling(
+            weight_block_dims=quantizer.block_dims, power_of_two_scales=quantizer.power_of_two_scale
+        )
+    if isinstance(quantizer, MXFP8Quantizer):
+        return MXFP8BlockScaling(scale_block=quantizer.scale_block)
+    assert isinstance(quantizer, NVFP4Quantizer)
+    return NVFP4BlockScaling(two_d_weights=quantizer.two_d)
+
+
 def names() -> list[str]:
     """The names `options={"recipe": ...}` takes."""
     return sorted(_RECIPES)
@@ -275,8 +303,8 @@ def as_recipe(value: Any) -> Recipe | None:
 
 
 def by_name(name: str) -> Recipe:
-    """The recipe of that name, or alias, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
-    name = _ALIASES.get(name, name)
-    if name not in _RECIPES:
-        raise InvalidOptionError.unknown("recipe", name, names())
-    return _RECIPES[name]()
+    """The recipe of that name, or alias, in letters of any case, with its defaults. Raises InvalidOptionError naming the nearest valid one."""
+    own = _ALIASES.get(name.lower(), name.lower())
+    if own not in _RECIPES:
+        raise InvalidOptionError.unknown("recipe", name, names(), others=_ALIASES)
+    return _RECIPES[own]()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from types import CodeType
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-__all__ = ["OWNERS", "clean_path", "has_own_path", "is_torchs", "source_line", "traced_code"]
+__all__ = ["OWNERS", "clean_path", "has_own_path", "is_torchs", "paths_of", "source_line", "traced_code"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
@@ -56,6 +57,14 @@ def has_own_path(parameter: str) -> bool:
     return (
         bool(parameter) and parameter.rpartition(".")[2] != "weight" and "parametrizations" not in parameter.split(".")
     )
+
+
+def paths_of(model: nn.Module) -> Iterator[str]:
+    """All paths that a rule may name: of what is shared each, of parameters those by which a module may multiply itself."""
+    yield from (clean_path(path) for path, _ in model.named_modules(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dim() > 1 and has_own_path(name):
+            yield clean_path(name)
 
 
 def traced_code() -> CodeType | None:

@@ -34,7 +34,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Refuses to test another checkout's code, which an editable install can bring in unnoticed."""
+    """What is imported by now lives on. Refuses to test another checkout's code, which an editable install can bring in unnoticed."""
+    gc.freeze()
     kernels = sys.modules.get("te_dynamo.kernels")
     if kernels is not None and (found := pathlib.Path(kernels.__path__[0]).resolve()) != ROOT / "kernels":
         raise pytest.UsageError(f"te_dynamo.kernels comes from {found}, not from {ROOT}: run `pip install -e .` here")

@@ -305,10 +305,12 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
 
 def can_specialize(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's tile, where there is such a kernel for the product."""
-    if not target.has_wgmma or p.m_groups or p.scaling not in ("tensor", "1x128") or not stores_by_descriptor(p.n):
+    if not target.has_wgmma or p.m_groups or not stores_by_descriptor(p.n):
         return None
-    tile = specialized_tile(p.fast_accum) if p.scaling == "tensor" else SPECIALIZED_BLOCK
-    if p.k_groups and p.scaling != "tensor":
+    if p.scaling not in ("tensor", "row", "1x128"):
+        return None
+    tile = SPECIALIZED_BLOCK if p.in_blocks else specialized_tile(p.fast_accum)
+    if p.k_groups and p.in_blocks:
         return None
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
@@ -330,7 +332,7 @@ def _decode_tile(p: Product, target: Target) -> DecodeTile | None:
 def can_decode(p: Product, target: Target) -> DecodeTile | None:
     """How the kernel for a few rows runs it, where it can and the weight is large enough."""
     few_rows = p.m_known and 0 < p.m <= FEW_ROWS and p.n * p.k >= _SMALLEST_DECODE_WEIGHT
-    if not target.has_wgmma or not few_rows or p.scaling != "tensor" or p.m_groups or p.k_groups:
+    if not target.has_wgmma or not few_rows or p.in_blocks or p.m_groups or p.k_groups:
         return None
     tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, target)
     if p.stacking.along and (p.stacking.along != "N" or tile.split_k > 1):

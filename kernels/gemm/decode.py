@@ -2,6 +2,8 @@
 
     C[M, N] = round((B[N, K] @ A[M, K]^T)^T * (a_scale_inv * b_scale_inv[segment of n]) + bias[N])
 
+or of scales of rows by a_scale_inv[m], then by b_scale_inv[n], each product rounded.
+
 The weight has the tensor core's 64 rows and A its columns, of which there may be 16, so that little is loaded for rows that
 do not exist. One tile a program, several programs a multiprocessor: what is in flight, not what is computed, decides. Loads
 are by pointers: making a tensor descriptor takes a program as long as reading some blocks.
@@ -41,8 +43,9 @@ def launch_decode(
     stacking: Stacking | None = None,
     partials: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
+    scaling: str = "tensor",
 ) -> None:
-    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N.
+    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N. scaling: "tensor" or "row".
 
     partials: fp32, as many as there are programs or more, or None; their maximum becomes the amax of C, which is whole.
     addend:   None, or what is added to C, which is whole, once that is rounded; it may be c.
@@ -62,18 +65,27 @@ def launch_decode(
             stacking,
             0 if partials is None else partials.shape[0],
             starts_early(m, a.device),
+            scaling,
         ),
     )
 
 
 def decode_options(
-    tile: DecodeTile, n: int, k: int, has_bias: bool, stacking: Stacking | None, partials: int, early: bool
+    tile: DecodeTile,
+    n: int,
+    k: int,
+    has_bias: bool,
+    stacking: Stacking | None,
+    partials: int,
+    early: bool,
+    scaling: str = "tensor",
 ) -> dict[str, Any]:
     """The constant arguments and compile options of `gemm_decode_kernel`."""
     edges = {"EDGE_1": n, "EDGE_2": n}
     if stacking is not None:
         edges = {name: value for name, value in stacking.constants().items() if name in edges}
     return {
+        "SCALING": scaling,
         "HAS_BIAS": has_bias,
         "FAST": tile.fast,
         "SPLIT_K": tile.split_k,
@@ -103,6 +115,7 @@ def gemm_decode_kernel(
     M,
     N,
     K,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FAST: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -126,8 +139,9 @@ def gemm_decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     wait_for_predecessor(EARLY)
-    segment = (column >= EDGE_1).to(tl.int32) + (column >= EDGE_2).to(tl.int32)
-    scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + segment)
+    if SCALING == "tensor":
+        segment = (column >= EDGE_1).to(tl.int32) + (column >= EDGE_2).to(tl.int32)
+        scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + segment)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in tl.range(blocks, num_stages=STAGES):
         k = (part * blocks + block) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -146,7 +160,11 @@ def gemm_decode_kernel(
         else:
             total += tl.dot(y, x.T)
     if SPLIT_K == 1:
-        total = libdevice.mul_rn(total, scale)
+        if SCALING == "tensor":
+            total = libdevice.mul_rn(total, scale)
+        else:
+            total = libdevice.mul_rn(total, tl.load(a_scale_inv + rows, mask=rows < M, other=0.0)[None, :])
+            total = libdevice.mul_rn(total, tl.load(b_scale_inv + columns, mask=columns < N, other=0.0)[:, None])
         if HAS_BIAS:
             total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     target = c + part.to(tl.int64) * M * N

@@ -13,8 +13,10 @@ from te_dynamo.kernels.gemm.request import Request
 
 
 def check_gated(r: Request, gate: int, kind: str) -> None:
-    """Raises ValueError for a b, a gate (0 or 1: its half of b) or a kind (f) that is not meant."""
+    """Raises ValueError for scales, a b, a gate (0 or 1: its half of b) or a kind (f) that is not meant."""
     check_kind(kind, BOUNDED_KINDS)
+    if r.scaling != "tensor":
+        raise ValueError(f"te gemm_gated: expected operands with one scale a tensor, got scales of {r.scaling}")
     if gate not in (0, 1):
         raise ValueError(f"te gemm_gated: gate must be the gate's half of b, 0 or 1, got {gate}")
     rows = r.b.codes.shape[0]

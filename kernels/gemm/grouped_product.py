@@ -5,11 +5,11 @@
 
 Group g is offs[g - 1] <= i < offs[g], with 0 before the first. Groups may have any size, none included: nothing is padded, and nothing but the
 device reads `offs`. Rows behind the last group are zero in C. Operands, scales and sums are those of product.py: of a tensor's scale B has one
-a group; with scales of blocks B is [G N, K], or [N, G K] if B_COLUMNWISE, of which each group begins with a block.
+a group, of rows' scales [G, N], and A of columns [G, M]; with scales of blocks B is [G N, K], or [N, G K] if B_COLUMNWISE, of which each group begins with a block.
 
 A tile lies in one group. Tensor copies start at any row, so a tile of rows also reads rows of the next group, which are not stored.
 Along the contracted dimension, the contiguous one, copies start at multiples of 16 bytes only, and what they read of other groups would enter
-the sum. So with a tensor's scale a group's blocks begin at the last multiple of 16 before it, and its first and last block, where they are not
+the sum. So with scales of tensors or rows a group's blocks begin at the last multiple of 16 before it, and its first and last block, where they are not
 the group's alone, are multiplied apart from the others, with both operands' foreign elements replaced by zero (in both, since 0 * NaN is NaN).
 Groups that begin at a multiple of 16 have no such first block. With scales of blocks k is in the padded order of kernels/tiles/groups.py, and a
 block is one group's.
@@ -21,6 +21,7 @@ from te_dynamo.kernels.gemm.product import (
     accumulate,
     add_product,
     finished,
+    scaled_by_rows,
     split_columns,
     store_part,
     tile_origin,
@@ -58,7 +59,9 @@ def gemm_grouped_kernel(
     """C of groups. Each program finds the groups of its tiles in the running sum of the groups' tiles, or of their blocks of k."""
     PART_M: tl.constexpr = BLOCK_M // 2 if HALVES else BLOCK_M
     PART_N: tl.constexpr = BLOCK_N if HALVES else BLOCK_N // 2
-    EDGES: tl.constexpr = COLUMNS and SCALING == "tensor"
+    # Scales of rows too are the whole sum's.
+    SUMMED: tl.constexpr = "tensor" if SCALING == "row" else SCALING
+    EDGES: tl.constexpr = COLUMNS and SUMMED == "tensor"
     b_rows = N if COLUMNS or B_COLUMNWISE else G * N
     b_width = G * K if B_COLUMNWISE else K
     c_rows = G * M if COLUMNS else M
@@ -128,7 +131,7 @@ def gemm_grouped_kernel(
                 b_blocks,
                 b_rows,
             ),
-            *(one, two, SCALING, FAST, HALVES, BLOCK_K),
+            *(one, two, SUMMED, FAST, HALVES, BLOCK_K),
         )
         if not HALVES:
             one, two = split_columns(one)
@@ -137,6 +140,12 @@ def gemm_grouped_kernel(
             tile_scale = scale if COLUMNS else scale * tl.load(b_scale_inv + group)
         c_row_2 = c_row + (PART_M if HALVES else 0)
         column_2 = column + (0 if HALVES else PART_N)
+        if SCALING == "row":
+            a_scales = a_scale_inv + (group * M if COLUMNS else 0)
+            b_scales = b_scale_inv + group * N
+            row_2 = row + (PART_M if HALVES else 0)
+            one = scaled_by_rows(one, a_scales, b_scales, row, column, M, N)
+            two = scaled_by_rows(two, a_scales, b_scales, row_2, column_2, M, N)
         one = finished(one, tile_scale, None, column, N, 1)
         store_part(c, c_desc, one, c_row, column, end, N, True, DESCRIPTOR_STORE)
         two = finished(two, tile_scale, None, column_2, N, 1)

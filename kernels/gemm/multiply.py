@@ -139,7 +139,7 @@ def choice_of(r: Request, epilogue: Any = "none", recorded: bool = False) -> Cho
 
 def is_specialized(r: Request, epilogue: Any = "none") -> bool:
     """Whether a kernel in Gluon runs a request fastest."""
-    return r.a.scaling in ("tensor", "1x128", "128x128") and choice_of(r, epilogue).specialized
+    return r.a.scaling in ("tensor", "row", "1x128", "128x128") and choice_of(r, epilogue).specialized
 
 
 def run(
@@ -164,10 +164,9 @@ def run(
 def _run_specialized(r: Request, c: torch.Tensor) -> None:
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if r.groups:
-        columns_specialized_out(*operands, r.offs, r.fast, out=c)  # type: ignore[arg-type]
+        columns_specialized_out(*operands, r.offs, r.fast, scaling=r.scaling, out=c)  # type: ignore[arg-type]
     else:
-        along, segments = r.stacking.along, r.stacking.segments
-        form = {"scaling": r.scaling, "fast": r.fast, "along": along, "segments": segments}
+        form = {"scaling": r.scaling, "fast": r.fast, "along": r.borders.along, "segments": r.borders.segments}
         gemm_specialized_out(*operands, r.bias, r.addend, **form, out=c)
 
 
@@ -177,11 +176,11 @@ def _run_whole(tile: Tile | DecodeTile, r: Request, c: torch.Tensor, partials: t
     target = torch.empty((tile.split_k, m, n), dtype=torch.float32, device=c.device) if split else c
     addend = None if split else r.addend
     if isinstance(tile, DecodeTile):
-        stacking = r.stacking if r.stacking.along else None
-        launch_decode(tile, *operands, r.bias, target, stacking, None if split else partials, addend)
+        stacking = r.borders if r.borders.along else None
+        launch_decode(tile, *operands, r.bias, target, stacking, None if split else partials, addend, r.scaling)
     else:
         programs, bias = gemm_multiprocessors(c.device) * tile.ctas_per_sm, None if split else r.bias
-        options = gemm_options(tile, n, r.scaling, r.stacking)
+        options = gemm_options(tile, n, r.scaling, r.borders)
         launch(gemm_kernel, (programs,), *operands, bias, target, addend, m, n, k, **options)
     if split:
         _add_parts(target, r, c, partials)

@@ -79,7 +79,8 @@ def _product(r: Request, a: Any, b: Any, piece: _Piece) -> torch.Tensor:
     if r.scaling == "tensor":
         return product * (r.a.scale_inv.view(-1)[piece.a_slot] * r.b.scale_inv.view(-1)[piece.b_slot])
     if r.scaling == "row":
-        return product * r.a.scale_inv[:, None] * r.b.scale_inv
+        a_scales, b_scales = (x.scale_inv[piece.out] if r.groups == "columns" else x.scale_inv for x in (r.a, r.b))
+        return product * a_scales[piece.a[0], None] * b_scales[piece.b[0]]
     return product if r.a.amax is None else product * tensors_scale(r.a.amax, r.b.amax)
 
 
@@ -125,7 +126,7 @@ def _pieces(r: Request) -> Iterator[_Piece]:
             weight = (_ALL, slice(g * k, g * k + k)) if r.deep else (below, _ALL)
             yield _Piece(slice(start, end), (slice(start, end), _ALL), weight, 0, g)
     elif r.groups == "columns":
-        whole = r.scaling == "tensor"
+        whole = r.scaling in ("tensor", "row")
         for g, (start, end) in enumerate((group_bounds if whole else padded_bounds)(r.offs, k)):  # type: ignore[arg-type]
             part = slice(start, end if whole or r.a.turned else start + round_up(end - start, 16))
             yield _Piece(g, (_ALL, part), (_ALL, part))

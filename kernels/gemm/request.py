@@ -19,7 +19,7 @@ from te_dynamo.kernels.layouts import block, mxfp8
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking, check_segments
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_WITH_GROUPS = ("tensor", "1x128", "1x32")
+_WITH_GROUPS = ("tensor", "row", "1x128", "1x32")
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -27,8 +27,8 @@ OUT = (torch.bfloat16, torch.float16, torch.float32)
 class Operand:
     """One side of a product, as kernels read it.
 
-    codes:     [rows, K] (of experts with a tensor's scale [G, N, K]), float8; of "1x16" two e2m1 a byte, [rows, K/2]; turned: [K, rows].
-    scale_inv: of "tensor" fp32 [1], or one of each segment or expert; of "row" fp32 [rows]; of blocks as kernels/layouts has them, in fp32 or E8M0 codes.
+    codes:     [rows, K] (of experts with scales of tensors or rows [G, N, K]), float8; of "1x16" two e2m1 a byte, [rows, K/2]; turned: [K, rows].
+    scale_inv: of "tensor" fp32 [1], or one of each segment or expert; of "row" fp32 [rows], with groups [G, rows]; of blocks as kernels/layouts has them, in fp32 or E8M0 codes.
     scaling:   what has one scale. amax: of "1x16" the tensor's, fp32 [1].
     """
 
@@ -86,6 +86,11 @@ class Request:
         return self.a.scaling if self.a.scaling in ("tensor", "row") else f"{self.a.scaling} {self.b.scaling}"
 
     @property
+    def borders(self) -> Stacking:
+        """The stacking as kernels know it. Between scales of rows there is no border: those of a stack are one longer vector."""
+        return NOT_STACKED if self.scaling == "row" else self.stacking
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """C's."""
         m, n, _ = self.mnk
@@ -139,7 +144,7 @@ def _check_shapes(r: Request, name: str) -> None:
         raise ValueError(
             f"{name}: expected a scaling of {', '.join(_WITH_GROUPS)}, got {r.scaling}: no kernel multiplies groups of it"
         )
-    tensors = experts and r.a.scaling == "tensor"
+    tensors = experts and r.a.scaling in ("tensor", "row")
     goes = a.dim() == 2 and b.dim() == (3 if tensors else 2)
     if goes and tensors:
         goes = a.shape[1] == b.shape[2]
@@ -170,7 +175,7 @@ def _wanted(r: Request) -> str:
     a = "a [K, M]" if r.a.turned else f"a [M, K{half}]"
     if r.groups != "rows":
         return f"{a} and b [K, N]" if r.b.turned else f"{a} and b [N, K{half}]"
-    if r.a.scaling == "tensor":
+    if r.a.scaling in ("tensor", "row"):
         return f"{a} and b [G, N, K]"
     along = "[N, G K], K" if r.deep else "[G N, K], N"
     return f"{a} and b {along} a multiple of {block.BLOCK}"
@@ -186,10 +191,11 @@ def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:
             raise ValueError(f"{name}: expected {side}_scale_inv [{count}], got {tuple(scale_inv.shape)}")
         return
     if operand.scaling == "row":
-        rows = operand.size[0]
-        if scale_inv.dtype != torch.float32 or (isinstance(rows, int) and tuple(scale_inv.shape) != (rows,)):
+        shape = tuple(operand.codes.shape[:-1]) if r.groups != "columns" else (r.count, operand.codes.shape[0])
+        known = all(isinstance(size, int) for size in shape)
+        if scale_inv.dtype != torch.float32 or (known and tuple(scale_inv.shape) != shape):
             raise ValueError(
-                f"{name}: expected {side}_scale_inv fp32 [{rows}], got {scale_inv.dtype} {tuple(scale_inv.shape)}"
+                f"{name}: expected {side}_scale_inv fp32 {list(shape)}, got {scale_inv.dtype} {tuple(scale_inv.shape)}"
             )
     if operand.scaling not in ("1x128", "128x128"):
         return
@@ -222,8 +228,9 @@ def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:
 def _check_stacking(r: Request) -> None:
     along, segments = r.stacking.along, r.stacking.segments
     check_segments(segments)
-    if r.scaling != "tensor":
-        raise ValueError(f"te gemm: operands with scales {r.scaling} do not stack; with one a tensor they do")
+    if r.scaling != "tensor" and (r.scaling != "row" or along == "K"):
+        along_k = " along K" if r.scaling == "row" else ""
+        raise ValueError(f"te gemm: operands with scales {r.scaling} do not stack{along_k}; with one a tensor they do")
     if along not in ("M", "N", "K"):
         raise ValueError(f"te gemm: expected a stacked dimension M, N or K, got {along!r}")
     if r.bias is not None and along != "N":

@@ -102,10 +102,11 @@ def _request(p: Product, device: torch.device) -> Request:
     generator = torch.Generator(device).manual_seed(0)  # the user's random numbers stay what they are
 
     def operand(rows: int, scaling: str, scales: int, experts: int = 0) -> Operand:
-        shape = (experts, rows, p.k) if experts and scaling == "tensor" else (max(experts, 1) * rows, p.k)
+        whole = scaling in ("tensor", "row")
+        shape = (experts, rows, p.k) if experts and whole else (max(experts, 1) * rows, p.k)
         values = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-        whole = {"tensor": (scales,), "row": shape[:1]}
-        size = whole.get(scaling) or scale_shape(shape[0], p.k, scaling == "128x128")
+        of_rows = (p.k_groups, rows) if p.k_groups else shape[:-1]
+        size = {"tensor": (scales,), "row": of_rows}.get(scaling) or scale_shape(shape[0], p.k, scaling == "128x128")
         return Operand(values.to(torch.float8_e4m3fn), torch.ones(size, device=device), scaling)  # type: ignore[arg-type]
 
     segments, groups = len(p.stacking.segments) or 1, p.m_groups or p.k_groups

@@ -16,12 +16,22 @@ class RowForm(ScaledForm):
     NAMES: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "transpose", "columnwise_scale_inv")
 
     def buffers(self, shape: tuple[Size, ...]) -> Buffers:
-        rows, columns = rows_and_columns(shape)
+        return self._of((), *rows_and_columns(shape))
+
+    def _of(self, groups: tuple[Size, ...], rows: Size, columns: Size) -> Buffers:
         described: Buffers = {}
         if self.rowwise:
-            described["data"] = ((rows, columns), self.dtype)
-            described["scale_inv"] = ((rows,), torch.float32)
+            described["data"] = ((*groups, rows, columns), self.dtype)
+            described["scale_inv"] = ((*groups, rows), torch.float32)
         if self.columnwise:
-            described["transpose"] = (transposed(rows, columns), self.dtype)
-            described["columnwise_scale_inv"] = ((columns,), torch.float32)
+            described["transpose"] = ((*groups, *transposed(rows, columns)), self.dtype)
+            described["columnwise_scale_inv"] = ((*groups, columns), torch.float32)
         return described
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedRowForm(RowForm):
+    """The same of each group of [G, N, K]."""
+
+    def buffers(self, shape: tuple[Size, ...]) -> Buffers:
+        return self._of(shape[:1], *shape[1:])

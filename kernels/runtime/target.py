@@ -44,6 +44,11 @@ class Target:
         return "sm_{}{}{}".format(*self.capability, "a" if self.capability >= (9, 0) else "")
 
     @property
+    def measured(self) -> bool:
+        """Whether our kernels have run on such a GPU: on Hopper so far. Elsewhere they are compiled, and times are estimates by figures."""
+        return self.capability[0] == 9
+
+    @property
     def has_wgmma(self) -> bool:
         """Whether its tensor cores are Hopper's, whose instruction `wgmma` their successors lack. Their FP8 sums have fewer bits than
         fp32."""

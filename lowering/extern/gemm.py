@@ -65,11 +65,11 @@ def _gemm_out(
 
 
 def _of_gemm(x: Gemm) -> dict[str, Any]:
-    scaling = f"{x.a_quantizer.scaling()} {x.b_quantizer.scaling()}"
+    request = x.request()
     said = {
-        "scaling": "" if scaling == "tensor tensor" else scaling,
-        "along": x.along,
-        "segments": tuple(x.segments or ()),
+        "scaling": "" if request.scaling == "tensor" else request.scaling,
+        "along": request.borders.along,
+        "segments": request.borders.segments,
         "adds": x.addend is not None,
     }
     return {"fast": x.fast_accum} | {name: value for name, value in said.items() if value}
@@ -89,7 +89,7 @@ _EXTERNS = {
         "te_grouped_gemm",
         columns_specialized_out,
         lambda x: (*x.a, *x.b, x.offs),
-        lambda x: {"fast": x.fast_accum},
+        lambda x: {"fast": x.fast_accum} | ({} if x.a_quantizer.one_scale else {"scaling": x.a_quantizer.scaling()}),
     ),
 }
 

@@ -290,7 +290,7 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
     linears = [reader for reader in readers if reader.node.target is _te.linear.default]
     for reader in sorted(linears, key=lambda reader: reader.node):
         x, config = reader.node.args[0], reader.config
-        if config.weight_quantizer.stacks and not config.weight_transposed:
+        if config.weight_quantizer.one_scale and not config.weight_transposed:
             by_input.setdefault((x, config, reader.operand.dtype, reader.frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)

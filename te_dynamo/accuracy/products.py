@@ -160,18 +160,19 @@ def backward_sums(
 ) -> dict[str, Tensor]:
     """Of dy, dx and dweight; exact: those of the model's own precision. {} where the recipe quantizes nothing in backward."""
     config = product.config
-    if config.grad_output_quantizer is None or not (config.input_requires_grad or config.weight_requires_grad):
+    wgrad = config.weight_requires_grad and not config.wgrad_in_high_precision
+    if config.grad_output_quantizer is None or not (config.input_requires_grad or wgrad):
         return {}
     dy, quantizer = dy.contiguous(), config.grad_output_quantizer
     args: dict[str, Any] = {"x_dtype": x.dtype, "weight_dtype": weight.dtype}
-    if config.weight_requires_grad:
+    if wgrad:
         of_x = config.input_quantizer.with_usage(False, True)
         args["x_saved"] = of_x.operand(product.quantized_operand(x.contiguous(), of_x, third), columnwise=True)
     if config.input_requires_grad:
         of_weight = config.weight_quantizer.with_usage(config.weight_transposed, not config.weight_transposed)
         held = _quantized(weight.contiguous(), of_weight)
         args["weight_saved"] = of_weight.operand(held, columnwise=not config.weight_transposed)
-    dy_quantizer = quantizer.with_usage(config.input_requires_grad, config.weight_requires_grad)
+    dy_quantizer = quantizer.with_usage(config.input_requires_grad, wgrad)
     found = product.quantized_gradients(args, third, product.quantized_operand(dy, dy_quantizer, third))
     of_rows = quantizer.with_usage(
         True, False

@@ -198,7 +198,7 @@ def _recipe_support(name: str, target: Target | None) -> tuple[str, str]:
     if reason := why_no_kernels(target):
         return "16 bits", f"{reason}; a linear that a rule names runs reference code, without speed"
     if name not in _OF_SMALL_BLOCKS or target.has_block_scales:
-        tested = "" if target.has_wgmma else "; compiled for it, measured on sm_90 only"
+        tested = "" if target.measured else "; compiled for it, measured on sm_90 only"
         return "native", f"tensor cores of {here} read its operands{tested}"
     return "emulated", f"{here} has no tensor core for its operands: {_EMULATED}"
 

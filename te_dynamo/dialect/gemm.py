@@ -85,7 +85,7 @@ class GroupedGemm(NamedTuple):
             self.fast_accum,
             groups="columns" if by_columns else "rows",
             offs=self.offs,
-            deep=self.b_quantizer.columnwise and not by_columns and self.b_quantizer.scaling() != "tensor",
+            deep=self.b_quantizer.columnwise and not by_columns and self.b_quantizer.scaling() not in ("tensor", "row"),
         )
 
 

@@ -7,7 +7,7 @@ The weight is [G, N, K], or [G, K, N] as torch.nn.functional.grouped_mm takes it
 change places, nothing is transposed in memory. Rows of out and dx behind the last group are zero.
 
 In current scaling x and dy have one scale a tensor, the weight one a group; rows behind the last group are multiplied by nothing, but
-count in the tensor's scale. In formats with scales of blocks each group is quantized as a tensor of its own: what te.linear of the
+count in the tensor's scale. In formats with scales of blocks or rows each group is quantized as a tensor of its own: what te.linear of the
 expert alone gives. There the second dimension of the weight is a multiple of `Quantizer.experts_begin_at`.
 
 `te.grouped_linear_with_workspace` is the same with the weight's buffers given. `GroupedLinearFwdArgs` and

@@ -5,7 +5,7 @@
 
 Inside the compiler `te.linear` is seen as its parts (te.quantize, te.gemm, te.add_bias), below autograd, so
 that shared inputs are quantized once and producers can write FP8 themselves. A recipe that keeps backward in high precision
-saves x and weight as they are, and its two products are torch's own.
+saves x and weight as they are, and its two products are torch's own. So does one that keeps wgrad alone there, with x and that product.
 
 A weight that the user stores as [K, N] (GPT-2's Conv1D) is read as it lies: its rowwise and its columnwise data change places,
 in every format, because both are blocked along what their GEMM contracts. Its gradient is computed as [K, N] too.
@@ -46,6 +46,7 @@ class LinearConfig(metaclass=OpaqueMeta):
     input_requires_grad, weight_requires_grad: read once, when the graph is matched; real and fake runs save by these and
         never by a live tensor's flag, so that they agree on how many tensors there are.
     weight_transposed: the weight is [K, N].
+    wgrad_in_high_precision: wgrad multiplies dy and x as they are, though dgrad's operands are quantized.
 
     Raises QuantizationError for quantizers whose tensors no GEMM multiplies.
     """
@@ -59,6 +60,7 @@ class LinearConfig(metaclass=OpaqueMeta):
     dgrad_fast_accum: bool
     wgrad_fast_accum: bool
     weight_transposed: bool = False
+    wgrad_in_high_precision: bool = False
 
     transposed_shape: ClassVar[str] = "[K, N]"
 
@@ -82,11 +84,11 @@ class LinearConfig(metaclass=OpaqueMeta):
         x, weight, dy = recipe.input_quantizer(), recipe.weight_quantizer(), recipe.grad_output_quantizer()
         if device is not None and device.type == "cuda" and target_of(device).has_block_scales:
             x, weight, dy = (quantizer.for_block_scales() for quantizer in (x, weight, dy))
-        quantized = recipe.backward == "quantized"
+        _, quantized, wgrad_quantized = recipe.quantizes()
         for_dgrad = input_requires_grad and quantized
         fprop, dgrad, wgrad = recipe.fast_accum()
         return cls(
-            input_quantizer=x.with_usage(columnwise=weight_requires_grad and quantized),
+            input_quantizer=x.with_usage(columnwise=weight_requires_grad and wgrad_quantized),
             weight_quantizer=weight.with_usage(
                 rowwise=for_dgrad or not weight_transposed, columnwise=for_dgrad or weight_transposed
             ),
@@ -97,6 +99,7 @@ class LinearConfig(metaclass=OpaqueMeta):
             dgrad_fast_accum=dgrad,
             wgrad_fast_accum=wgrad,
             weight_transposed=weight_transposed,
+            wgrad_in_high_precision=quantized and not wgrad_quantized,
         )
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -117,6 +120,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         quantizers = (self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
         named = zip(("x", "w", "dy"), quantizers, strict=True)
         text = "linear(" + ", ".join(f"{name} {q.describe() if q else 'as it is'}" for name, q in named) + ")"
+        text += ", wgrad as it is" if self.wgrad_in_high_precision else ""
         return text + (f" of {self.transposed_shape}" if self.weight_transposed else "")
 
 
@@ -151,6 +155,11 @@ class LinearBwdArgs:
     bias_dtype: Optional[torch.dtype] = None
     # quantizers and numerics
     config: Optional[LinearConfig] = None
+
+    @property
+    def quantizes_wgrad(self) -> bool:
+        """Whether wgrad is asked for, of operands that are quantized."""
+        return self.requires_wgrad and self.config is not None and not self.config.wgrad_in_high_precision
 
 
 def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -205,7 +214,7 @@ def saved_operands(
     to_save: list[torch.Tensor] = []
     if config.grad_output_quantizer is None:
         return to_save  # x and weight themselves, which are no results of the operation
-    if config.weight_requires_grad:
+    if config.weight_requires_grad and not config.wgrad_in_high_precision:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
     if config.input_requires_grad and not weight_is_input:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=not config.weight_transposed)
@@ -215,7 +224,7 @@ def saved_operands(
 def saved_aliases(args: LinearFwdArgs) -> list[torch.Tensor]:
     """What backward reads and is an input of the operation, in the order of the saved tensors, after those that are not.
 
-    In a backward of high precision x and the weight themselves; else of a workspace dgrad's operand.
+    In a backward of high precision x and the weight themselves; else of a workspace dgrad's operand, and x where wgrad reads that.
     """
     config = args.config
     if config.grad_output_quantizer is None:
@@ -224,11 +233,21 @@ def saved_aliases(args: LinearFwdArgs) -> list[torch.Tensor]:
             assert args.weight is not None
             aliases.append(args.weight)
         return aliases
-    if not (args.weight_workspace and config.input_requires_grad):
-        return []
-    if _makes_columns(config):
-        return list(args.weight_workspace)
-    return list(config.weight_quantizer.operand(list(args.weight_workspace), columnwise=not config.weight_transposed))
+    aliases = list(args.weight_workspace) if config.input_requires_grad else []
+    if aliases and not _makes_columns(config):
+        aliases = list(config.weight_quantizer.operand(aliases, columnwise=not config.weight_transposed))
+    return aliases + [args.x] * (config.weight_requires_grad and config.wgrad_in_high_precision)
+
+
+def saved_of(
+    saved: Sequence[Any], needs_wgrad: bool, needs_dgrad: bool, config: Optional[LinearConfig]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(what was saved of x, what of the weight): of one format, and so equally many; or of x itself, which is the last."""
+    if config is not None and config.wgrad_in_high_precision:
+        of_weight = len(saved) - needs_wgrad
+        return tuple(saved[of_weight:]), tuple(saved[:of_weight])
+    of_x = len(saved) // (needs_wgrad + needs_dgrad) * needs_wgrad if saved else 0
+    return tuple(saved[:of_x]), tuple(saved[of_x:])
 
 
 def _makes_columns(config: LinearConfig) -> bool:
@@ -253,7 +272,7 @@ def linear_forward_fake(
     out = TensorProto((*x.shape[:-1], weight.shape[1 if transposed else 0]), x.dtype, device=x.device)
     saved = []
     if config.grad_output_quantizer is not None:
-        if config.weight_requires_grad:
+        if config.weight_requires_grad and not config.wgrad_in_high_precision:
             saved.append(TensorProto(x.shape, x.dtype, config.input_quantizer, device=x.device))
             saved[-1].update_usage(rowwise_usage=False, columnwise_usage=True)
         if config.input_requires_grad:
@@ -294,7 +313,7 @@ def linear_backward(
     config = args.config
     assert config is not None and args.x_dtype is not None and args.weight_dtype is not None
     dy = dy.contiguous()
-    quantized = config.grad_output_quantizer is not None and (args.requires_dgrad or args.requires_wgrad)
+    quantized = config.grad_output_quantizer is not None and (args.requires_dgrad or args.quantizes_wgrad)
     buffers = quantize_tensor(dy, grad_output_quantizer(args)) if quantized else None
     # Behind the quantization, for which dy is in memory: Inductor would else compute dy once more for the sums.
     dbias = bias_grad(dy).to(args.bias_dtype) if args.requires_bias_grad else None
@@ -302,19 +321,22 @@ def linear_backward(
         dx, dweight = _gradients_in_high_precision(args, dy)
         return dx if dx is None or addend is None else dx.add_(addend), dweight, dbias
     dx, dweight = backward_products(args, buffers, addend)
+    if args.requires_wgrad and not args.quantizes_wgrad:
+        _, dweight = _gradients_in_high_precision(dataclasses.replace(args, requires_dgrad=False), dy)
     return None if dx is None else _with_leading(dx, dy), dweight, dbias
 
 
 def grad_output_quantizer(args: LinearBwdArgs) -> Quantizer:
     """How dy is held for the products that are asked for."""
     assert args.config is not None and args.config.grad_output_quantizer is not None
-    return args.config.grad_output_quantizer.with_usage(args.requires_dgrad, args.requires_wgrad)
+    return args.config.grad_output_quantizer.with_usage(args.requires_dgrad, args.quantizes_wgrad)
 
 
 def backward_products(
     args: LinearBwdArgs, dy_buffers: list[torch.Tensor], addend: Optional[torch.Tensor] = None
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(dx [M, K], dweight of the weight's shape) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for.
+    """(dx [M, K], dweight of the weight's shape) from dy in the buffers of `grad_output_quantizer(args)`; None where not asked for, and for a
+    wgrad in high precision.
 
     addend: what is added to dx, of as many elements.
     """
@@ -329,7 +351,7 @@ def backward_products(
             config.dgrad_fast_accum,
             addend=addend if addend is None or addend.dim() == 2 else addend.reshape(-1, addend.shape[-1]),
         )
-    if args.requires_wgrad:
+    if args.quantizes_wgrad:
         n_by_m = Operand.of(quantizer, dy_buffers, columnwise=True)
         k_by_m = Operand(args.x_saved, config.input_quantizer.reading(columnwise=True))
         sides = (k_by_m, n_by_m) if config.weight_transposed else (n_by_m, k_by_m)
@@ -389,10 +411,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[torch.Tensor], ...]:
     # A copy for this call: ctx keeps no tensor beside its own saved ones, and a second backward finds it as it was.
     args, saved = dataclasses.replace(ctx.bwd_args), ctx.saved_tensors
-    # Both operands are of one format, so of equally many tensors.
-    of_x = len(saved) // (args.requires_wgrad + args.requires_dgrad) if saved else 0
-    of_x *= args.requires_wgrad
-    args.x_saved, args.weight_saved = saved[:of_x], saved[of_x:]
+    args.x_saved, args.weight_saved = saved_of(saved, args.requires_wgrad, args.requires_dgrad, args.config)
     dy = grads[0]
     assert dy is not None
     return *linear_backward(args, dy), None

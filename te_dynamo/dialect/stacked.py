@@ -1,20 +1,23 @@
 """Linears that share an input: their weights or gradients quantized into one stack."""
 
-from collections.abc import Sequence
-from typing import Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import torch
 
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import quantized_stack
 from te_dynamo.dialect.quantize import takes_quantizer
+from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
 from te_dynamo.kernels.quantize import current as kernels
+from te_dynamo.kernels.quantize import stacked_rows
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = [
     "MOST_SEGMENTS",
@@ -25,16 +28,30 @@ __all__ = [
 ]
 
 
+def _stacks(of_tensors: Callable[..., Any], of_rows: Callable[..., Any]) -> Callable[..., Any]:
+    def run(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
+        if not quantizer.stacks:
+            raise QuantizationError(f"te.quantize_stacked: {quantizer.describe()}: no GEMM multiplies a stack of it")
+        run = of_tensors if quantizer.one_scale else of_rows
+        return run(xs, quantizer.form(), by_columns)
+
+    return run
+
+
 @te_op(
-    reference=takes_quantizer(kernels.quantize_stacked_reference, True),
-    kernel=takes_quantizer(kernels.quantize_stacked, True),
+    reference=_stacks(kernels.quantize_stacked_reference, stacked_rows.quantize_stacked_rows_reference),
+    kernel=_stacks(kernels.quantize_stacked, stacked_rows.quantize_stacked_rows),
 )
 def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
-    """The buffers of one tensor that stacks xs, by rows or by columns, each as te.quantize makes it, with its own scale.
+    """The buffers of one tensor that stacks xs, by rows or by columns, each as te.quantize makes it, with its own scales.
 
-    data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. The stacked sides are two or three multiples of 128.
+    data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. With a scale a row the buffers of a tensor of the stack's shape: of a stack
+    by rows the rows, of one by columns the columns. The stacked sides are two or three multiples of 128.
     """
-    return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
+    if quantizer.one_scale:
+        return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
+    shape = stacked_rows.stacked_rows_size(xs, quantizer.rowwise, quantizer.columnwise, by_columns)
+    return TensorProto(shape, xs[0].dtype, quantizer, device=xs[0].device).create_buffers()
 
 
 @te_op(
@@ -55,13 +72,13 @@ def segments_stack(segments: Sequence[object]) -> bool:
 
 
 def stacking_pays(
-    m: int, n: int, k: int, device: torch.device, fast_accum: bool, along: str, segments: Sequence[int]
+    m: int, n: int, k: int, device: torch.device, fast_accum: bool, along: str, segments: Sequence[int], scaling: Any
 ) -> bool:
     """Whether one GEMM of the whole stack has its parts' bits (those along K aside) and takes no longer, by the cost model.
 
-    m, n, k: of the whole; a symbolic one counts as its hint.
+    m, n, k: of the whole; a symbolic one counts as its hint. scaling: "tensor" or "row", what has one scale.
     """
     sizes = [size_hint(size) for size in (m, n, k)]
     stacking = Stacking(along, tuple(segments))
-    product = Product(*sizes, fast_accum, stacking=stacking, m_known=isinstance(m, int))
+    product = Product(*sizes, fast_accum, scaling=scaling, stacking=stacking, m_known=isinstance(m, int))
     return product_pays(product, gemm_target(device))

@@ -33,7 +33,7 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
 
     These travel in the model's precision, and `explain` notes the reason: what a rule leaves, weights of another module than nn.Linear, those that
     two modules share, DTensors other than shards and replicas, N or K (of a DTensor's part) that the GEMMs do not take, recipes other than
-    current scaling and 128x128 blocks, blocks that a shard cuts.
+    current scaling, 128x128 blocks and, in a model of which no parameter trains, `float8_rowwise`; blocks that a shard cuts.
 
     After `check_ranks` the ranks compare which weights travel how, and raise RanksDifferError together: every rank makes the call.
 
@@ -42,8 +42,9 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     """
     model = getattr(model, "_orig_mod", model)
     _check(model)
-    parsed = Options.parse(options)
+    parsed = Options.parse(options).in_model(model)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
     amaxes: list[GatheredWeight] = []
     travels: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -52,7 +53,7 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
             continue
         recipe, why = parsed.recipe_for(path)
         shared = owners[id(parameter)] > 1
-        reason = _reason(parameter, shared, recipe) if recipe is not None else why
+        reason = _reason(parameter, shared, recipe, trains) if recipe is not None else why
         quantizer = None if recipe is None else recipe.weight_quantizer().with_usage(True, False)
         weight = GatheredWeight(module, f"{path}.weight".removeprefix("."), quantizer, amaxes, reason)
         travels[f"fp8_all_gather of {weight.name}"] = (
@@ -84,7 +85,7 @@ def _check(model: nn.Module) -> None:
                 )
 
 
-def _reason(weight: nn.Parameter, shared: bool, recipe: Recipe) -> str:
+def _reason(weight: nn.Parameter, shared: bool, recipe: Recipe, trains: bool) -> str:
     """Why a weight whose linear is in a recipe travels in the model's precision, "" if it does not."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -101,9 +102,15 @@ def _reason(weight: nn.Parameter, shared: bool, recipe: Recipe) -> str:
     n, k = part.shape
     if n % recipe.alignment or k % recipe.alignment or not n or not k:
         return f"N = {n}, K = {k}{' of this rank' if placements else ''}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
-    if not recipe.weight_quantizer().columns_are_rows():
+    quantizer = recipe.weight_quantizer()
+    if not quantizer.columns_are_rows() and quantizer.scaling() != "row":
         return (
             f"{recipe.describe()}: dgrad reads columns that are not the rows' codes, so that both would have to travel"
+        )
+    if not quantizer.columns_are_rows() and trains:
+        return (
+            f"{recipe.describe()}: dgrad reads columns that are not the rows' codes, so that both would have to travel; rows travel alone "
+            "where no parameter requires grad"
         )
     if recipe.backward != "quantized":
         return f"{recipe.describe()}: dgrad reads the weight in high precision"

@@ -4,7 +4,7 @@
     fsdp_post_all_gather    all shards' codes -> QuantizedTensor [N, K], rows alone                         what te.linear multiplies
 
 The optimizer, checkpoints and clipping compute with the shard's own values, in its own dtype. With one scale a tensor the amax is
-that of all shards (fp8_all_gather_weight.py). A block of 128x128 lies in one shard; its scale travels too.
+that of all shards (fp8_all_gather_weight.py). A block of 128x128 lies in one shard, and so does a row; their scales travel too.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ShardedWeight(torch.Tensor):
             if not self.weight.travels(self.shape, asked):
                 return (_padded(self.plain.to(asked.dtype), asked),), (outer_size, None, None)
             for shard, how, buffers in self.weight.quantize(self, asked, mesh):
-                shard._made = Made(shard.weight.state(), how, _given(buffers, how))
+                shard._made = Made(shard.weight.state(), how, _given(buffers, how, shard.weight.quantizer))
         made = self._made
         assert made is not None
         made.gathers -= 1
@@ -151,7 +151,9 @@ class ShardedWeight(torch.Tensor):
             return whole, ()
         quantizer = self.weight.quantizer
         assert quantizer is not None
-        buffers = [whole.view(codes_dtype), outputs[1] if scale_inv is None else scale_inv]
+        if scale_inv is None:
+            scale_inv = outputs[1] if outputs[1].dim() > 1 else outputs[1][: outer_size[0]]
+        buffers = [whole.view(codes_dtype), scale_inv]
         return from_buffers(buffers, tuple(outer_size), param_dtype, quantizer, False), ()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -167,20 +169,24 @@ def local_of(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _given(buffers: list[torch.Tensor], asked: Asked) -> Given:
+def _given(buffers: list[torch.Tensor], asked: Asked, quantizer: Any) -> Given:
     codes, scale_inv = buffers
     sent = _padded(codes.view(torch.uint8), asked)
-    if scale_inv.dim() > 1:
-        return (sent, scale_inv), (asked.outer_size, codes.dtype, None)
-    return (sent,), (asked.outer_size, codes.dtype, scale_inv)
+    if quantizer.one_scale:
+        return (sent,), (asked.outer_size, codes.dtype, scale_inv)
+    scales = (
+        scale_inv if scale_inv.dim() > 1 else _padded(scale_inv, asked)
+    )  # no block is cut, and all shards have equally many
+    return (sent, scales), (asked.outer_size, codes.dtype, None)
 
 
 def _padded(values: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """The shard with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have fewer."""
+    """The shard, or its rows' scales, with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have
+    fewer."""
     rows = -(-asked.outer_size[0] // asked.ranks)
     if values.shape[0] >= rows:  # the whole weight too: of `replicate`, and of shards along another dimension
         return values
-    padded = values.new_zeros((rows, *asked.outer_size[1:]))
+    padded = values.new_zeros((rows, *values.shape[1:]))
     padded[: values.shape[0]].copy_(values)
     return padded
 

@@ -12,6 +12,7 @@ import torch
 
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.options import Options
+from te_dynamo.recipe import Float8RowwiseScaling, Recipe
 
 __all__ = ["torchtitan_backend", "torchtitan_options"]
 
@@ -47,26 +48,25 @@ def torchtitan_options(converters: Sequence[Any]) -> dict[str, Any]:
     """The options of backend "te" for torchtitan's quantization converters: {} for none, and else "recipe", and "rules" for the names in
     them.
 
-    Float8...Config is float8_current_scaling (torchtitan's scales are of a row; give `recipe="float8_block_scaling"` for finer ones),
-    MXFP8...Config mxfp8, NVFP4...Config nvfp4. Converters of linears and of experts are alike here. `filter_fqns` leaves linears whose
+    Float8...Config is float8_current_scaling (torchtitan's scales are of a row; give `recipe="float8_rowwise"` for such), with the
+    recipe_name "rowwise_with_gw_hp" Float8RowwiseScaling(wgrad="bf16"), MXFP8...Config mxfp8, NVFP4...Config nvfp4. Converters of linears and of experts are alike here. `filter_fqns` leaves linears whose
     path holds such a text, `fqns` takes these alone; "auto_filter_small_kn" falls away, as sizes are decided by cost. The wrappers and the
     degrees of parallelism need no option.
 
-    Raises InvalidOptionError for a converter that is none of these, for a recipe_name that keeps gradients of weights in high precision,
-    and for a path from the model's root: a block that is compiled by itself knows paths in the block.
+    Raises InvalidOptionError for a converter that is none of these, and for a path from the model's root: a block that is compiled by
+    itself knows paths in the block.
     """
-    rules: list[tuple[str, str | None]] = []
-    recipe = None
+    rules: list[tuple[str, str | Recipe | None]] = []
+    recipe: str | Recipe | None = None
     for converter in converters:
         kind = type(converter).__qualname__
-        chosen = next((recipe for start, recipe in _RECIPES.items() if kind.startswith(start)), None)
+        chosen: str | Recipe | None = next(
+            (recipe for start, recipe in _RECIPES.items() if kind.startswith(start)), None
+        )
         if chosen is None:
             raise InvalidOptionError.unknown("converter of torchtitan", kind, [f"{start}..." for start in _RECIPES])
         if "gw_hp" in getattr(converter, "recipe_name", ""):
-            raise InvalidOptionError(
-                f"te_dynamo: no recipe is torchtitan's {converter.recipe_name!r}, whose weights' gradients are in high precision; choose "
-                "'rowwise', or Float8CurrentScaling(backward='high_precision'), which has both gradients in it"
-            )
+            chosen = Float8RowwiseScaling(wgrad="bf16")
         left, taken = getattr(converter, "filter_fqns", ()), getattr(converter, "fqns", ())
         rules += [(_pattern(fqn), None) for fqn in left if fqn != "auto_filter_small_kn"]
         rules += [(_pattern(fqn), chosen) for fqn in taken]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import difflib
+import itertools
 import re
 import warnings
 import weakref
@@ -28,7 +29,8 @@ from torch import fx, nn
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.options import Options
 from te_dynamo.report import MatchRecord, Report
-from te_dynamo.user_code import has_own_path
+from te_dynamo.rules.places import has_places, lists_of, taken
+from te_dynamo.user_code import paths_of
 
 __all__ = ["advise", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
 
@@ -121,7 +123,9 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
     if asked and not known.matched and (whole or _all_seen(modules, known)):
         yield from _nothing_matched(linears, modules)
     if modules or whole:
-        yield from _rules_without_effect(options, [*_paths(model), *known.linears])
+        paths = [*(paths_of(model) if model is not None else ()), *known.linears]
+        report.notes += _places_taken(options, paths)
+        yield from _rules_without_effect(options, paths)
     yield from _quantized_already(modules)
     matched = [match for match in linears if match.matched]
     if options.weight_cache == "step" and matched and not report.workspaces:
@@ -134,15 +138,6 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
             f"regather=True gathers nothing again for the {len(matched)} linears of this graph: only the inputs of sequence-parallel linears "
             "with one scale a tensor are gathered in FP8, and what is checkpointed is gathered again in any case"
         )
-
-
-def _paths(model: nn.Module | None) -> Iterator[str]:
-    """All paths that a rule may name: of what is shared each, of parameters those by which a module may multiply itself."""
-    if model is not None:
-        yield from (path for path, _ in model.named_modules(remove_duplicate=False))
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter.dim() > 1 and has_own_path(name):
-                yield name
 
 
 def _all_seen(modules: Sequence[tuple[str, nn.Module]], known: _Model) -> bool:
@@ -159,12 +154,25 @@ def _nothing_matched(linears: Sequence[MatchRecord], modules: Sequence[tuple[str
         yield "no linear was found in the model: it runs as with Inductor alone"
 
 
+def _places_taken(options: Options, paths: Sequence[str]) -> Iterator[str]:
+    """Of each rule that counts a model's modules, which it takes."""
+    for (pattern, _), regex in zip(options.rules, options.searched, strict=True):
+        if has_places(pattern) and (found := taken(regex, paths)):
+            listed = ", ".join(found if len(found) < 6 else [*found[:2], "..", *found[-2:]])
+            yield f"the rule {pattern!r} takes {listed} ({len(found)})"
+
+
 def _rules_without_effect(options: Options, paths: Sequence[str]) -> Iterator[str]:
-    for pattern, _ in options.rules:
-        if not any(re.search(pattern, path) for path in paths):
+    for (pattern, _), regex in zip(options.rules, options.searched, strict=True):
+        if not any(re.search(regex, path) for path in paths):
             names = sorted({*paths, *(part for path in paths for part in path.split(".") if not part.isdigit())} - {""})
-            near = difflib.get_close_matches(re.sub(r"\\.|[\\^$()|\[\]?*+]", "", pattern).strip("."), names, n=3)
+            near = difflib.get_close_matches(
+                re.sub(r"\\.|\{.*?\}|[\\^$()|\[\]?*+]", "", pattern).strip("."), names, n=3
+            )
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            if has_places(pattern):
+                lists = (f"{parent or 'the model'} ({len(numbers)})" for parent, numbers in lists_of(paths))
+                hint += f"; its lists of modules: {', '.join(itertools.islice(lists, 5)) or 'none'}"
             yield f"no module path of the model matches the rule {pattern!r}{hint}"
 
 

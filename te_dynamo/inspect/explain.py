@@ -30,8 +30,10 @@ from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET
+from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.weights.checkpoint.record import stored_of
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -84,6 +86,12 @@ class Explanation:
         return (sum(us[0] for us in known) / 1e3, sum(us[1] for us in known) / 1e3) if known else None
 
     @property
+    def measured(self) -> bool:
+        """Whether a GPU of that kind was ever measured: else `estimated_ms` follows its published figures alone."""
+        rates = published(TARGETS[self.device]) if self.device else rates_of(torch.device("cuda"))
+        return rates.measured or rates.target.measured
+
+    @property
     def recipes(self) -> str:
         """Those of the linears, "no recipe" without any."""
         return ", ".join(dict.fromkeys(match.recipe for match in self.linears if match.recipe)) or "no recipe"
@@ -101,32 +109,37 @@ class Explanation:
         which = f" in {self.recipes}, {len(matched)} of {linears}" if matched else f": none of {linears} is in a recipe"
         return (
             f"{here}{share}{which}; "
-            f"{self._estimate()}{self._share_with_rows()}"
-            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{self._on_gpu()}"
+            f"{self._estimate()}{f'its rows are {self.share_of_rows}; ' if self.share_of_rows else ''}"
+            f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{f'; {self.on_h200}' if self.on_h200 else ''}"
         )
 
     def _estimate(self) -> str:
         if self.estimated_ms is None:
             return ""
         plain, ours = self.estimated_ms
-        return f"they take an estimated {ours:.3g} ms, {plain:.3g} ms without a recipe ({plain / ours:.2f}x); "
+        never = "" if self.measured else " (never measured there)"
+        return f"they take an estimated {ours:.3g} ms{never}, {plain:.3g} ms without a recipe ({plain / ours:.2f}x); "
 
-    def _on_gpu(self) -> str:
+    @property
+    def on_h200(self) -> str:
+        """What one would take, of a run without a GPU."""
         if not isinstance(self.on_gpu, Explanation):
             return ""
         there = self.on_gpu.linears
         return (
-            f"; {gpu_name(self.on_gpu.device)} would take {sum(match.matched for match in there)} of {_count(len(there), 'linear')}, "
+            f"{gpu_name(self.on_gpu.device)} would take {sum(match.matched for match in there)} of {_count(len(there), 'linear')}, "
             f"{_percent(self.on_gpu.coverage)}"
         )
 
-    def _share_with_rows(self) -> str:
+    @property
+    def share_of_rows(self) -> str:
+        """What `linears` are of all matrix products; "" where these were not counted."""
         if self.matrix_flops is None or not self.matrix_flops.total:
             return ""
-        share = _percent(share_with_rows(self.matrix_flops, self.linears))
         of_activations = self.matrix_flops.activations / self.matrix_flops.total
-        beside = f" or are products of activations ({_percent(of_activations)})" if of_activations else ""
-        return f"{share} of the model's matrix FLOPs have a row{beside}; "
+        of_rows = share_with_rows(self.matrix_flops, self.linears) - of_activations
+        beside = f", products of two activations {_percent(of_activations)}" if of_activations else ""
+        return f"{_percent(of_rows)} of the model's matrix FLOPs{beside}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: "coverage", "device", "on_gpu", "matrix_flops", "linears", "norms_activations", "fusions", "lowered", "weights", "graph_breaks",
@@ -248,8 +261,9 @@ def explain(
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
-    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
-    seen, torch's caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
+    buffers (BatchNorm's statistics), what modules hold (one that decompresses its weights at its first call has the codes again), train or
+    eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
+    seen, torch's caches on disk. Not undone: what the model's own Python code does elsewhere (prints, in-place writes to
     the arguments), and tensor hooks, which run. Of code that was compiled before, Dynamo's table keeps an empty entry for each
     explanation, which counts towards `accumulated_recompile_limit` (256) alone.
 
@@ -323,6 +337,7 @@ def _compile_and_run(
         with dynamo_untouched() as seen:
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
+    _name_stored(target, _linears(graphs.reports))
     left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
     return graphs, breaks_and_skips(seen), (flops, left_out)
 
@@ -333,6 +348,13 @@ def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
         return count_matrix_flops(target, args, kwargs)
     except Exception:
         return None
+
+
+def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
+    modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
+    for match in linears:
+        stored = match.owner in modules and stored_of(modules[match.owner], match.parameter or "weight")
+        match.stored = stored.describe() if stored else ""
 
 
 def _linears(reports: Sequence[Report]) -> list[MatchRecord]:

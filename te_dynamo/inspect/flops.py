@@ -9,17 +9,19 @@ import contextlib
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_dynamo.inspect.target import exchange_tensors, held_as_before
 from te_dynamo.report import MatchRecord
 
 __all__ = ["MatrixFlops", "count_matrix_flops", "share_with_rows"]
@@ -45,25 +47,22 @@ class MatrixFlops:
 
 def count_matrix_flops(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     """Of one forward of `target`, on fake tensors; on the real ones where these do not do, since data decides what runs."""
-    modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    attributes = [dict(vars(module)) for module in modules]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(
         False
     )  # nn.TransformerEncoderLayer as one call, which the counter has no formula for
     try:
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
-            with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            with contextlib.suppress(Exception), held_as_before(target), fakes:
+                for module in target.modules() if isinstance(target, nn.Module) else ():
+                    exchange_tensors(module, fakes.from_tensor)  # a forward may set the data of its own
                 return _count(target, *_copied((args, kwargs)))
-        return _count(target, args, kwargs)
+        with held_as_before(target):
+            return _count(target, args, kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
         torch.clear_autocast_cache()
-        for module, own in zip(
-            modules, attributes, strict=True
-        ):  # a model may keep tensors of a call, fake ones of this
-            vars(module).clear()
-            vars(module).update(own)
 
 
 def _copied(tree: Any) -> Any:
@@ -83,9 +82,8 @@ def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     found, made = MatrixFlops(), _MadeOf(target)
     mapping = {op: _noted(op, formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
-    made.parents = lambda: counter.mod_tracker.parents
     # Not compiled, what the model compiles of itself too: Dynamo would run that eagerly ever after a call in such a mode.
-    with torch.compiler.set_stance("force_eager"), made, counter:
+    with torch.compiler.set_stance("force_eager"), made.follows_calls(), made, counter:
         target(*args, **kwargs)
     return found
 
@@ -105,12 +103,14 @@ def _noted(op: Any, formula: Callable[..., int], made: _MadeOf, found: MatrixFlo
 
 
 class _MadeOf(TorchDispatchMode):
-    """Follows which tensors are made of parameters alone, or of constants; all others depend on the model's input."""
-
-    parents: Callable[[], set[str]]
+    """Follows which tensors are made of parameters alone, or of constants; all others depend on the model's input. And which modules run."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()
+        self._paths: dict[nn.Module, str] = {}
+        if isinstance(target, nn.Module):
+            self._know(target)
+        self._running: list[nn.Module] = []
         self._from_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         if isinstance(target, nn.Module):
             self._from_parameters.update({buffer: False for buffer in target.buffers()})
@@ -119,11 +119,28 @@ class _MadeOf(TorchDispatchMode):
     def is_weight(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or bool(self._from_parameters.get(tensor))
 
+    def _know(self, root: nn.Module) -> None:
+        self._paths = {module: path for path, module in root.named_modules()} | self._paths
+
+    @contextlib.contextmanager
+    def follows_calls(self) -> Iterator[None]:
+        """Inside, `module` knows which modules run."""
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if module not in self._paths:  # of a function
+                self._know(module)
+            self._running.append(module)
+
+        def end(*_: Any) -> None:
+            self._running.pop()
+
+        with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
+            yield
+
     def module(self) -> str:
-        """The path of the module whose forward runs, the innermost."""
-        names = self.parents() - {"Global"}
-        innermost = max(names, key=lambda name: name.count("."), default="").split(".")
-        return ".".join(part for part in innermost[1:] if part not in _WRAPPERS)
+        """The path of the innermost module whose forward runs."""
+        path = self._paths[self._running[-1]] if self._running else ""
+        return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The model that a user gives to `explain` or `compare`: what it wraps, and how it is run and left as it was."""
+"""The model that a user gives to `explain`, `compare` or `set_recipe`: what it wraps, and how it is run and left as it was."""
 
 from __future__ import annotations
 
@@ -12,27 +12,51 @@ from torch import Tensor, nn
 
 from te_dynamo.options import UNSET, Options
 
-__all__ = ["not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
+__all__ = [
+    "exchange_tensors",
+    "held_as_before",
+    "holder_of",
+    "not_in_place",
+    "options_and_mode",
+    "tensors_in",
+    "unchanged",
+    "unwrap",
+]
+
+_REGISTRIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+"""What a module keeps its parameters, buffers, children and hooks in."""
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(what a compiled model wraps, the options and mode it was compiled with as far as torch tells)"""
+    holder = holder_of(model)
+    given = getattr(holder and holder._torchdynamo_orig_backend, "kwargs", {})
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        return model._orig_mod, _given_to_backend(getattr(model.dynamo_ctx, "callback", None))
-    compiled = (
-        getattr(model, "_compiled_call_impl", None) or model
-    )  # of a module that `model.compile()` compiled in place
-    held = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
-    given = _given_to_backend(held.get("callback")) if hasattr(compiled, "_torchdynamo_orig_callable") else {}
+        return model._orig_mod, given
     return getattr(model, "_torchdynamo_orig_callable", model), given
 
 
-def _given_to_backend(layer: Any) -> dict[str, Any]:
-    for _ in range(4):  # wrappers around the backend: their number differs between releases
-        if isinstance(found := getattr(layer, "kwargs", None), dict):
-            return found
-        layer = getattr(layer, "_torchdynamo_orig_backend", None)
-    return {}
+def holder_of(model: Any) -> Any:
+    """The innermost of torch's wrappers around the backend of a compiled model or function: Dynamo asks the backend that it finds there, and
+    runs no code that another backend has compiled. None where nothing is compiled."""
+    layer = _callback_of(model)
+    while hasattr(inner := getattr(layer, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend"):
+        layer = inner
+    return layer if inner is not None else None
+
+
+def _callback_of(model: Any) -> Any:
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        return getattr(model.dynamo_ctx, "callback", None)
+    compiled = (
+        getattr(model, "_compiled_call_impl", None) or model
+    )  # of a module that `model.compile()` compiled in place
+    while inspect.isfunction(compiled) and hasattr(compiled, "_torchdynamo_orig_callable"):
+        held = inspect.getclosurevars(compiled).nonlocals
+        if "callback" in held:
+            return held["callback"]
+        compiled = getattr(compiled, "__wrapped__", None)  # a function that `require_coverage` wraps
+    return None
 
 
 @contextlib.contextmanager
@@ -47,15 +71,50 @@ def not_in_place(target: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def held_as_before(target: Any) -> Iterator[None]:
+    """Puts back what its modules hold: a model may decompress, offload or wrap its parameters when it is first called, and keep tensors of a
+    call. Not of a module that has become one of another class, as a lazy one does."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    held = [(module, type(module), list(_contents(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, cls, contents in held:
+            for owner, before in contents if type(module) is cls else ():
+                if owner.keys() != before.keys() or any(owner[key] is not before[key] for key in before):
+                    owner.clear()
+                    owner.update(before)
+
+
+def _contents(module: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(a dictionary, what is in it) of the attributes and registries, and of a registry of a library's own class the dictionaries in that."""
+    own = vars(module)
+    yield own, dict(own)
+    for registry in [own[name] for name in _REGISTRIES if name in own]:
+        inside = [registry] if isinstance(registry, dict) else vars(registry).values()
+        yield from ((each, dict(each)) for each in inside if isinstance(each, dict))
+
+
+def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    """Puts others in the place of a module's own tensors, in registries of its own: one that a library has made may move what is put there."""
+    own = vars(module)
+    for name in ("_parameters", "_buffers"):
+        held = own[name].items()
+        own[name] = {key: other(value) if isinstance(value, Tensor) else value for key, value in held}
+    own.update({name: other(value) for name, value in own.items() if isinstance(value, Tensor)})
+
+
+@contextlib.contextmanager
 def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state and every buffer that the run writes to or replaces."""
+    """Puts back the random state, what the modules hold, and every buffer that the run writes to."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     buffers = [(module, dict(module._buffers.items())) for module in modules]
     copies = {
         id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
     }
     devices = {tensor.device.index for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+    rng = torch.random.fork_rng(devices=sorted(index for index in devices if index is not None))
+    with rng, held_as_before(target):
         try:
             yield
         finally:

@@ -44,10 +44,10 @@ class GroupedLinear(QuantizedModule):
 
     def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
         recipe = self.recipe
-        if recipe.input_quantizer().no_groups_reason() or recipe.backward != "quantized":
+        if recipe.input_quantizer().no_groups_reason() or not all(recipe.quantizes()):
             raise InvalidOptionError(
                 f"te_dynamo.nn.GroupedLinear: {recipe.describe()} has no grouped GEMM; float8_current_scaling, "
-                "float8_block_scaling and mxfp8 have"
+                "float8_rowwise, float8_block_scaling and mxfp8 have"
             )
         return GroupedLinearConfig.for_weight(
             self.recipe,

@@ -33,16 +33,20 @@ HERE = {
 class MadeUp:
     """Says how long each thing takes, without doing it; `spread` is that between the fastest and the slowest repetition."""
 
-    def __init__(self, spread: float = 0.02) -> None:
-        self.spread = spread
+    def __init__(self, spread: float = 0.02, of_cpu: float = 0.02) -> None:
+        self.spread, self.of_cpu = spread, of_cpu
 
     def gpu(self, make: Callable[[], object]) -> list[float]:
         given = getattr(make, "args", ())
         share = math.prod(given) / (8192 * 4096 if len(given) == 2 else 1)
         middle = HERE[getattr(make, "func", make).__name__] * share
-        return [middle * (1 + self.spread * (i / 10 - 0.5)) for i in range(11)]
+        return self._around(middle, self.spread)
 
-    cpu = gpu
+    def cpu(self, make: Callable[[], object]) -> list[float]:
+        return self._around(HERE["_step"], self.of_cpu)
+
+    def _around(self, middle: float, spread: float) -> list[float]:
+        return [middle * (1 + spread * (i / 10 - 0.5)) for i in range(11)]
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +96,15 @@ def test_a_busy_gpu_is_said_and_nothing_is_kept(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("te-dynamo: the GPU or the CPU is busy: copy took") and "nothing is kept" in line
     assert files.remembered(KIND) == {}
+
+
+def test_an_idle_cpu_varies_more_than_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "_GpuClock", lambda: MadeUp(of_cpu=0.35))
+    assert main(["calibrate"]) == 0
+    monkeypatch.setattr(calibrate, "_GpuClock", lambda: MadeUp(of_cpu=0.6))
+    assert main(["calibrate"]) == 1 and "step by the CPU took" in capsys.readouterr().err
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -150,7 +151,7 @@ WRONG = [
     (["explain", "broken:make"], 1, "broken cannot be imported: line 1, SyntaxError: "),
     (["explain", "my_models:make", "--recipe", "mxfp9"], 2, "unknown recipe 'mxfp9'; did you mean 'mxfp8'?"),
     (["explain", "my_models:make", "--rules", "lm_head"], 2, "--rules 'lm_head': expected PATTERN=RECIPE, as lm_head=none"),
-    (["explain", "my_models:make", "--rules", "(=mxfp8"], 2, "rules[0]: '(' is not a regular expression"),
+    (["explain", "my_models:make", "--rules", "(=mxfp8"], 2, "'(' is not a regular expression: missing ), unterminated subpattern at position 0 (in rules[0])"),
     (["explain", "my_models:make", "--mode", "fast"], 2, "valid: 'default', "),
     (["explain", "my_models:make", "--device", "H20"], 2, "unknown device 'H20'; did you mean 'h200'?"),
     (["compare", "my_models:make", "--device", "meta"], 2, "unknown device 'meta'; valid: 'cpu', 'cuda'"),
@@ -163,7 +164,7 @@ WRONG = [
     (["explain", "my_models:make", "--html", "no/such/folder.html"], 2, "cannot write 'no/such/folder.html': No such file"),
     (["explain", "my_models:make", "--colour"], 2, "unrecognized arguments: --colour"),
     (["explain"], 2, "the following arguments are required: TARGET; te-dynamo explain --help lists what there is"),
-    (["exlpain", "my_models:make"], 2, "invalid choice: 'exlpain'"),
+    (["exlpain", "my_models:make"], 2, "unknown command 'exlpain'; did you mean 'explain'?"),
     ([], 2, "the following arguments are required: COMMAND"),
     (["explain", "hf:LlamaForCausalLM"], 2, "'hf:LlamaForCausalLM' has no inputs: give them by --input 1x128:int64"),
     (["explain", "hf:LlamaForCausalLMM", "--input", "1x8:int64"], 2, "transformers has no model class 'LlamaForCausalLMM'; did you mean"),
@@ -186,6 +187,16 @@ def test_a_failure_is_one_line(
     assert main(arguments) == status
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("te-dynamo: ") and line in told[0], told
+
+
+def test_a_command_does_not_look_for_garbage_all_the_time() -> None:
+    usual = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        assert main(["exlpain"]) == 2
+        assert gc.get_threshold()[0] >= 50_000
+    finally:
+        gc.set_threshold(*usual)
 
 
 def test_each_mode_is_listed_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""te.grouped_linear in formats with scales of blocks: for each expert what te.linear of it alone gives, bit for bit."""
+"""te.grouped_linear in formats with scales of blocks or rows: for each expert what te.linear of it alone gives, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.tiles.groups import padded_reference, padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
-from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
+from te_dynamo.recipe import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, Recipe
 
 RECIPES: list[Recipe] = [
     Float8BlockScaling(),
     Float8BlockScaling(weight_block_dims=1, backward_format="e5m2", power_of_two_scales=False),
     MXFP8BlockScaling(),
     MXFP8BlockScaling(scale_block=128),
+    Float8RowwiseScaling(),
 ]
-NAMES = ["blocks", "blocks 1x128", "mxfp8", "mxfp8 128"]
+NAMES = ["blocks", "blocks 1x128", "mxfp8", "mxfp8 128", "rows"]
 FIRST, LAST = 128, 160
 """Dimensions of an expert's weight as it is stored."""
 
@@ -165,12 +166,12 @@ def test_bad_input() -> None:
     with pytest.raises(QuantizationError, match="expected x, the weight and dy in one format"):
         dataclasses.replace(config(RECIPES[2]), weight_quantizer=MXFP8Quantizer(scale_block=128))
     x, weight, offs = operands()
-    for recipe in RECIPES:
+    for recipe in RECIPES[:-1]:
         with pytest.raises(
             ValueError, match=r"b \[G N, K\], N a multiple of 128, got \(135, 160\) and \(288, 160\) of 3"
         ):
             torch.ops.te.grouped_linear(x, weight[:, :96].contiguous(), offs, config(recipe))
         with pytest.raises(ValueError, match=r"the end of each group, got torch\.int64"):
             torch.ops.te.grouped_linear(x, weight, offs.long(), config(recipe))
-    with pytest.raises(QuantizationError, match="expected columns in 1x128 blocks or MXFP8"):
+    with pytest.raises(QuantizationError, match="expected columns by rows, in 1x128 blocks or MXFP8"):
         quantize_group_columns(x, offs, Float8BlockQuantizer())

@@ -73,4 +73,4 @@ def test_recipes_with_scales_of_blocks(ranks: Ranks) -> None:
     check_gradients(results)
     for result in results[0]:
         assert not any(result["reasons"]) and ("all_to_all", "torch.uint8") not in result["bytes"]
-        assert any("the all-to-all for" in note and "has scales of blocks" in note for note in result["notes"])
+        assert any("the all-to-all for" in note and "where a tensor has one scale" in note for note in result["notes"])

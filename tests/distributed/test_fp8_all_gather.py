@@ -24,6 +24,19 @@ def test_bits(ranks: Ranks) -> None:
         assert {name for name, kind in one.items() if kind} == {"parts.5.weight"}
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_scale_a_row_travels_where_nothing_trains(ranks: Ranks, trains: bool) -> None:
+    """A row is one shard's, and its scale travels beside it; dgrad's columns would have to travel too."""
+    for one in ranks.run(fp8_bodies.bits, "float8_rowwise", torch.float32, torch.bfloat16, trains):
+        left = {name for name, kind in one.items() if kind}
+        assert left == {f"parts.{i}.weight" for i in (range(6) if trains else [5])}
+
+
+def test_inference_with_a_scale_a_row(ranks: Ranks) -> None:
+    for one in ranks.run(fp8_bodies.inference, "float8_rowwise", 64):
+        assert one["same"] and one["gathered"] < 0.6, one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
@@ -221,7 +234,10 @@ def test_what_is_refused(ranks: Ranks) -> None:
         assert "'layers.0.parts.0.q.weight' is a ShardedWeight" in said["freeze"]
         assert "embedding.weight is frozen: te_dynamo.unfreeze(model) before" in said["frozen"]
         assert "layers.0.parts.0.q.weight travels in FP8" in said["another recipe"]
-        assert "its weight is e4m3[row]; float8_block_scaling multiplies by" in said["another recipe"]
+        assert (
+            "its weight is FP8 (e4m3) with a scale per tensor; float8_block_scaling multiplies by"
+            in said["another recipe"]
+        )
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule"]
         assert "rule 'up' leaves it in the model's precision" in said["a rule"]
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule for parts"]

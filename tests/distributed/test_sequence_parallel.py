@@ -171,7 +171,9 @@ def test_blocks(rank_of_two: None, recipe: str) -> None:
     with pytest.warns(UserWarning, match="regather=True gathers nothing again for the 3 linears of this graph"):
         graphs = graphs_of({"recipe": recipe, "regather": True}, width=128, tokens=64)
     assert "all_gather_into_tensor bf16[4, 64, 128]" in calls(graphs, "_c10d_functional")
-    assert any(re.search("small_models.py.*is in bfloat16: .* has scales of blocks", note) for note in notes(graphs))
+    assert any(
+        re.search("small_models.py.*is in bfloat16: .* with a scale per block of", note) for note in notes(graphs)
+    )
 
 
 def test_a_linear_in_another_precision(rank_of_two: None) -> None:

@@ -11,6 +11,7 @@ from helpers.models.small_models import Llama
 import te_dynamo
 from te_dynamo.distributed import torchtitan_backend, torchtitan_options
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.recipe import Float8RowwiseScaling
 
 
 class Float8LinearConverter:
@@ -51,6 +52,10 @@ FLOAT8, MXFP8, NVFP4 = Float8LinearConverter.Config, MXFP8LinearConverter.Config
             [FLOAT8(filter_fqns=["auto_filter_small_kn", "attention.wk"])],
             {"recipe": "float8_current_scaling", "rules": [(r"attention\.wk", None)]},
         ),
+        (
+            [FLOAT8(recipe_name="rowwise_with_gw_hp")],
+            {"recipe": Float8RowwiseScaling(wgrad="bf16"), "rules": []},
+        ),
         ([MXFP8()], {"recipe": "mxfp8", "rules": []}),
         ([NVFP4(fqns=["w1", "w3"])], {"recipe": None, "rules": [("w1", "nvfp4"), ("w3", "nvfp4")]}),
         ([NVFP4(fqns=["w2"]), MXFP8()], {"recipe": "mxfp8", "rules": [("w2", "nvfp4")]}),
@@ -64,7 +69,6 @@ def test_options(converters, expected) -> None:
     ("converter", "message"),
     [
         (LoRAConverter.Config(), "LoRAConverter.Config"),
-        (FLOAT8(recipe_name="rowwise_with_gw_hp"), "backward='high_precision'"),
         (FLOAT8(filter_fqns=["layers.0"]), "paths in their block"),
     ],
 )

@@ -87,6 +87,7 @@ def test_lengths_compile_once(recipe: Recipe) -> None:
 
 
 KERNELS = {
+    "float8_rowwise": ("quantize_rows_kernel", "gemm_kernel"),
     "float8_block_scaling": ("quantize_block_kernel", "gemm_kernel"),
     "mxfp8": ("quantize_mxfp8_kernel", "dequantize_mxfp8_kernel"),
     "mxfp8(scale_block=128)": ("quantize_block_kernel", "gemm_kernel"),

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from helpers.models.small_models import MODELS
 from torch import Tensor, nn
 
+import te_dynamo
+
 pytestmark = pytest.mark.gpu
 
 STEPS = 6
@@ -61,6 +63,21 @@ def test_modes_train_as_the_default(mode: str, tolerance: float) -> None:
     actual = train(torch.compile(model, backend="te", mode=mode), adamw(model, fused=True), torch.bfloat16)
     assert actual == pytest.approx(expected, rel=tolerance)
     assert actual[-1] < actual[0]
+
+
+def test_another_recipe_in_each_step_of_cuda_graphs() -> None:
+    losses = []
+    for mode in (None, "reduce-overhead"):
+        torch._dynamo.reset()
+        model, recipes = model_of(), ["float8_current_scaling", None] * (STEPS // 2)
+        compiled = torch.compile(model, backend="te", mode=mode)
+
+        def call(x: Tensor, compiled: Any = compiled, recipes: list[str | None] = recipes) -> Tensor:
+            te_dynamo.set_recipe(compiled, recipes.pop())
+            return compiled(x)  # type: ignore[no-any-return]
+
+        losses.append(train(call, adamw(model, fused=True), torch.bfloat16))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("low_memory", [False, True])

@@ -49,6 +49,7 @@ def test_what_a_compiled_model_was_given(compiled: Callable[[], Any]) -> None:
     assert te_dynamo.compare(compiled(), X).recipe == "mxfp8"
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("device", [None, "h200"])
 def test_keywords_as_compile_has_them(device: str | None) -> None:
     rules = [("1", None)]

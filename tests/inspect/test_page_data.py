@@ -12,6 +12,7 @@ from helpers.comparisons import comparison
 from torch import nn
 
 import te_dynamo
+from te_dynamo.inspect.page import render
 from te_dynamo.inspect.page.data import page_data
 from te_dynamo.inspect.page.layers import Layers
 from te_dynamo.inspect.page.modules import module_rows
@@ -129,17 +130,32 @@ def test_cards(data):
         "\n".join(f"{title}: {value} ({detail})" for title, value, detail in data["cards"]),
         """\
 Linear FLOPs in a recipe: 99.8% (8 of 9 linears, in float8_current_scaling)
-Rows: 17 (9 linears, 8 norms and activations; 100.0% of all matrix FLOPs have a row or are products of activations)
+Rows: 17 (9 linears, 8 norms and activations; they are 100.0% of the model's matrix FLOPs)
 te operations a step: 52 (they read and write 9.2 GiB; how many kernels is not known: none was compiled for a GPU here)
 Time of the linears, estimated: 11.63 ms (18.83 ms in the model's precision on an NVIDIA H200, 1.62x; 8 of 9 linears; norms and all else are not counted)
 Graphs: 1 (0 graph breaks; no quantized weight is kept)""",
     )
 
 
-def test_a_run_without_a_gpu_has_no_card_of_times():
-    torch._dynamo.reset()
-    found = page_data(te_dynamo.explain(nn.Linear(16, 16), torch.ones(16, 16), options={"codegen": "eager"}))
-    assert not [title for title, _, _ in found["cards"] if "Time" in title]
+def test_a_run_without_a_gpu_has_no_times_and_says_how_to_have_them():
+    found = page_data(te_dynamo.explain(nn.Linear(16, 16), torch.ones(16, 16)))
+    ((_, value, detail),) = [card for card in found["cards"] if "Time" in card[0]]
+    assert value == "no device named"
+    assert detail == 'an NVIDIA H200 would take 1 of 1 linear, 100.0%; device="h200" or --device h200 gives the times'
+
+
+@pytest.mark.parametrize(("device", "measured"), [("h100", True), ("l40s", False)])
+def test_times_of_a_gpu_that_nobody_measured_say_so(device, measured):
+    found = te_dynamo.explain(
+        nn.Linear(4096, 4096).bfloat16(), torch.empty(8192, 4096).bfloat16().to("meta"), device=device
+    )
+    assert ("ms (never measured there), " in found.headline) is not measured
+    assert ("Time of the linears, estimated, never measured" in str(page_data(found)["cards"])) is not measured
+
+
+def test_details_say_why_no_operation_has_a_kernel(explanation, data):
+    assert data["empty"]["What runs each operation"].startswith("Not known, as no code was generated: ")
+    assert "Not known, as no code was generated: " in render(explanation).partition("<script")[0]
 
 
 def test_the_head_says_what_was_explained_where_and_when(data):

@@ -54,7 +54,7 @@ def test_an_explanation_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         """\
 on an NVIDIA H200, where it was not run: coverage 53.8% of linear FLOPs in
 float8_current_scaling, 4 of 7 linears; they take an estimated 0.117 ms, 0.0445
-ms without a recipe (0.38x); 100.0% of the model's matrix FLOPs have a row; 1
+ms without a recipe (0.38x); its rows are 100.0% of the model's matrix FLOPs; 1
 graph, 0 graph breaks
 
 modules

@@ -55,10 +55,13 @@ EAGER = {"codegen": "eager"}
         ({"rules": {"lm_head": None}}, "rules must be a list"),
         ({"rules": ("lm_head", None)}, "rules[0] must be (regular expression, recipe or None), got 'lm_head'"),
         ({"rules": [("mlp", None), ("head",)]}, "rules[1] must be (regular expression, recipe or None), got ('head',)"),
-        ({"rules": [("mlp", None), ("(", None)]}, "rules[1]: '(' is not a regular expression: missing )"),
+        (
+            {"rules": [("mlp", None), ("(", None)]},
+            "'(' is not a regular expression: missing ), unterminated subpattern at position 0 (in rules[1])",
+        ),
         (
             {"rules": [("mlp", None), ("a", "xfp8")]},
-            "unknown recipe 'xfp8'; did you mean 'mxfp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'float8_rowwise', 'mxfp8', 'nvfp4' (in rules[1",
+            "unknown recipe 'xfp8'; did you mean 'mxfp8' or 'fp8'? valid: 'float8_block_scaling', 'float8_current_scaling', 'float8_rowwise', 'mxfp8', 'nvfp4' (in rules[1",
         ),
     ],
     ids=str,

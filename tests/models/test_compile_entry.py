@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from typing import Any
 
@@ -12,16 +11,13 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo.errors import InvalidOptionError
-from te_dynamo.options import UNSET, Options
+from te_dynamo.options import OWN, UNSET, Options
 
 
 def test_its_keywords_are_the_options() -> None:
     parameters = inspect.signature(te_dynamo.compile).parameters
-    fields = {field.name for field in dataclasses.fields(Options)}
-    assert set(parameters) == {"model", *fields, "mode", "dynamic", "fullgraph"}
-    default = {
-        name: parameters[name].default for name in fields - {"inductor"} if parameters[name].default is not UNSET
-    }
+    assert set(parameters) == {"model", *OWN, "inductor", "mode", "dynamic", "fullgraph"}
+    default = {name: parameters[name].default for name in OWN if parameters[name].default is not UNSET}
     assert Options.parse(default) == Options.parse()
 
 

@@ -46,12 +46,15 @@ ROOMS: dict[str, set[str]] = {
     "kernels/gemm": {"kernels/activation", "kernels/quantize", "kernels/layouts", "kernels/runtime", "kernels/tiles"},
     "te_dynamo/quantized": {"te_dynamo", "kernels/layouts"},
     "te_dynamo/dialect": {"te_dynamo", "te_dynamo/quantized", *KERNEL_ROOMS},
+    "te_dynamo/rules": {"te_dynamo"},
     "te_dynamo/torch_private": {"te_dynamo", "kernels/runtime"},
     "te_dynamo/weights": {"te_dynamo", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/operations": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/nn": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
     "te_dynamo/distributed": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "kernels/layouts"},
-    "te_dynamo/inspect": {"te_dynamo", "te_dynamo/torch_private", "te_dynamo/distributed", "te_dynamo/weights", "kernels/runtime"},
+    "te_dynamo/inspect": {
+        "te_dynamo", "te_dynamo/rules", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/distributed", "te_dynamo/weights", "kernels/runtime",
+    },
     "te_dynamo/accuracy": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/inspect"},
     "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect", "kernels/runtime"},
     "te_dynamo/command_line": {
@@ -69,7 +72,7 @@ ROOMS: dict[str, set[str]] = {
         "te_dynamo", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/dialect", "lowering/inductor", "lowering/extern",
         *KERNEL_ROOMS,
     },
-    "te_dynamo": {"te_dynamo/quantized", "te_dynamo/operations", "kernels/runtime"},
+    "te_dynamo": {"te_dynamo/rules", "te_dynamo/quantized", "te_dynamo/operations", "kernels/runtime"},
 }  # fmt: skip
 """Room -> the rooms it may import, itself apart. A folder's own name stands for the files that lie in no room of it.
 

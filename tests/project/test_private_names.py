@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -109,15 +110,19 @@ def test_each_private_name_has_a_row_that_says_where_it_is_touched(file: str) ->
 CONSTANTS = {id(value): name for name, value in vars(table).items() if isinstance(value, Private)}
 
 
+@functools.cache
+def words_of(owner: str) -> set[str]:
+    """All in the files of an owner of rows, "" for everything."""
+    return set(re.findall(r"\w+", "\n".join(source for file, source in FILES.items() if file.startswith(owner))))
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_each_row_is_touched_by_its_owners(row: Private) -> None:
     for owner in row.owner.split(", "):
-        sources = "\n".join(source for file, source in FILES.items() if file.startswith(owner))
-        words = set(re.findall(r"\w+", sources))
+        words = words_of(owner)
         used = [name for name in row.names if name.rpartition(".")[2] in words]
         assert used or CONSTANTS.get(id(row)) in words, f"{owner} touches nothing of the row {row.name}"
-    words = set(re.findall(r"\w+", "\n".join(FILES.values())))
-    unused = [name for name in row.names if is_private(name) and name.rpartition(".")[2] not in words]
+    unused = [name for name in row.names if is_private(name) and name.rpartition(".")[2] not in words_of("")]
     assert unused in ([], [row.name] if id(row) in CONSTANTS else [])
 
 

@@ -18,6 +18,8 @@ from te_dynamo import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -157,6 +159,12 @@ def test_the_description_tells_epsilons_apart() -> None:
     assert Float8BlockQuantizer(amax_epsilon=2).describe() == "e4m3 1x128[row+column, eps 2]"
 
 
+def test_reasons_name_a_format_in_words() -> None:
+    assert Float8RowwiseQuantizer().describe() == "e4m3 by rows[row+column]"
+    assert Float8RowwiseQuantizer().in_words() == "FP8 (e4m3) with a scale per row"
+    assert NVFP4Quantizer(hadamard=True).in_words() == "NVFP4 with a scale per block of 1x16, hadamard"
+
+
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)
 def test_what_is_no_dense_tensor(quantizer: Quantizer) -> None:
     with pytest.raises(TypeError, match="quantize: expected a tensor, got list"):
@@ -204,7 +212,8 @@ QUANTIZERS = [cls for cls in PUBLIC if isinstance(cls, type) and issubclass(cls,
 
 def test_a_format_is_one_entry() -> None:
     assert set(FORMATS) == {type(cls().form()) for cls in QUANTIZERS}
-    assert set(QUANTIZERS) - {Float8GroupedQuantizer} == set(map(type, CONFIGURATIONS)), "the other tests run for each"
+    grouped = {Float8GroupedQuantizer, Float8GroupedRowwiseQuantizer}
+    assert set(QUANTIZERS) - grouped == set(map(type, CONFIGURATIONS)), "the other tests run for each"
 
     @dataclasses.dataclass(frozen=True)
     class Unknown(Quantizer):
@@ -254,7 +263,8 @@ def test_what_kernels_can_do_for_each_format() -> None:
         "Float8CurrentScalingQuantizer": list(abilities),
         "Float8BlockQuantizer": ["fused_producers"],
         "Float8GroupedQuantizer": [],
-        "Float8RowwiseQuantizer": [],
+        "Float8GroupedRowwiseQuantizer": [],
+        "Float8RowwiseQuantizer": ["fused_sums", "stacks"],
         "MXFP8Quantizer": ["fused_producers"],
         "NVFP4Quantizer": [],
     }

@@ -105,6 +105,17 @@ def test_a_recipe_is_a_frozen_value(cls: type[Recipe]) -> None:
         cls().backward = "high_precision"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["FP8", "MXFP8", "Float8_Rowwise"])
+def test_letters_of_a_name_may_have_any_case(name: str) -> None:
+    assert recipes.by_name(name) == recipes.by_name(name.lower())
+
+
+@pytest.mark.parametrize(("name", "near"), [("tensorwis", "tensorwise"), ("fp9", "fp8"), ("Rowise", "rowwise")])
+def test_names_of_other_libraries_are_near_ones_too(name: str, near: str) -> None:
+    with pytest.raises(InvalidOptionError, match=f"unknown recipe '{name}'; did you mean '{near}'"):
+        recipes.by_name(name)
+
+
 def test_description_names_what_differs_from_the_defaults() -> None:
     assert MXFP8BlockScaling().describe() == "mxfp8"
     assert MXFP8BlockScaling(scale_block=128).describe() == "mxfp8(scale_block=128)"
@@ -224,11 +235,23 @@ def explained(model: nn.Module, x: torch.Tensor, **options: Any) -> list[tuple[s
     ("cls", "sizes", "reason"),
     [
         (Float8BlockScaling, (48, 80), ""),
-        (Float8BlockScaling, (48, 40), "N = 40, K = 48: FP8 GEMMs need N and K to be multiples of 16"),
+        (
+            Float8BlockScaling,
+            (48, 40),
+            "N = 40, K = 48: FP8 GEMMs need N and K to be multiples of 16; padding N to 48 would add 20%, more than 1/16",
+        ),
         (MXFP8BlockScaling, (96, 160), ""),
-        (MXFP8BlockScaling, (48, 32), "N = 32, K = 48: MXFP8 GEMMs need N and K to be multiples of 32"),
+        (
+            MXFP8BlockScaling,
+            (48, 32),
+            "N = 32, K = 48: MXFP8 GEMMs need N and K to be multiples of 32; padding K to 64 would add 33%, more than 1/16",
+        ),
         (NVFP4BlockScaling, (48, 80), ""),
-        (NVFP4BlockScaling, (24, 32), "N = 32, K = 24: NVFP4 GEMMs need N and K to be multiples of 16"),
+        (
+            NVFP4BlockScaling,
+            (24, 32),
+            "N = 32, K = 24: NVFP4 GEMMs need N and K to be multiples of 16; padding K to 32 would add 33%, more than 1/16",
+        ),
     ],
 )
 def test_sizes(cls: type[Recipe], sizes: tuple[int, int], reason: str) -> None:
@@ -268,10 +291,10 @@ def test_rules_mix_recipes_in_one_model() -> None:
 
 def test_norms_and_activations_stay_inductors_where_no_fused_kernel_writes_the_format() -> None:
     model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(8, 32)
-    found = te_dynamo.explain(model, x, options={**EAGER, "recipe": "mxfp8"})
+    found = te_dynamo.explain(model, x, options={**EAGER, "recipe": "float8_rowwise"})
     assert [(row.kind, row.matched, row.reason) for row in found.norms_activations] == [
-        ("layer_norm", False, "no fused kernel writes mxfp8[row+column]; left to Inductor"),
-        ("gelu", False, "no fused kernel writes mxfp8[row+column]; left to Inductor"),
+        ("layer_norm", False, "no fused kernel writes FP8 (e4m3) with a scale per row; left to Inductor"),
+        ("gelu", False, "no fused kernel writes FP8 (e4m3) with a scale per row; left to Inductor"),
     ]
-    mixed = te_dynamo.explain(model, x, options={**EAGER, "rules": [("3", "mxfp8")]})
+    mixed = te_dynamo.explain(model, x, options={**EAGER, "rules": [("3", "float8_rowwise")]})
     assert [(row.kind, row.matched) for row in mixed.norms_activations] == [("layer_norm", True), ("gelu", True)]

@@ -282,6 +282,7 @@ def flattened(model: nn.Module) -> Tensor:
     return flat
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("frozen", [False, True], ids=["for a step", "frozen"])
 @pytest.mark.parametrize("late", [False, True], ids=["before the first call", "after it"])
 def test_a_write_to_the_flat_buffer_of_parameters_is_seen(late: bool, frozen: bool) -> None:

@@ -2,6 +2,8 @@
 
     C[g, N, K] = round((A[N, m] @ B[K, m]^T) * (a_scale_inv * b_scale_inv))        sum over the m of group g
 
+With a scale a row, by a_scale_inv[g, n], then by b_scale_inv[g, k], each product rounded.
+
 As in product.py one warp copies and two groups of warps multiply, but two more warps stand between them: a group's blocks
 begin at the last multiple of 16 before it, and of its first and its last block they replace by zero, in shared memory, what is its
 neighbours'. They and the copies run ahead of the products, over the borders of tiles and groups: nothing waits at the start of a
@@ -26,7 +28,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
     store,
     tile_origin,
 )
-from te_dynamo.kernels.gemm.specialized.sums import accumulate, scaled
+from te_dynamo.kernels.gemm.specialized.sums import accumulate, scaled, scaled_by_rows
 from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
@@ -47,23 +49,25 @@ def columns_specialized_out(
     offs: torch.Tensor,
     fast: bool,
     *,
+    scaling: str = "tensor",
     out: torch.Tensor,
 ) -> None:
-    """Writes `gemm_grouped_columns`'s C to out [G, N, K]; N a multiple of 64, K of 8. Checks nothing."""
+    """Writes `gemm_grouped_columns`'s C to out [G, N, K]; N a multiple of 64, K of 8; scaling: "tensor" or "row". Checks nothing."""
     (n, m), k, groups = a.shape, b.shape[0], offs.shape[0]
     arguments = (a, a_scale_inv, b, b_scale_inv, offs, out, m, n, k, groups)
-    launch_prepared(_prepared(out.element_size(), fast), (gemm_multiprocessors(a.device),), *arguments)
+    launch_prepared(_prepared(out.element_size(), fast, scaling), (gemm_multiprocessors(a.device),), *arguments)
 
 
 @functools.cache
-def _prepared(out_bytes: int, fast: bool) -> Prepared:
-    return Prepared(gemm_grouped_columns_specialized_kernel, columns_specialized_options(out_bytes, fast))
+def _prepared(*form: Any) -> Prepared:
+    return Prepared(gemm_grouped_columns_specialized_kernel, columns_specialized_options(*form))
 
 
-def columns_specialized_options(out_bytes: int, fast: bool) -> dict[str, Any]:
+def columns_specialized_options(out_bytes: int, fast: bool, scaling: str = "tensor") -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
     tile = specialized_tile(fast)
     return {
+        "SCALING": scaling,
         "FAST": fast,
         "STAGES": stages_that_fit(tile, out_bytes),
         **tile.constants(),
@@ -83,6 +87,7 @@ def gemm_grouped_columns_specialized_kernel(
     N,
     K,
     G,
+    SCALING: gl.constexpr,
     FAST: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -102,8 +107,8 @@ def gemm_grouped_columns_specialized_kernel(
     size = (M, N, K, G)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), ring, a_scale_inv, b_scale_inv, offs, result, size, FAST, GROUP_M)),
-            (_multiply, (gl.constexpr(1), ring, a_scale_inv, b_scale_inv, offs, result, size, FAST, GROUP_M)),
+            (_multiply, (gl.constexpr(0), ring, a_scale_inv, b_scale_inv, offs, result, size, SCALING, FAST, GROUP_M)),
+            (_multiply, (gl.constexpr(1), ring, a_scale_inv, b_scale_inv, offs, result, size, SCALING, FAST, GROUP_M)),
             (_mask, (ring, loaded, offs, size)),
             (_copy, (descs, ring, loaded, offs, size, GROUP_M)),
         ],
@@ -203,8 +208,9 @@ def _low_bytes(count):
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, ring, a_scale_inv, b_scale_inv, offs, result, size, FAST: gl.constexpr, GROUP_M: gl.constexpr
-):
+    GROUP: gl.constexpr, ring, a_scale_inv, b_scale_inv, offs, result, size,
+    SCALING: gl.constexpr, FAST: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
     """This group of warps' rows of every tile: multiplied from the ring, scaled, stored in two parts as in product.py."""
     c_desc, c_tiles = result
     M, N, K, G = size
@@ -215,7 +221,8 @@ def _multiply(
     PART_N: gl.constexpr = c_tiles.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
     tiles_m, tiles_n = gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N)
-    scale = gl.load(a_scale_inv) * gl.load(b_scale_inv)
+    if SCALING == "tensor":
+        scale = gl.load(a_scale_inv) * gl.load(b_scale_inv)
     c_tile = c_tiles.index(GROUP)
     stage = 0
     phase = 0
@@ -232,8 +239,17 @@ def _multiply(
         next_row = row if FAST else row + PART_M
         next_column = column + PART_N if FAST else column
         # N is a multiple of PART_M: a part is all inside its group's rows of C, or none of it.
+        a_scales, b_scales = a_scale_inv + group * N, b_scale_inv + group * K
         if row < N:
-            store(c_tile, c_desc, scaled(one, scale), group * N + row, column)
+            if SCALING == "tensor":
+                one = scaled(one, scale)
+            else:
+                one = scaled_by_rows(one, a_scales, b_scales, row, column, N, K)
+            store(c_tile, c_desc, one, group * N + row, column)
         if next_row < N:
-            store(c_tile, c_desc, scaled(two, scale), group * N + next_row, next_column)
+            if SCALING == "tensor":
+                two = scaled(two, scale)
+            else:
+                two = scaled_by_rows(two, a_scales, b_scales, next_row, next_column, N, K)
+            store(c_tile, c_desc, two, group * N + next_row, next_column)
     tma.store_wait(0)

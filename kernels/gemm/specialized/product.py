@@ -32,7 +32,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
     tile_origin,
 )
 from te_dynamo.kernels.gemm.specialized.scales import decoded, make_scales
-from te_dynamo.kernels.gemm.specialized.sums import accumulate, accumulate_blocks, scaled
+from te_dynamo.kernels.gemm.specialized.sums import accumulate, accumulate_blocks, scaled, scaled_by_rows
 from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
@@ -57,9 +57,9 @@ def gemm_specialized_out(
 ) -> None:
     """Writes `kernels/gemm/product.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8. Checks nothing.
 
-    scaling: "tensor", or "1x128 1x128" or "1x128 128x128" of A's and B's blocks. fast: by fast accumulation. along, segments: of operands
-    with a tensor's scale that are stacked. addend: None, or what is added to C as kernels/gemm/product.py does, of two bytes an element
-    and with a tensor's scale, not stacked. It may be out.
+    scaling: "tensor", "row", or "1x128 1x128" or "1x128 128x128" of A's and B's blocks. fast: by fast accumulation. along, segments: of
+    operands with a tensor's scale that are stacked. addend: None, or what is added to C as kernels/gemm/product.py does, of two bytes an
+    element and with scales of tensors or rows, not stacked. It may be out.
     """
     (m, k), n = a.shape, b.shape[0]
     if a_scale_inv.dtype == torch.uint8:
@@ -78,7 +78,7 @@ def specialized_options(
     out_bytes: int, scaling: str = "tensor", fast: bool = False, along: str = "", segments: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
-    tile = specialized_tile(fast) if scaling == "tensor" else SPECIALIZED_BLOCK
+    tile = specialized_tile(fast) if scaling in ("tensor", "row") else SPECIALIZED_BLOCK
     return {
         "SCALING": scaling,
         "FAST": tile.fast,
@@ -117,9 +117,10 @@ def gemm_specialized_kernel(
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)
     PART_M: gl.constexpr = BLOCK_M // GROUPS if FAST else BLOCK_M // (2 * GROUPS)
     # The scales of blocks lie in the ring too, and leave room for half a part.
-    PART_N: gl.constexpr = BLOCK_N // 2 if FAST or SCALING != "tensor" else BLOCK_N
+    BY_BLOCKS: gl.constexpr = SCALING != "tensor" and SCALING != "row"
+    PART_N: gl.constexpr = BLOCK_N // 2 if FAST or BY_BLOCKS else BLOCK_N
     result = make_result(c, M, N, PART_M, PART_N)
-    a_scales = () if SCALING == "tensor" else (make_scales(a_scale_inv, M, K, STAGES, BLOCK_M),)
+    a_scales = (make_scales(a_scale_inv, M, K, STAGES, BLOCK_M),) if BY_BLOCKS else ()
     b_scales = (make_scales(b_scale_inv, N, K, STAGES, BLOCK_N),) if SCALING == "1x128 1x128" else ()
     PLACED: gl.constexpr = result[0].layout
     addends = () if addend is None else (tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N], PLACED),)
@@ -127,8 +128,8 @@ def gemm_specialized_kernel(
     STACK: gl.constexpr = (STACKED, SEGMENTS, EDGE_1, EDGE_2)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), what, result, bias, FAST, STACK, GROUP_M)),
-            (_multiply, (gl.constexpr(1), what, result, bias, FAST, STACK, GROUP_M)),
+            (_multiply, (gl.constexpr(0), what, result, bias, SCALING, FAST, STACK, GROUP_M)),
+            (_multiply, (gl.constexpr(1), what, result, bias, SCALING, FAST, STACK, GROUP_M)),
             (_copy, (descs, what, FAST, STACK, GROUP_M)),
         ],
         [GROUP_WARPS, 1],
@@ -185,7 +186,10 @@ def _addend_places(ring, desc, FAST: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(GROUP: gl.constexpr, what, result, bias, FAST: gl.constexpr, STACK: gl.constexpr, GROUP_M: gl.constexpr):
+def _multiply(
+    GROUP: gl.constexpr, what, result, bias,
+    SCALING: gl.constexpr, FAST: gl.constexpr, STACK: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
     """This group's rows of every tile: multiplied from the ring, scaled, added to what the ring brings behind, stored.
 
     They leave in two parts, each of one segment: an upper and a lower half, with FAST a left and a right one.
@@ -202,7 +206,7 @@ def _multiply(GROUP: gl.constexpr, what, result, bias, FAST: gl.constexpr, STACK
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     BY_BLOCKS: gl.constexpr = len(scales) > 0
     scale = None
-    if not BY_BLOCKS:
+    if SCALING == "tensor":
         scale = gl.load(scale_inv[0]) * gl.load(scale_inv[1])
     c_tile = c_tiles.index(GROUP)
     stage = 0
@@ -238,12 +242,16 @@ def _multiply(GROUP: gl.constexpr, what, result, bias, FAST: gl.constexpr, STACK
         if STACK[0] == "N":
             scale = gl.load(scale_inv[0]) * gl.load(scale_inv[1] + _segment_at(column, STACK))
             next_scale = gl.load(scale_inv[0]) * gl.load(scale_inv[1] + _segment_at(next_column, STACK))
+        if SCALING == "row":
+            one = scaled_by_rows(one, scale_inv[0], scale_inv[1], row, column, M, N)
         one = _finished(one, scale, bias, column, N)
         if BY_BLOCKS:  # by then without a scale to load, and with the same bias
             two = _finished(two, scale, bias, column, N)
         if len(addends) > 0:
             one, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, one, FAST)
         store(c_tile, c_desc, one, row, column)
+        if SCALING == "row":
+            two = scaled_by_rows(two, scale_inv[0], scale_inv[1], next_row, next_column, M, N)
         if not BY_BLOCKS:
             two = _finished(two, next_scale, bias, next_column, N)
         if len(addends) > 0:
@@ -281,7 +289,7 @@ def _ranked_segment(rank: gl.constexpr, scale_inv, K, STACK: gl.constexpr):
 
 @gluon.jit
 def _finished(total, scale, bias, column, N):
-    """total, of blocks' scaled sums or * a tensor's scale, + bias[column :] in fp32: each with a rounding of its own."""
+    """total, of sums that are scaled or * a tensor's scale, + bias[column :] in fp32: each with a rounding of its own."""
     if scale is not None:
         total = scaled(total, scale)
     if bias is not None:

@@ -100,3 +100,13 @@ def scaled(total, scale):
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [total, scale], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def scaled_by_rows(total, a_scale_inv, b_scale_inv, row, column, M, N):
+    """total by the scales of A's rows, of which there are M, then by those of B's N; both products are rounded."""
+    rows = row + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, total.type.layout))
+    columns = column + gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
+    a_scales = gl.load(a_scale_inv + rows, mask=rows < M, other=0.0)
+    b_scales = gl.load(b_scale_inv + columns, mask=columns < N, other=0.0)
+    return scaled(scaled(total, a_scales[:, None]), b_scales[None, :])

@@ -109,7 +109,7 @@ def reason_to_leave(gathered: Gathered) -> str:
     """Why a collective stays in its own precision; "" if codes may travel."""
     quantizer: Any = gathered.quantize.args[1]
     if not quantizer.one_scale:
-        return f"{quantizer.describe()} has scales of blocks, and codes travel where a tensor has one scale"
+        return f"codes travel where a tensor has one scale; it is read as {quantizer.in_words()}"
     chain = [gathered.gather, *gathered.moves]
     aside = {*chain, gathered.quantize, *_bias_grads(gathered), *_sizes(gathered)}
     others = [user for node in chain for user in node.users if user not in aside]

@@ -98,9 +98,8 @@ def _linear_of(product: Node) -> Linear | None:
         return None
     if len(source_of(weight).meta["val"].shape) != 2 or not _from_an_input(source_of(weight)):
         return None
-    by_name = _readers_by_name(weight)
-    transposed = by_name.get("transpose", set())
-    if by_name["data"] != {product} or len(transposed) > 1 or by_name["scale_inv"] != {product, *transposed}:
+    transposed = _only_readers_of_columns(weight, product)
+    if transposed is None:
         return None
     if not transposed:
         return Linear(weight, product, _biased(product), None, None, None)
@@ -152,9 +151,8 @@ def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | 
     grad = _quantize_behind(_operands(dgrad)[0][0], "data")
     if grad is None or Gemm.of(dgrad).bias is not None or not Gemm.of(dgrad).of_a_linear:
         return None
-    grad_readers = _readers_by_name(grad)
-    wgrads = grad_readers.get("transpose", set())
-    if grad_readers["data"] != {dgrad} or len(wgrads) > 1 or grad_readers["scale_inv"] != {dgrad, *wgrads}:
+    wgrads = _only_readers_of_columns(grad, dgrad)
+    if wgrads is None:
         return None
     wgrad = next(iter(wgrads), None)
     if wgrad is not None and (
@@ -190,6 +188,17 @@ def _quantize_behind(buffer: Any, name: str) -> Node | None:
 
 def buffer_names(quantized: Node) -> list[str]:
     return quantized.args[1].buffer_names()  # type: ignore[union-attr]
+
+
+def _only_readers_of_columns(quantized: Node, product: Node) -> set[Node] | None:
+    """The one GEMM that reads the columns of a te.quantize, or none; None where not the product alone reads its rows, or others a scale."""
+    by_name = _readers_by_name(quantized)
+    columns = by_name.get("transpose", set())
+    if "columnwise_scale_inv" in by_name:
+        scales_are_theirs = (by_name["scale_inv"], by_name["columnwise_scale_inv"]) == ({product}, columns)
+    else:
+        scales_are_theirs = by_name["scale_inv"] == {product, *columns}
+    return columns if by_name["data"] == {product} and len(columns) <= 1 and scales_are_theirs else None
 
 
 def _readers_by_name(quantized: Node) -> dict[str, set[Node]]:

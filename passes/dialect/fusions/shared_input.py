@@ -15,13 +15,21 @@
               dx = te.gemm([p.data, ..], .., [q.transpose, ..], .., along='K', segments=[N, N])
               dw: bf16[2N, K] = te.gemm([p.transpose, ..], .., [x.transpose, ..], .., along='M', segments=[N, N]);  dw_1 = dw[:N];  dw_2 = dw[N:]
 
-Each tensor keeps its own scale, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
+With a scale a row, dgrads stay apart: along K, segments with scales of rows each would have to be scaled before they are added.
+
+    after     q: (f8e4m3[2N, K], f32[2N]) = te.quantize_stacked([gate.weight, up.weight], e4m3 by rows[row], False)
+              y = te.gemm(x, .., [q.data, q.scale_inv], .., along='N', segments=[N, N])
+              q_1 = te.quantize(gate.weight, e4m3 by rows[column]);  q_2, p_1 and p_2 the same, of which dgrads read their own
+              p: (f8e5m2[2N, M], f32[2N]) = te.quantize_stacked([dgate, dup], e5m2 by rows[column], True)
+              dw: bf16[2N, K] = te.gemm([p.transpose, ..], .., [x.transpose, ..], .., along='M', segments=[N, N])
+
+Each tensor keeps its own scales, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.
 
 With biases, `y` is te.add_bias of the product and of all biases, one behind the other. A linear without one among them adds -0.0, which
 changes no bit. Their gradients are sums of their own, as before.
 
-Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
+Kept weights (passes/torch_ir/workspaces.py) with one scale each are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
 slices away.
 
 These are left as they are:
@@ -82,7 +90,7 @@ def fuse_shared_input(graph: Graph) -> int:
     fired = 0
     for group in list(groups_of_linears(graph)):
         linears = _in_order(group)
-        total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if linears[0].dgrad is not None else None
+        total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
         if not _alike(linears, total) or not _pays(linears):
             continue
         views = _views_of_slices(linears)
@@ -95,6 +103,11 @@ def fuse_shared_input(graph: Graph) -> int:
     if fired:
         sorted_topologically(graph)
     return fired
+
+
+def _sums_dgrads(linears: list[Linear]) -> bool:
+    """Whether dgrads of the linears become one."""
+    return linears[0].dgrad is not None and Gemm.of(linears[0].product).a_quantizer.one_scale
 
 
 # --- judging ------------------------------------------------------------------------------------------------
@@ -120,7 +133,7 @@ def _alike(linears: list[Linear], total: Sum | None) -> bool:
         return False
     if linears[0].grad is None:
         return True
-    if total is None or any(linear.grad is None for linear in linears):
+    if (total is None and _sums_dgrads(linears)) or any(linear.grad is None for linear in linears):
         return False
 
     def same(values: Iterator[Any]) -> bool:
@@ -162,11 +175,11 @@ def _pays(linears: list[Linear]) -> bool:
     device = linears[0].product.meta["val"].device
     shapes = [
         (linears[0].product, "N", (m, n, k)),
-        (linears[0].dgrad, "K", (m, k, n)),
+        (linears[0].dgrad if _sums_dgrads(linears) else None, "K", (m, k, n)),
         (linears[0].wgrad, "M", (n, k, m)),
     ]
     return all(
-        stacking_pays(*size, device, Gemm.of(node).fast_accum, along, segments)
+        stacking_pays(*size, device, Gemm.of(node).fast_accum, along, segments, Gemm.of(node).a_quantizer.scaling())
         for node, along, size in shapes
         if node is not None
     )
@@ -201,8 +214,7 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     bias = _stacked_biases(graph, linears)
     dtype = first.result.meta["val"].dtype
     of_product = dtype if bias is None else torch.float32
-    b = [weights["data"], weights["scale_inv"]]
-    stacked = asked._replace(b=b, out_dtype=of_product, along="N", segments=segments)
+    stacked = asked._replace(b=_operand(weights, columnwise=False), out_dtype=of_product, along="N", segments=segments)
     result = call_like(graph, gemm, stacked, first.product)
     if bias is not None:
         result = call_like(graph, add_bias, (result, bias, dtype), first.result)
@@ -210,8 +222,15 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     for linear in linears:
         if linear.biased is not None:
             graph.erase_node(linear.product)
-    if total is not None:
-        _stack_backward(graph, linears, segments, weights, total)
+    wgrads = [x.wgrad for x in linears if x.wgrad is not None]
+    if total is not None or wgrads:
+        grads = _quantize_all(graph, [x.grad for x in linears if x.grad is not None], by_columns=True)
+        if total is not None and first.dgrad is not None:
+            _stack_dgrads(graph, first.dgrad, segments, grads, weights, total)
+        if wgrads:
+            _stack_wgrads(graph, wgrads, segments, grads)
+        if total is not None:
+            _erase_sum(graph, linears, total)
     for linear in linears:
         for quantized in (linear.grad, linear.weight):
             if isinstance(quantized, Node):
@@ -241,25 +260,31 @@ def _stacked_biases(graph: Graph, linears: list[Linear]) -> Node | None:
     return call_like(graph, _aten.cat.default, (parts,), linears[0].product)
 
 
-def _stack_backward(
-    graph: Graph, linears: list[Linear], segments: list[int], weights: dict[str, Node], total: Sum
+def _operand(buffers: dict[str, Node], columnwise: bool) -> list[Node]:
+    """What a GEMM reads of those buffers."""
+    scales = "columnwise_scale_inv" if columnwise and "columnwise_scale_inv" in buffers else "scale_inv"
+    return [buffers["transpose" if columnwise else "data"], buffers[scales]]
+
+
+def _stack_dgrads(
+    graph: Graph, dgrad: Node, segments: list[int], grads: dict[str, Node], weights: dict[str, Node], total: Sum
 ) -> None:
-    grads = _quantize_all(graph, [x.grad for x in linears if x.grad is not None], by_columns=True)
-    dgrad, wgrads = linears[0].dgrad, [x.wgrad for x in linears if x.wgrad is not None]
-    assert dgrad is not None
-    asked = Gemm.of(dgrad)
-    a, b = ([x[name], x["scale_inv"]] for x, name in ((grads, "data"), (weights, "transpose")))
+    asked, a, b = Gemm.of(dgrad), _operand(grads, columnwise=False), _operand(weights, columnwise=True)
     dx = call_like(graph, gemm, asked._replace(a=a, b=b, along="K", segments=segments), dgrad)
     if total.view is not None:
         dx = reshaped_like(graph, dx, total.view)
     for other in total.others:
         dx = call_like(graph, _aten.add.Tensor, (dx, other), total.node)
     total.node.replace_all_uses_with(dx)
-    if wgrads:
-        asked, a = Gemm.of(wgrads[0]), [grads["transpose"], grads["scale_inv"]]
-        stacked = asked._replace(a=a, along="M", segments=segments)
-        _take_slices(graph, call_like(graph, gemm, stacked, wgrads[0]), 0, wgrads)
-    # The old sum and its dgrads, which nobody reads any more.
+
+
+def _stack_wgrads(graph: Graph, wgrads: list[Node], segments: list[int], grads: dict[str, Node]) -> None:
+    stacked = Gemm.of(wgrads[0])._replace(a=_operand(grads, columnwise=True), along="M", segments=segments)
+    _take_slices(graph, call_like(graph, gemm, stacked, wgrads[0]), 0, wgrads)
+
+
+def _erase_sum(graph: Graph, linears: list[Linear], total: Sum) -> None:
+    """The old sum and its dgrads, which nobody reads any more."""
     waiting = [total.node]
     ends = {*total.others, *(q for x in linears for q in (x.weight, x.grad) if isinstance(q, Node))}
     while waiting:
@@ -272,9 +297,13 @@ def _stack_backward(
 
 def _quantize_all(graph: Graph, quantized: list[Node], by_columns: bool) -> dict[str, Node]:
     """Buffer name -> node, of one te.quantize_stacked in place of several te.quantize."""
-    args = ([source_of(node) for node in quantized], quantized[0].args[1], by_columns)
-    stack = call_like(graph, quantize_stacked, args, quantized[-1])
-    names = buffer_names(quantized[0])
+    quantizer: Any = quantized[0].args[1]
+    if not quantizer.one_scale:  # side by side in a row, each has scales of its own
+        quantizer = quantizer.reading(columnwise=by_columns)
+    stack = call_like(
+        graph, quantize_stacked, ([source_of(node) for node in quantized], quantizer, by_columns), quantized[-1]
+    )
+    names = buffer_names(stack)
     return {name: getitem_after(stack, names.index(name)) for name in reversed(names)}
 
 
@@ -290,6 +319,9 @@ def _take_slices(graph: Graph, whole: Node, dim: int, parts: list[Node]) -> None
 
 
 def _erase(graph: Graph, quantized: Node) -> None:
+    """Unless dgrads that stay apart read it."""
+    if any(item.users for items in item_users(quantized).values() for item in items):
+        return
     for items in item_users(quantized).values():
         for item in items:
             graph.erase_node(item)

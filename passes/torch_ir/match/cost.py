@@ -163,8 +163,8 @@ def linear_times(
         )  # linears of one x become one product
         products += _idle_us(m, n, k, recipe, rates, fast[0])
     else:
-        # Linears of one x become one product in a format that stacks. All of them seldom do, so that a half is counted.
-        stacks = x_readers > 1 and recipe.input_quantizer().stacks
+        # Linears of one x become one product in a format that stacks in all GEMMs. They seldom do, so that a half is counted.
+        stacks = x_readers > 1 and recipe.input_quantizer().one_scale
         fixed = ours.fixed / 2 if stacks else ours.fixed
         passes += ours.weight * n * k / weight_readers / 1e6 / quantizing
     return (
@@ -193,7 +193,7 @@ def _times(recipe: Recipe, rates: Rates, gemms: int) -> _Times | None:
     if isinstance(recipe, MXFP8BlockScaling):
         backward = gemms > 1  # its products read columns
         return _between(_E8M0_NATIVE, gemms) if multiplies_codes(rates.target, b_columnwise=backward) else None
-    # Of rows an estimate, those of blocks: one launch a copy too, and GEMMs without the fastest kernel.
+    # Of rows an estimate, those of blocks: one launch a copy too.
     return _between(_BLOCK, gemms) if isinstance(recipe, (Float8BlockScaling, Float8RowwiseScaling)) else None
 
 

@@ -55,7 +55,7 @@ def why_not_read_by_linear(node: fx.Node, rounds: bool = False) -> str:
                 quantizer = _config(user).input_quantizer
                 if quantizer.fused_producers:
                     return ""
-                other = f"no fused kernel writes {quantizer.describe()}; left to Inductor"
+                other = f"no fused kernel writes {quantizer.in_words()}; left to Inductor"
             if isinstance(user.target, torch._ops.HigherOrderOperator) or (user.op == "output" and is_body(user.graph)):
                 apart = (
                     "it is read across the border of a region (a checkpoint), where nothing is fused; left to Inductor"

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from te_dynamo._compat import REDISTRIBUTE, SAME_SHARDS
-from te_dynamo.passes.torch_ir.match.memory import memory_of, share
+from te_dynamo.passes.torch_ir.match.memory import Memory, memory_of, share
 from te_dynamo.passes.torch_ir.match.values import name_of
 from te_dynamo.passes.torch_ir.regions import bodies_of, has_operands
 
@@ -194,14 +194,25 @@ def _written_by_body(node: fx.Node) -> list[fx.Node]:
     """A higher-order operation writes the operands that its body writes; one without a body in the graph may write anything that it is
     given."""
     bodies = bodies_of(node.graph.owning_module, node)
-    written = [memory_of(w) for body in bodies for n in body.graph.nodes for w in written_by(n)]
-    if bodies and not any(written):
+    written = [memory for body in bodies for memory in _written_from_outside(body)]
+    if bodies and not written:
         return []
     if not has_operands(node, bodies):
         return _tensors(node.all_input_nodes)
     placeholders = bodies[0].graph.find_nodes(op="placeholder")
     pairs = zip(placeholders, node.args[-len(placeholders) :], strict=True)
     return [n for p, n in pairs if isinstance(n, fx.Node) and any(share(memory_of(p), memory) for memory in written)]
+
+
+def _written_from_outside(body: fx.GraphModule) -> Iterator[Memory]:
+    """The memory of what is written in a body and was not made there."""
+    nodes = body.graph.nodes
+    outside = [
+        memory_of(n) for n in nodes if n.op == "placeholder" or (n.op == "get_attr" and "example_value" in n.meta)
+    ]
+    for memory in (memory_of(w) for n in nodes for w in written_by(n)):
+        if any(share(memory, of) for of in outside):
+            yield memory
 
 
 def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:

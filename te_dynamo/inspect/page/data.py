@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["overview_data", "page_data"]
 
+_NO_CODE = 'Not known, as no code was generated: options={"codegen": "inductor"} or --codegen inductor does that, without a device.'
+
 Card = tuple[str, str, str]
 """(title, value, detail)"""
 
@@ -27,7 +29,7 @@ def overview_data(explanation: Explanation) -> dict[str, Any]:
 
 
 def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any]:
-    """Those of `overview_data`, and {"head", "modules", "stages", "tables", "numerics"}."""
+    """Those of `overview_data`, and {"head", "modules", "stages", "tables", "empty", "numerics"}; "empty" says why a table is, where that is not plain."""
     facts = explanation.to_dict()
     return {
         **overview_data(explanation),
@@ -41,13 +43,14 @@ def page_data(explanation: Explanation, comparison: Any = None) -> dict[str, Any
             "Graph breaks": facts["graph_breaks"],
             "Notes": [{"note": note} for note in facts["notes"]],
         },
+        "empty": {"What runs each operation": _NO_CODE} if any(row["matched"] for row in facts["linears"]) else {},
         "numerics": None if comparison is None else numerics(comparison),
     }
 
 
 def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[Card]:
     linears, others = facts["linears"], facts["norms_activations"]
-    taken = sum(row["matched"] for row in linears)
+    taken, share = sum(row["matched"] for row in linears), explanation.share_of_rows
     return [
         (
             "Linear FLOPs in a recipe",
@@ -57,7 +60,7 @@ def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[Card]:
         (
             "Rows",
             f"{len(linears) + len(others)}",
-            f"{len(linears)} linears, {len(others)} norms and activations{_with_rows(facts)}",
+            f"{len(linears)} linears, {len(others)} norms and activations{share and f'; they are {share}'}",
         ),
         *_work(explanation),
         *_time(explanation),
@@ -67,15 +70,6 @@ def _cards(explanation: Explanation, facts: dict[str, Any]) -> list[Card]:
             f"{len(facts['graph_breaks'])} graph breaks; {_kept(facts['weights'])}",
         ),
     ]
-
-
-def _with_rows(facts: dict[str, Any]) -> str:
-    flops = facts["matrix_flops"]
-    return (
-        f"; {flops['has_a_row'] * 100:.1f}% of all matrix FLOPs have a row or are products of activations"
-        if flops
-        else ""
-    )
 
 
 def _work(explanation: Explanation) -> list[Card]:
@@ -97,10 +91,18 @@ def _work(explanation: Explanation) -> list[Card]:
 
 
 def _time(explanation: Explanation) -> list[Card]:
-    """None of a run without a GPU: the times of another device beside what ran here would mislead."""
-    if explanation.on_gpu is not None:
-        return []
+    """Of a run without a GPU no times: those of another device beside what ran here would mislead."""
     title = "Time of the linears, estimated"
+    if explanation.on_gpu is not None:
+        return [
+            (
+                title,
+                "no device named",
+                "; ".join(filter(None, (explanation.on_h200, 'device="h200" or --device h200 gives the times'))),
+            )
+        ]
+    if not explanation.measured:
+        title += ", never measured"
     if explanation.estimated_ms is None:
         return [(title, "not known", "no estimate for this GPU, precision or recipe")]
     bf16, ours = explanation.estimated_ms

@@ -80,7 +80,7 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
     def _grouped_recipe(self) -> Optional[Recipe]:
         """The recipe, if there are grouped GEMMs for it."""
         recipe = self.recipe
-        if recipe is None or recipe.input_quantizer().no_groups_reason() or recipe.backward != "quantized":
+        if recipe is None or recipe.input_quantizer().no_groups_reason() or not all(recipe.quantizes()):
             return None
         return recipe
 

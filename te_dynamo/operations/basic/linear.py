@@ -16,6 +16,7 @@ from te_dynamo.dialect.linear import (
     forward_product,
     linear_backward,
     linear_forward_fake,
+    saved_of,
     saved_operands,
 )
 from te_dynamo.errors import InputError, InvalidOptionError
@@ -83,7 +84,8 @@ class BasicLinear(SavesAll):
         return None if self.recipe is None or not self._quantized_backward() else self.recipe.grad_output_quantizer()
 
     def _quantized_backward(self) -> bool:
-        return self.recipe is not None and self.recipe.backward == "quantized"
+        """Whether both gradients read dy in FP8 alone."""
+        return self.recipe is not None and all(self.recipe.quantizes())
 
     def op_forward_compute(
         self, input: torch.Tensor, params: types.Params, *, requires_grad: RequiresGrad, **_: Any
@@ -117,7 +119,7 @@ class BasicLinear(SavesAll):
         output = output if input.dim() == 2 else output.reshape(*input.shape[:-1], self.out_features)
         if config.grad_output_quantizer is None:
             return output, self._unquantized(input, weight, requires_grad)
-        return output, [*saved_operands(config, *operands)]
+        return output, [*saved_operands(config, *operands), *self._of_wgrad(config, input)]
 
     def op_forward_fake(
         self, input: TensorProto, params: types.Protos, *, requires_grad: RequiresGrad, **_: Any
@@ -130,7 +132,12 @@ class BasicLinear(SavesAll):
         output, saved = linear_forward_fake(input, weight, None, config)
         if config.grad_output_quantizer is None:
             return output, self._unquantized(input, weight, requires_grad)
-        return output, [buffer for proto in saved for buffer in buffer_protos(proto)]
+        buffers = [buffer for proto in saved for buffer in buffer_protos(proto)]
+        return output, [*buffers, *self._of_wgrad(config, input)]
+
+    def _of_wgrad(self, config: LinearConfig, input: Any) -> list[Any]:
+        """x, where wgrad alone reads it in high precision."""
+        return [input] * (config.weight_requires_grad and config.wgrad_in_high_precision)
 
     def _unquantized(self, input: Any, weight: Any, requires_grad: RequiresGrad) -> list[Any]:
         """What the products of backward read in high precision: x if wgrad is needed, the weight if dgrad is."""
@@ -159,16 +166,16 @@ class BasicLinear(SavesAll):
         """What te.linear's helpers read in backward; `config` is None in high precision."""
         (needs_weight,), needs_input = ctx.requires_grad.params, ctx.requires_grad.input
         saved: tuple[Any, ...] = ctx.saved_tensors
-        # Both operands are of one format, so of equally many tensors.
-        of_x = len(saved) // (needs_weight + needs_input) * needs_weight if saved else 0
+        config = self.config(ctx.requires_grad)
+        of_x, of_weight = saved_of(saved, needs_weight, needs_input, config)
         return LinearBwdArgs(
-            x_saved=saved[:of_x],
-            weight_saved=saved[of_x:],
+            x_saved=of_x,
+            weight_saved=of_weight,
             requires_dgrad=needs_input,
             requires_wgrad=needs_weight,
             x_dtype=ctx.input.dtype,
             weight_dtype=ctx.params[0].dtype,
-            config=self.config(ctx.requires_grad),
+            config=config,
         )
 
     def _backward(

@@ -142,7 +142,7 @@ def _output_quantized(
     if not _is(ops, index + 1, BasicLinear):
         return None
     config = ops[index + 1].config(needs[index + 1])
-    if config is None or config.grad_output_quantizer is None:
+    if config is None or config.grad_output_quantizer is None or config.wgrad_in_high_precision:
         return None
     return output_quantized(ops[index], x, params, config.input_quantizer)
 
@@ -200,7 +200,7 @@ def _dy_quantizer(ops: Sequence[Any], ctxs: Sequence[OperationContext], index: i
         return None
     needs = ctxs[linear].requires_grad
     config = ops[linear].config(needs)
-    if config is None or config.grad_output_quantizer is None or not needs.any():
+    if config is None or config.grad_output_quantizer is None or config.wgrad_in_high_precision or not needs.any():
         return None
     quantizer: Quantizer = config.grad_output_quantizer.with_usage(needs.input, needs.params[0])
     if type(ops[index]) is ConstantScale:

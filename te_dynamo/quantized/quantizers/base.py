@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -57,7 +57,8 @@ class Quantizer(metaclass=OpaqueMeta):
     """Whether its GEMM adds another tensor to its result (the addend of te.gemm)."""
 
     stacks: ClassVar[bool] = False
-    """Whether tensors of several linears may be one operand with a scale each (te.quantize_stacked)."""
+    """Whether tensors of several linears may be one operand (te.quantize_stacked): weights in forward and gradients in wgrad; with
+    `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
 
     experts_begin_at: ClassVar[int] = 1
     """Where the experts of a weight [G, N, K] may begin, read as [G N, K]: a multiple of it, so that none shares a block with another."""
@@ -247,10 +248,22 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def describe(self) -> str:
         """One short word for graphs and tables: "e4m3[row+column]"."""
+        usage = "+".join(name for name, on in (("row", self.rowwise), ("column", self.columnwise)) if on)
+        return f"{self._format()[0]}[{', '.join((usage, *self._settings()))}]"
+
+    def in_words(self) -> str:
+        """For a reason: "FP8 (e4m3) with a scale per row"."""
+        scaling = self.scaling()
+        per = scaling if scaling in ("tensor", "row") else f"block of {scaling}"
+        return ", ".join((f"{self._format()[1]} with a scale per {per}", *self._settings()))
+
+    def _format(self) -> tuple[str, str]:
+        """How graphs and how sentences call it."""
         raise NotImplementedError
 
-    def _usage_text(self) -> str:
-        return "+".join(name for name, on in (("row", self.rowwise), ("column", self.columnwise)) if on)
+    def _settings(self) -> Iterable[str]:
+        """Those that are not usual."""
+        return ()
 
 
 @functools.cache

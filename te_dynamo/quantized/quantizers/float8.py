@@ -1,15 +1,17 @@
-"""What the FP8 quantizers share: a format of their elements, and with one scale its rule."""
+"""What the FP8 quantizers share: a format of their elements, and with one scale, or one a row, its rule."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 
 from te_dynamo.errors import QuantizationError
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.quantized.quantizers.base import Quantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_setting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +51,23 @@ class ScaledQuantizer(Float8Quantizer):
         usages = self.rowwise, self.columnwise
         return FP8_DTYPES[self.fp8_format], *usages, self.power_of_two_scale, self.amax_epsilon
 
+    def _settings(self) -> Iterable[str]:
+        return *("pow2",) * self.power_of_two_scale, *epsilon_setting(self.amax_epsilon)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowScalesQuantizer(ScaledQuantizer):
+    """A scale for each row that a GEMM reads."""
+
+    def scaling(self) -> Literal["row"]:
+        return "row"
+
+    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        return RowForm.NAMES[2:] if columnwise else RowForm.NAMES[:2]
+
+    def _format(self) -> tuple[str, str]:
+        return f"{self.fp8_format} by rows", f"FP8 ({self.fp8_format})"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneScaleQuantizer(ScaledQuantizer):
@@ -60,6 +79,5 @@ class OneScaleQuantizer(ScaledQuantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return ("transpose" if columnwise else "data", "scale_inv")
 
-    def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format}[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"
+    def _format(self) -> tuple[str, str]:
+        return self.fp8_format, f"FP8 ({self.fp8_format})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_text
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_setting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +74,8 @@ class Float8BlockQuantizer(Float8Quantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return BlockForm.NAMES[2:] if columnwise else BlockForm.NAMES[:2]
 
-    def describe(self) -> str:
-        options = "" if self.power_of_two_scale else ", fp32 scales"
-        return f"{self.fp8_format} {self.scaling()}[{self._usage_text()}{options}{epsilon_text(self.amax_epsilon)}]"
+    def _format(self) -> tuple[str, str]:
+        return f"{self.fp8_format} {self.scaling()}", f"FP8 ({self.fp8_format})"
+
+    def _settings(self) -> Iterable[str]:
+        return *("fp32 scales",) * (not self.power_of_two_scale), *epsilon_setting(self.amax_epsilon)

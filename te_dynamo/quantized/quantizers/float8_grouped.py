@@ -34,5 +34,5 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8GroupedTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
-    def describe(self) -> str:
-        return f"grouped {super().describe()}"
+    def _format(self) -> tuple[str, str]:
+        return f"grouped {self.fp8_format}", f"grouped FP8 ({self.fp8_format})"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from te_dynamo.kernels.layouts.row import RowForm
-from te_dynamo.quantized.quantizers.float8 import ScaledQuantizer
-from te_dynamo.quantized.quantizers.formats import epsilon_text
+from te_dynamo.quantized.quantizers.float8 import RowScalesQuantizer
+from te_dynamo.quantized.quantizers.float8_grouped_rowwise import Float8GroupedRowwiseQuantizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8RowwiseQuantizer(ScaledQuantizer):
+class Float8RowwiseQuantizer(RowScalesQuantizer):
     """x ~ data * scale_inv of its row, with scale_inv = amax(row) / fmax.
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
@@ -28,21 +28,21 @@ class Float8RowwiseQuantizer(ScaledQuantizer):
     Columns are the rows of x^T, quantized on their own.
     """
 
-    def scaling(self) -> Literal["row"]:
-        return "row"
+    fused_sums: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8RowwiseQuantizer:
         return Float8RowwiseQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
+
+    def no_groups_reason(self) -> str:
+        return ""
+
+    def for_groups(self, rowwise: bool, columnwise: bool) -> Float8GroupedRowwiseQuantizer:
+        rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+        return Float8GroupedRowwiseQuantizer(rowwise, columnwise, *rule)
 
     def form(self) -> RowForm:
         return RowForm(*self._form_fields())
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8RowwiseTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
-
-    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return RowForm.NAMES[2:] if columnwise else RowForm.NAMES[:2]
-
-    def describe(self) -> str:
-        pow2 = ", pow2" if self.power_of_two_scale else ""
-        return f"{self.fp8_format} by rows[{self._usage_text()}{pow2}{epsilon_text(self.amax_epsilon)}]"

@@ -15,6 +15,6 @@ def check_amax_epsilon(amax_epsilon: float) -> None:
         raise QuantizationError(f"amax_epsilon: expected a finite number >= 0, got {amax_epsilon} (an amax is fp32)")
 
 
-def epsilon_text(amax_epsilon: float) -> str:
+def epsilon_setting(amax_epsilon: float) -> tuple[str, ...]:
     """What a quantizer's description says of it, where it is not the default."""
-    return f", eps {amax_epsilon:g}" if amax_epsilon else ""
+    return (f"eps {amax_epsilon:g}",) if amax_epsilon else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -72,7 +73,10 @@ class MXFP8Quantizer(Float8Quantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return MXFP8Form.NAMES[2:] if columnwise else MXFP8Form.NAMES[:2]
 
-    def describe(self) -> str:
+    def _format(self) -> tuple[str, str]:
         element = "" if self.fp8_format == "e4m3" else f" {self.fp8_format}"
         block = "" if self.scale_block == BLOCK else f" 1x{self.scale_block}"
-        return f"mxfp8{element}{block}[{self._usage_text()}{', swizzled' * self.swizzled}]"
+        return f"mxfp8{element}{block}", f"MXFP8{element}"
+
+    def _settings(self) -> Iterable[str]:
+        return ("swizzled",) * self.swizzled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -67,11 +68,14 @@ class NVFP4Quantizer(Quantizer):
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return NVFP4Form.NAMES[3:] if columnwise else NVFP4Form.NAMES[:3]
 
-    def describe(self) -> str:
-        options = (
+    def _format(self) -> tuple[str, str]:
+        return "nvfp4", "NVFP4"
+
+    def _settings(self) -> Iterable[str]:
+        settings = (
             ("16x16", self.two_d),
             ("hadamard", self.hadamard),
             ("stochastic", self.stochastic_rounding),
             ("swizzled", self.swizzled),
         )
-        return f"nvfp4[{', '.join([self._usage_text(), *(name for name, on in options if on)])}]"
+        return (name for name, on in settings if on)

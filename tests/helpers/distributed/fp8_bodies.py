@@ -28,6 +28,7 @@ from te_dynamo.testing import count_wire
 __all__ = [
     "bits",
     "in_any_order",
+    "inference",
     "load",
     "refused",
     "save",
@@ -114,6 +115,27 @@ def wire(rank: int, recipe: str, width: int, count: int = 3) -> dict[str, dict[s
     return told
 
 
+def inference(rank: int, recipe: str, width: int) -> dict[str, Any]:
+    """Of a model that does not train: whether its output is that of unsharded weights, and the bytes that it gathers."""
+    x, told = torch.randn(128, width, generator=torch.Generator().manual_seed(0)).to(device(), torch.bfloat16), {}
+    for name in ("whole", "bf16", "fp8"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        shared = nn.Sequential(*(Block(width) for _ in range(2))).to(device(), torch.bfloat16).requires_grad_(False)
+        options = {"recipe": recipe, "codegen": "eager"}
+        if name == "fp8":
+            fp8_all_gather(shared, options=options)
+        for block in shared:
+            block.compile(backend="te", fullgraph=True, options=options)
+            _ = name != "whole" and fully_shard(block, mesh=mesh())
+        with torch.no_grad(), count_wire() as counted:
+            told[name] = shared(x), counted.total("all_gather")
+    return {
+        "same": all(torch.equal(told["whole"][0], output) for output, _ in told.values()),
+        "gathered": told["fp8"][1] / told["bf16"][1],
+    }
+
+
 class Wide(nn.Module):
     """Linears of sizes whose shards have few rows or an end inside of a block; the last one is shared out by columns."""
 
@@ -127,10 +149,12 @@ class Wide(nn.Module):
         return sum(part(x[:, : part.in_features]).sum(1) for part in self.parts)
 
 
-def bits(rank: int, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None) -> dict[str, str]:
+def bits(
+    rank: int, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, trains: bool = True
+) -> dict[str, str]:
     """Each gathered weight is what its quantizer makes of the whole weight, cast to param_dtype first; a reason where it is plain."""
     torch.manual_seed(0)
-    wide = Wide().to(dtype)
+    wide = Wide().to(dtype).requires_grad_(trains)
     with torch.no_grad():
         wide.parts[1].weight.zero_()
         wide.parts[2].weight[-1, 0] = 3e4  # the amax is in the last shard, and not a value of bf16

@@ -16,6 +16,7 @@ from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
     Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -208,6 +209,16 @@ CASES: dict[str, Case] = {
         lambda: ([bf16(128, 64), bf16(256, 64)], BOTH, False),
         "quantize_amaxes_kernel -> partials\nquantize_stacked_kernel -> data, transpose, scale_inv",
     ),
+    "quantize_stacked_rowwise": (
+        te.quantize_stacked,
+        lambda: ([bf16(128, 64), bf16(256, 64)], BY_ROWS, False),
+        "quantize_stacked_rows_kernel -> data, scale_inv",
+    ),
+    "quantize_stacked_rowwise_columns": (
+        te.quantize_stacked,
+        lambda: ([bf16(19, 128), bf16(19, 256)], Float8RowwiseQuantizer(rowwise=False), True),
+        "quantize_stacked_rows_kernel -> data, scale_inv",
+    ),
     "quantize_stacked_with_amaxes": (
         te.quantize_stacked_with_amaxes,
         lambda: ([bf16(128, 64), bf16(256, 64)], ROWS, False, [f32(512), f32(1)]),
@@ -252,6 +263,29 @@ CASES: dict[str, Case] = {
         te.grouped_gemm,
         lambda: ([f8(64, 32), f32(1)], COLUMNS, [f8(128, 32), f32(1)], COLUMNS, offsets(), torch.bfloat16, False),
         "gemm_grouped_kernel -> c",
+    ),
+    "gemm_grouped_rowwise": (
+        te.grouped_gemm,
+        lambda: (
+            [f8(19, 64), f32(19)],
+            BY_ROWS,
+            [f8(3, 32, 64), f32(3, 32)],
+            Float8GroupedRowwiseQuantizer(columnwise=False),
+            offsets(),
+            torch.bfloat16,
+            False,
+        ),
+        "gemm_grouped_kernel -> c",
+    ),
+    "quantize_grouped_rowwise": (
+        te.quantize,
+        lambda: (bf16(3, 32, 64), Float8GroupedRowwiseQuantizer()),
+        "quantize_rows_kernel -> data, scale_inv\nquantize_columns_of_matrices_kernel -> data, scale_inv",
+    ),
+    "quantize_group_columns rowwise": (
+        te.quantize_group_columns,
+        lambda: (bf16(19, 64), offsets(), Float8RowwiseQuantizer(rowwise=False)),
+        "quantize_columns_of_groups_kernel -> data, scale_inv",
     ),
     "gemm_grouped_block": (
         te.grouped_gemm,

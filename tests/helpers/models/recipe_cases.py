@@ -32,6 +32,7 @@ RECIPES: dict[str, Recipe] = {
         Float8CurrentScaling(backward="high_precision"),
         Float8RowwiseScaling(),
         Float8RowwiseScaling(power_of_two_scales=True, backward_format="e4m3", amax_epsilon=0.25),
+        Float8RowwiseScaling(wgrad="bf16"),
         Float8BlockScaling(),
         Float8BlockScaling(power_of_two_scales=False, backward_format="e5m2"),
         Float8BlockScaling(input_block_dims=2, weight_block_dims=1, amax_epsilon=0.25),

@@ -87,6 +87,9 @@ class _Linear(torch.autograd.Function):
         else:
             grad = recipe.grad_output_quantizer()
             dx = rounded(dy, grad, False) @ rounded(weight, recipe.weight_quantizer(), True)[: weight.shape[0]]
-            dw = rounded(dy, grad, True).t() @ rounded(x, recipe.input_quantizer(), True)
+            sides = (rounded(dy, grad, True), rounded(x, recipe.input_quantizer(), True))
+            if not all(recipe.quantizes()):
+                sides = (_rows(dy.double()), _rows(x.double()))
+            dw = sides[0].t() @ sides[1]
         db = _rows(dy.double()).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return dx.to(x.dtype).reshape(x.shape), dw.to(weight.dtype), db, None

@@ -66,14 +66,15 @@ def test_rings() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("partials", [0, 512])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_machine_code(m: int, n: int, k: int, fast: bool, partials: int) -> None:
+def test_machine_code(m: int, n: int, k: int, fast: bool, partials: int, scaling: str) -> None:
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
     tile = chosen(m, n, k, fast)
-    options = decode_options(tile, n, k, tile.split_k == 1, None, partials, True)
+    options = decode_options(tile, n, k, tile.split_k == 1, None, partials, True, scaling)
     report = compile_for(
         kernels.gemm_decode_kernel,
         args={

@@ -44,12 +44,13 @@ def test_it_is_taken_for_large_products(fast: bool) -> None:
 
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize(
     ("mix", "out_dtype", "bias"), [("e4m3.e4m3", torch.bfloat16, False), ("e5m2.e4m3", torch.float32, True)]
 )
-def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, fast: bool) -> None:
+def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, scaling: str, fast: bool) -> None:
     a, b = MIXES[mix]
-    options = specialized_options(out_dtype.itemsize, fast=fast)
+    options = specialized_options(out_dtype.itemsize, scaling, fast=fast)
     warps = options.pop("num_warps")
     report = compile_for(
         gemm_specialized_kernel,

@@ -129,7 +129,7 @@ def test_reference_is_exact_at_a_large_size(scale_block):
 )
 def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, fp8_dtype, dtype, scale_block, usage):
     x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent)).to(dtype)
-    options = (fp8_dtype, *usage, scale_block)
+    options = MXFP8Form(fp8_dtype, *usage, scale_block)
     assert_same_bits(quantize_mxfp8_reference(x, options), expected_buffers(x, options))
 
 
@@ -278,7 +278,7 @@ def test_kernel_equals_reference(shape, scale_block):
     for kind, dtype in itertools.product(KINDS, DTYPES):
         x = make(kind, shape, dtype, "cuda")
         for fp8_dtype, usage in itertools.product(FP8_DTYPES, USAGES):
-            options = (fp8_dtype, *usage, scale_block)
+            options = MXFP8Form(fp8_dtype, *usage, scale_block)
             expected = quantize_mxfp8_reference(x, options)
             assert_same_bits(quantize_mxfp8(x, options), expected, (kind, dtype, fp8_dtype, usage))
 

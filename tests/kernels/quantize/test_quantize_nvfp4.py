@@ -35,6 +35,7 @@ from helpers.kernels.nvfp4_cases import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize.nvfp4 import (
     HADAMARD_SIGNS,
     dequantize_nvfp4,
@@ -331,10 +332,10 @@ def test_what_is_not_finite_reaches_the_product(kind) -> None:
 def test_bad_input_is_named() -> None:
     x = torch.randn(32, 32)
     with pytest.raises(ValueError, match="16x16 blocks share scales"):
-        quantize_nvfp4_reference(x, True, True, True, True, False, None)
+        NVFP4Form(True, True, two_d=True, hadamard=True)
     for random in (None, torch.zeros(4, dtype=torch.int32), torch.zeros(2)):
         with pytest.raises(ValueError, match="stochastic rounding takes `random`, int32"):
-            quantize_nvfp4_reference(x, True, True, False, False, True, random)
+            quantize_nvfp4_reference(x, NVFP4Form(True, True, stochastic_rounding=True), random)
     a, b = reference(x, ROW, PLAIN), reference(torch.randn(32, 64), ROW, PLAIN)
     with pytest.raises(ValueError, match=r"expected a \[M, K/2\] and b \[N, K/2\], got \(32, 16\) and \(32, 32\)"):
         gemm_nvfp4_reference(*a, *b, None, torch.bfloat16)

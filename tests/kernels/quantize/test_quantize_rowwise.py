@@ -5,6 +5,8 @@ Run as a program, this file is the interpreted part: TRITON_INTERPRET must be se
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers.kernels.interpreter_process import run_in_interpreter
@@ -25,6 +27,7 @@ from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise, quantize_rowwise_reference
+from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows, quantize_stacked_rows_reference
 from te_dynamo.kernels.tiles.fp8 import zero_padded
 
 E4M3 = torch.float8_e4m3fn
@@ -73,6 +76,50 @@ def test_leading_dimensions_are_read_as_rows_and_no_rows_have_the_scale_1() -> N
     assert torch.equal(columnwise_scale_inv, torch.ones(4))
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "constant", "huge", "zeros"])
+def test_reference_equals_torchao(kind: str, power_of_two: bool) -> None:
+    """Its cast of rows and of columns, bit for bit, with its lower bound of an amax; it has other rules for denormals, inf and NaN."""
+    peer = pytest.importorskip("torchao.float8.float8_scaling_utils", reason="torchao is not installed")
+    config = pytest.importorskip("torchao.float8.config")
+    mm = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig()
+    by_axis = {
+        "scaling_granularity": config.ScalingGranularity.AXISWISE,
+        "round_scales_to_power_of_2": power_of_two,
+    }
+    for dtype, fp8_dtype in itertools.product(DTYPES, FP8_DTYPES):
+        x = make_input(kind, (32, 48), dtype)
+        for dim, usage in ((-1, (True, False)), (0, (False, True))):
+            cast = peer.hp_tensor_to_float8_dynamic(x, fp8_dtype, mm, axiswise_dim=dim, **by_axis)
+            codes = cast._data.t().contiguous() if dim == 0 else cast._data
+            ours = quantize_rowwise_reference(x, RowForm(fp8_dtype, *usage, power_of_two, 1e-12))
+            assert_same_bits(ours, [codes, 1.0 / cast._scale.flatten()])
+
+
+STACKS = [
+    (((128, 40), (256, 40)), False),
+    (((128, 72), (128, 72), (128, 72)), False),
+    (((19, 256), (19, 128)), True),
+]
+"""(shapes, by_columns)"""
+
+
+def stack(shapes, device: str = "cpu") -> list[torch.Tensor]:
+    return [make_input("normal", shape, torch.bfloat16, device) * 4.0**i for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(("shapes", "by_columns"), STACKS)
+def test_a_stack_is_a_longer_tensor(shapes, by_columns: bool) -> None:
+    """Of tensors one below the other the rows, of those side by side the columns: nothing else has a scale a row of the stack."""
+    xs = stack(shapes)
+    form = RowForm(E4M3, not by_columns, by_columns)
+    whole = quantize_rowwise_reference(torch.cat(xs, int(by_columns)), form)
+    assert_same_bits(quantize_stacked_rows_reference(xs, form, by_columns), whole)
+    for usage in ((True, True), (by_columns, not by_columns)):
+        with pytest.raises(ValueError, match="expected the rows of a stack by rows, or the columns of one by columns"):
+            quantize_stacked_rows_reference(xs, RowForm(E4M3, *usage), by_columns)
+
+
 @pytest.mark.slow
 def test_kernel_equals_the_reference_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
@@ -89,6 +136,18 @@ def test_kernel_equals_the_reference(shape, kind) -> None:
             for usage in USAGES:
                 form = RowForm(fp8_dtype, *usage)
                 assert_same_bits(quantize_rowwise(x, form), quantize_rowwise_reference(x, form))
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize(("shapes", "by_columns"), STACKS)
+def test_kernel_of_a_stack_equals_the_reference(shapes, by_columns: bool) -> None:
+    check_stack(stack(shapes, "cuda"), by_columns)
+
+
+def check_stack(xs: list[torch.Tensor], by_columns: bool) -> None:
+    given = RowForm(E4M3, not by_columns, by_columns), by_columns
+    assert_same_bits(quantize_stacked_rows(xs, *given), quantize_stacked_rows_reference(xs, *given))
 
 
 def main() -> None:
@@ -113,8 +172,10 @@ def main() -> None:
         assert_same_bits(quantize_rowwise(x, given_form), quantize_rowwise_reference(x, given_form), given_form)
 
     check()
+    for shapes, by_columns in STACKS:
+        check_stack(stack(shapes), by_columns)
     for kind in INPUT_KINDS:
-        x = make_input(kind, (9, 2050), torch.float32)  # several steps of the loop over K
+        x = make_input(kind, (9, 4100), torch.float32)  # two steps of the loop over K
         assert_same_bits(
             quantize_rowwise(x, RowForm(E4M3, True, True)),
             quantize_rowwise_reference(x, RowForm(E4M3, True, True)),

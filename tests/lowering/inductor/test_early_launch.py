@@ -27,6 +27,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         dict(a=F8, a_scale_inv=F32, b=F8, b_scale_inv=F32, bias=BF16, c=BF16, partials=F32, M="i32", N="i32", K="i32"),
         {
             **TILE,
+            "SCALING": "tensor",
             "HAS_BIAS": True,
             "FAST": True,
             "SPLIT_K": 1,

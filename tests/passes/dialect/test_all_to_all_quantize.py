@@ -18,7 +18,7 @@ from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.parts import amax_bits_of_parts, quantize_parts
 from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.fuser import fuse
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8RowwiseQuantizer
 from te_dynamo.testing import fake_cuda, graph_text
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -124,9 +124,16 @@ def test_parts_are_tensors_of_their_own(sizes: list[int], seed: int) -> None:
         ({"order": "unknown"}, "tokens are picked by indices that are not known to be an order of all of them"),
         ({"reader": aten.neg.default}, "aten.neg reads it too, beside te.quantize to e4m3[row+column]"),
         ({"reader": te.bias_grad.default}, "te.bias_grad reads it too, beside te.quantize to e4m3[row+column]"),
-        ({"quantizer": Float8BlockQuantizer()}, "has scales of blocks, and codes travel where a tensor has one scale"),
+        (
+            {"quantizer": Float8BlockQuantizer()},
+            "codes travel where a tensor has one scale; it is read as FP8 (e4m3) with a scale per block of 1x128",
+        ),
+        (
+            {"quantizer": Float8RowwiseQuantizer()},
+            "codes travel where a tensor has one scale; it is read as FP8 (e4m3) with a scale per row",
+        ),
     ],
-    ids=["indices", "reader", "sum", "blocks"],
+    ids=["indices", "reader", "sum", "blocks", "rows"],
 )
 def test_what_stays(case: dict[str, Any], reason: str) -> None:
     before, after = exchanged(12, 2, **case)

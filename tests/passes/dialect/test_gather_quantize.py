@@ -168,8 +168,8 @@ def test_blocks_are_left(quantizer: Any) -> None:
     before, after = quantized((4, 32, 128), 2, 1, quantizer)
     assert graph_text(before) == graph_text(after)
     assert gathers_left(after) == [
-        f"the all-gather for quantize_default is in bfloat16: {quantizer.describe()} has scales of blocks, and codes travel where a "
-        "tensor has one scale"
+        "the all-gather for quantize_default is in bfloat16: codes travel where a tensor has one scale; it is read as "
+        f"{quantizer.in_words()}"
     ]
 
 

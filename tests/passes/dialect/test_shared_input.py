@@ -113,6 +113,34 @@ gemm_1: bf16[32, 128] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize
     )
 
 
+def test_a_scale_a_row() -> None:
+    """Weights in forward and gradients in wgrad are longer vectors of scales; dgrads, each of scales of its own, stay apart."""
+    graphs = capture_training(Linears, (32, HIDDEN), "cpu", recipe="float8_rowwise")
+    operations = ("te.quantize", "te.gemm", "te.quantize_stacked", "aten.add")
+    text = "\n".join(lines(graphs[phase], *operations) for phase in ("forward", "backward"))
+    assert_expected_inline(
+        text,
+        """\
+quantize: (f8e4m3[32, 64], f32[32], f8e4m3[64, 32], f32[64]) = te.quantize(x, e4m3 by rows[row+column])
+quantize_stacked: (f8e4m3[512, 64], f32[512]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], e4m3 by rows[row], by_columns=False)
+gemm: bf16[32, 512] = te.gemm([quantize[0], quantize[1]], e4m3 by rows[row], [quantize_stacked[0], quantize_stacked[1]], e4m3 by rows[row], bf16, fast_accum=False, along='N', segments=[256, 128, 128])
+add: bf16[32, 256] = aten.add(slice, 1.0)
+add_1: bf16[32, 128] = aten.add(slice_1, 1.0)
+add_2: bf16[32, 128] = aten.add(slice_2, 1.0)
+quantize_1: (f8e5m2[32, 128], f32[32]) = te.quantize(clone, e5m2 by rows[row])
+quantize_2: (f8e4m3[64, 128], f32[64]) = te.quantize(linears.2.weight, e4m3 by rows[column])
+gemm: bf16[32, 64] = te.gemm([quantize_1[0], quantize_1[1]], e5m2 by rows[row], [quantize_2[0], quantize_2[1]], e4m3 by rows[column], bf16, fast_accum=False)
+quantize_3: (f8e5m2[32, 128], f32[32]) = te.quantize(clone_1, e5m2 by rows[row])
+quantize_4: (f8e4m3[64, 128], f32[64]) = te.quantize(linears.1.weight, e4m3 by rows[column])
+gemm_1: bf16[32, 64] = te.gemm([quantize_3[0], quantize_3[1]], e5m2 by rows[row], [quantize_4[0], quantize_4[1]], e4m3 by rows[column], bf16, fast_accum=False, addend=gemm)
+quantize_stacked: (f8e5m2[512, 32], f32[512]) = te.quantize_stacked([clone_2, clone_1, clone], e5m2 by rows[column], by_columns=True)
+quantize_5: (f8e5m2[32, 256], f32[32]) = te.quantize(clone_2, e5m2 by rows[row])
+quantize_6: (f8e4m3[64, 256], f32[64]) = te.quantize(linears.0.weight, e4m3 by rows[column])
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], e5m2 by rows[row], [quantize_6[0], quantize_6[1]], e4m3 by rows[column], bf16, fast_accum=False, addend=gemm_1)
+gemm_3: bf16[512, 64] = te.gemm([quantize_stacked[0], quantize_stacked[1]], e5m2 by rows[column], [quantize[2], quantize[3]], e4m3 by rows[column], bf16, fast_accum=False, along='M', segments=[256, 128, 128])""",
+    )
+
+
 def test_inference_stacks_all() -> None:
     graphs = capture_inference(Rotary, (1, 32, HIDDEN), "cpu")
     assert graphs["inference"].count("along='N'") == graphs["inference"].count("= te.gemm(") == 1
@@ -272,6 +300,21 @@ def test_a_gradient_that_others_add_to() -> None:
 
 def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
     return compiled_run(model, {"codegen": "eager", "fusions": fusions})
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
+def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> None:
+    """In every bit, as no sum is another."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
+    together, apart = (
+        compiled_run(model, {"codegen": "eager", "fusions": fusions, "recipe": "float8_rowwise"})(x)
+        for fusions in (["fuse_shared_input"], False)
+    )
+    assert all(map(torch.equal, together.outputs, apart.outputs))
+    for name, gradient in together.gradients.items():
+        assert torch.equal(gradient, apart.gradients[name]) and gradient.count_nonzero() > 0, name
 
 
 @pytest.mark.one_fast_case

@@ -14,7 +14,14 @@ import te_dynamo
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason
 from te_dynamo.rates import published
-from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from te_dynamo.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from te_dynamo.testing import fake_cuda
 
 G, N, K = 4, 64, 32
@@ -168,7 +175,7 @@ LEFT = {
     ),
     "narrow": (
         lambda m, x, offs: F.grouped_mm(x, m.kn[:, :, :24].contiguous(), offs=offs),
-        "N = 24, K = 32: FP8 GEMMs need N and K to be multiples of 16",
+        "N = 24, K = 32: FP8 GEMMs need N and K to be multiples of 16; padding N to 32 would add 33%, more than 1/16",
     ),
     "no rows": (lambda m, x, offs: torch.bmm(x[:0].view(G, 0, K), m.kn), "its input has no rows"),
     "fp64": (
@@ -248,9 +255,11 @@ class WideExperts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "recipe", [Float8BlockScaling(), MXFP8BlockScaling(), MXFP8BlockScaling(scale_block=128)], ids=Recipe.describe
+    "recipe",
+    [Float8BlockScaling(), MXFP8BlockScaling(), MXFP8BlockScaling(scale_block=128), Float8RowwiseScaling()],
+    ids=Recipe.describe,
 )
-def test_recipes_with_scales_of_blocks(recipe: Recipe) -> None:
+def test_recipes_with_scales_of_blocks_or_rows(recipe: Recipe) -> None:
     model, x, offs = WideExperts(), tokens(12, K), ends(2, 0, 7, 3)
     compiled = Matched(model, recipe=recipe, run="te")
     results = []
@@ -278,6 +287,10 @@ def test_recipes_with_scales_of_blocks(recipe: Recipe) -> None:
         (
             Float8CurrentScaling(backward="high_precision"),
             "a grouped GEMM of a mixture's experts; te.grouped_linear has no backward='high_precision'",
+        ),
+        (
+            Float8RowwiseScaling(wgrad="bf16"),
+            "a grouped GEMM of a mixture's experts; float8_rowwise(wgrad='bf16'): te.grouped_linear has no wgrad in high precision",
         ),
         (None, "recipe is None"),
     ],

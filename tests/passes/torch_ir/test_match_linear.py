@@ -151,6 +151,7 @@ def test_dynamic_rows_match_and_stay_dynamic():
         (lambda: (torch.ones(4, 32).long(), torch.ones(16, 32).long()), "its input is int64"),
         (lambda: (torch.randn(4, 32) + 0j, torch.randn(16, 32) + 0j), "its input is complex64"),
         (lambda: (torch.randn(4, 24), torch.randn(16, 24)), "N = 16, K = 24: FP8 GEMMs need N and K to be"),
+        (lambda: (torch.randn(4, 0), torch.randn(16, 0)), "N = 16, K = 0: its weight is empty"),
         (lambda: (torch.randn(4, 32), torch.randn(10, 32)), "N = 10, K = 32"),
         (lambda: (torch.randn(0, 32), torch.randn(16, 32)), "its input has no rows"),
         (lambda: (torch.randn(4, 32), torch.randn(32)), "its weight has 1 dimensions and its input 2: no product by a matrix"),

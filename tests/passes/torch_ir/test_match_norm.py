@@ -356,6 +356,7 @@ class Autocast(nn.Module):
             return self.linears[0](x)
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_autocasts_norms_write_fp8(norm_first):
     graphs = capture_on_fake_cuda(

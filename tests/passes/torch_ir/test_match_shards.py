@@ -83,7 +83,12 @@ def test_layouts(mesh: DeviceMesh, layout: str, bias: bool) -> None:
     [
         (Shard(2), Replicate(), 32, "no rank has its part of the product: input S(2), weight R"),
         (Partial(), Replicate(), 32, "no rank has its part of the product: input P(sum), weight R"),
-        (Replicate(), Shard(0), 8, "of its shards: N = 8, K = 32: FP8 GEMMs need N and K to be multiples of 16"),
+        (
+            Replicate(),
+            Shard(0),
+            8,
+            "of its shards: N = 8, K = 32: FP8 GEMMs need N and K to be multiples of 16; padding N to 16 would add 100%, more than 1/16",
+        ),
     ],
     ids=["features", "partial", "narrow"],
 )

@@ -332,3 +332,40 @@ def test_an_unknown_function_that_is_given_something_else_refuses_nothing() -> N
     with torch.no_grad():
         compiled(torch.randn(8, 32))
     assert compiled.reasons("gated silu") == [""]
+
+
+class _Scattered(torch.autograd.Function):
+    """Its backward writes a tensor of its own, as a router's does."""
+
+    @staticmethod
+    def forward(ctx, g):
+        return g * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad).add_(grad).mul_(2)
+
+
+class _Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, g):
+        return g.detach().mul_(-3) * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(_Scattered, ""), (_Written, "autograd_function_apply writes an input in place inside the pattern")],
+)
+def test_what_a_body_writes_of_its_own_is_no_input(function: type[torch.autograd.Function], reason: str) -> None:
+    def forward(x):
+        s = F.silu(h := up(x))
+        y = function.apply(h)
+        return down(s * h) + y.sum()
+
+    compiled = Matched(forward)
+    compiled(torch.randn(8, 32).requires_grad_())
+    assert compiled.reasons("gated silu") == [reason]

@@ -101,7 +101,11 @@ def test_under_autocast() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"recipe": BLOCKS}, "its weight is e4m3[row]; float8_block_scaling multiplies by e4m3 128x128[row+column]"),
+        (
+            {"rules": [("", BLOCKS)]},
+            "its weight is FP8 (e4m3) with a scale per tensor; float8_block_scaling multiplies by FP8 (e4m3) with a scale per block of "
+            "128x128",
+        ),
         ({"recipe": None}, "recipe is None"),
     ],
 )
@@ -115,6 +119,14 @@ def test_another_recipe(options: dict[str, Any], reason: str) -> None:
     torch.testing.assert_close(given[0], expected, rtol=0.02, atol=0.02)
 
 
-def test_rows_whose_codes_are_not_the_columns() -> None:
-    _, graphs = _run(_quantized(nn.Linear(160, 160).bfloat16(), "mxfp8"), recipe="mxfp8")
-    assert graphs.reports[0].matches[0].reason == "its weight is mxfp8[row], and the linear reads mxfp8[row+column]"
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8_rowwise"])
+@pytest.mark.parametrize("given", [CURRENT, "the weight's"])
+def test_rows_whose_codes_are_not_the_columns(recipe: str, given: str) -> None:
+    """Forward multiplies the codes, backward the dequantized weight."""
+    module = _quantized(nn.Linear(160, 160, bias=False).bfloat16(), recipe).requires_grad_(False)
+    (y, dx, *_), graphs = _run(module, recipe=recipe if given != CURRENT else CURRENT)
+    (match,) = graphs.reports[0].matches
+    assert match.matched and match.recipe == f"{recipe}(backward='high_precision')"
+    assert "te.gemm" in graphs["forward"] and "te." not in graphs["backward"]
+    torch.testing.assert_close(dx, (2 * y.float()).bfloat16() @ module.weight.dequantize())

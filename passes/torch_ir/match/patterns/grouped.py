@@ -37,7 +37,13 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
     linear_record,
     named_by_rule,
 )
-from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows, padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
+    alignment_reason,
+    columns_of,
+    padded,
+    padded_rows,
+    padding,
+)
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import (
     Sizes,
     contraction_by_weight,
@@ -267,6 +273,8 @@ def recipe_reason(recipe: Recipe) -> str:
             return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: {reason}"
     if recipe.backward != "quantized":
         return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"
+    if not all(recipe.quantizes()):
+        return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: te.grouped_linear has no wgrad in high precision"
     return ""
 
 
@@ -278,8 +286,8 @@ def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored
     groups, k, n = map(fixed, weight)
     if groups is None or n is None or k is None:
         return f"its weight has the dynamic shape {list(weight)}; te.grouped_linear needs G, N and K fixed"
-    if any((size + padding(size, recipe.alignment)) % recipe.alignment or not size for size in (n, k)):
-        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+    if reason := alignment_reason(n, k, recipe):
+        return reason
     name, rows, multiple = *(("K", k) if stored_transposed else ("N", n)), _first_multiple(recipe)
     if (rows + padding(rows, multiple)) % multiple:
         return (

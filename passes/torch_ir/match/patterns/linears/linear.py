@@ -33,9 +33,16 @@ from te_dynamo.passes.torch_ir.match.cost import (
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.linears.fp32 import kept_in_fp32
-from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows, padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
+    alignment_reason,
+    columns_of,
+    padded,
+    padded_rows,
+    padding,
+)
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
+from te_dynamo.passes.torch_ir.match.patterns.linears.stored import check_scaled, reads, recipe_of_stored
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,
@@ -61,6 +68,7 @@ __all__ = [
     "RecipeFor",
     "becomes_fp8",
     "cast",
+    "chosen_recipe",
     "dtype_reason",
     "estimated_times",
     "hint",
@@ -84,6 +92,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
         return []
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
+        check_scaled(product.weight, record)
         named = named_by_rule(recipe_for, record.module, record.parameter)
         record.us = estimated_times(node, product, recipe)
         record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
@@ -194,12 +203,14 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
 
 def _config(node: fx.Node, product: Product, recipe: Recipe) -> LinearConfig:
     out, x, weight = tensor_of(node), tensor_of(product.x), tensor_of(product.weight)
+    held = quantized_of(product.weight)
+    plain = held is not None and held.quantizer != held.quantizer.for_block_scales()
     return LinearConfig.from_recipe(
         recipe,
         input_requires_grad=out.requires_grad and x.requires_grad,
         weight_requires_grad=out.requires_grad and weight.requires_grad,
         weight_transposed=product.transposed,
-        device=x.device,
+        device=None if plain else x.device,
     )
 
 
@@ -236,11 +247,13 @@ def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
 def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why the GEMMs of the recipe do not multiply by a weight that is quantized already."""
     read, there = _config(node, product, recipe).weight_quantizer, held.quantizer
-    if read.with_usage(True, True) != there.with_usage(True, True):
-        return f"its weight is {there.describe()}; {recipe.describe()} multiplies by {read.describe()}"
+    if not reads(read, there):
+        return f"its weight is {there.in_words()}; {recipe.describe()} multiplies by {read.in_words()}"
     made = there.rowwise and there.columns_are_rows()
-    if (read.rowwise and not there.rowwise) or (read.columnwise and not (there.columnwise or made)):
-        return f"its weight is {there.describe()}, and the linear reads {read.describe()}"
+    if read.rowwise and not there.rowwise:
+        return "its weight was quantized columnwise alone; forward reads rowwise data too"
+    if read.columnwise and not (there.columnwise or made):
+        return "its weight was quantized rowwise alone; backward reads columnwise data too"
     if any(padding(size, recipe.alignment) for size in tensor_of(product.weight).shape):
         sizes = list(tensor_of(product.weight).shape)
         return f"its weight is quantized and of its sizes {sizes} one is no multiple of {recipe.alignment}"
@@ -270,8 +283,8 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
         return f"its weight has the dynamic shape {list(shape)}; te.linear needs N and K fixed"
     if bias is not None and tuple(tensor_of(bias).shape) != (n,):
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
-    if any((size + padding(size, recipe.alignment)) % recipe.alignment or not size for size in (n, k)):
-        return f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}"
+    if reason := alignment_reason(n, k, recipe):
+        return reason
     if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
         return "its input has no rows"
     return ""
@@ -331,11 +344,10 @@ def _has_times(node: fx.Node, product: Product) -> bool:
 
 def _gemms(node: fx.Node, product: Product, recipe: Recipe) -> list[str]:
     """Which of its GEMMs are quantized."""
-    quantized = recipe.backward == "quantized" and tensor_of(node).requires_grad
-    gemms = ["fprop"]
-    gemms += ["dgrad"] if quantized and tensor_of(product.x).requires_grad else []
-    gemms += ["wgrad"] if quantized and tensor_of(product.weight).requires_grad else []
-    return gemms
+    trains = tensor_of(node).requires_grad
+    read = True, trains and tensor_of(product.x).requires_grad, trains and tensor_of(product.weight).requires_grad
+    asked = zip(("fprop", "dgrad", "wgrad"), read, recipe.quantizes(), strict=True)
+    return [gemm for gemm, is_read, is_quantized in asked if is_read and is_quantized]
 
 
 def readers_of(x: fx.Node) -> int:
@@ -358,11 +370,20 @@ def _reads(node: fx.Node, x: fx.Node) -> bool:
     return product is not None and product.x is x
 
 
+def chosen_recipe(node: fx.Node, weight: Any, recipe_for: RecipeFor) -> tuple[Recipe | None, str]:
+    """What `recipe_for` says of a linear; the recipe of a weight that is quantized already, where no rule says another."""
+    recipe, why = recipe_for(*linear_path(node, weight))
+    held = quantized_of(weight)
+    if held is None or recipe is None:
+        return recipe, why
+    return recipe_of_stored(held.quantizer, recipe, why != "", tensor_of(node).requires_grad), why
+
+
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies: none on a GPU without kernels, unless a rule names the linear."""
     path, parameter = linear_path(node, weight)
     record = MatchRecord("linear", path, source_line(node), parameter=parameter)
-    recipe, why = recipe_for(path, parameter)
+    recipe, why = chosen_recipe(node, weight, recipe_for)
     value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     if recipe is not None and why == "" and value is not None and value.device.type == "cuda":
         why = why_no_kernels(target_of(value.device))

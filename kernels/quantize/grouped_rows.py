@@ -1,0 +1,169 @@
+"""x -> float8 with one scale a row, for products by groups (kernels/gemm/grouped_product.py).
+
+    quantize_grouped_rows       weights [G, N, K]: data [G, N, K], scale_inv [G, N], transpose [G, K, N^16], columnwise_scale_inv [G, K]
+    quantize_columns_of_groups  tokens [M, K] of groups that end at offs: transpose [K, M^16], columnwise_scale_inv [G, K]
+
+Each matrix, and each group of tokens, has the bits of `quantize_rowwise` of it alone; tokens stay in their order. Behind the last group is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
+from te_dynamo.kernels.layouts.sizes import transposed
+from te_dynamo.kernels.quantize.float8_rowwise import (
+    columns_tile,
+    launch_rows,
+    quantize_rows,
+    quantize_rowwise_reference,
+    rows_reference,
+)
+from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.launch import launch
+from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.fp8 import FLOAT32_MAX, abs_bits, saturating_cast, scale_from_amax
+from te_dynamo.kernels.tiles.groups import clamped, group_bounds
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def quantize_grouped_rows_reference(x: torch.Tensor, form: GroupedRowForm) -> list[torch.Tensor]:
+    """`quantize_grouped_rows` in plain PyTorch, on any device."""
+    each = [quantize_rowwise_reference(matrix, form) for matrix in x]
+    return [_stacked(parts) for parts in zip(*each, strict=True)]
+
+
+def _stacked(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """float8 travels as integers: torch stacks none on every device."""
+    if parts[0].element_size() > 1:
+        return torch.stack(parts)
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def quantize_columns_of_groups_reference(x: torch.Tensor, offs: torch.Tensor, form: RowForm) -> list[torch.Tensor]:
+    """`quantize_columns_of_groups` in plain PyTorch, on any device."""
+    codes = torch.zeros(transposed(*x.shape), dtype=torch.uint8, device=x.device)
+    scales = []
+    for start, end in group_bounds(offs, x.shape[0]):
+        data, scale_inv = rows_reference(x[start:end].t(), form)
+        codes[:, start:end] = data.view(torch.uint8)
+        scales.append(scale_inv)
+    return [codes.view(form.dtype), torch.stack(scales)]
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+@writes("data", "scale_inv")
+@triton.jit
+def quantize_columns_of_matrices_kernel(
+    x,
+    data,
+    scale_inv,
+    M,
+    K,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`quantize_rows_kernel` of x^T, for every matrix of x [G, M, K]: data [G, K, M^16], scale_inv [G, K]."""
+    group = tl.program_id(1).to(tl.int64)
+    width = (M + 15) // 16 * 16
+    quantize_rows(
+        *(x + group * M * K, data + group * K * width, scale_inv + group * K, M, K),
+        *(FMAX, EPS, POWER_OF_TWO, True, BLOCK_M, BLOCK_K),
+    )
+
+
+@writes("data", "scale_inv")
+@triton.jit
+def quantize_columns_of_groups_kernel(
+    x,
+    offs,
+    data,
+    scale_inv,
+    M,
+    K,
+    G,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_M rows of x^T, those of one group in its own scales: data [K, M^16], scale_inv [G, K]. Behind the last group, G + 1 of them, zeros."""
+    row, group = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    width = (M + 15) // 16 * 16
+    start = clamped(tl.load(offs + group - 1, mask=group > 0, other=0), M)
+    end = tl.maximum(
+        clamped(tl.load(offs + group, mask=group < G, other=0), M), start
+    )  # of the last one nothing is read
+    rows = row + tl.arange(0, BLOCK_M)
+    bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for column in range(start, end, BLOCK_K):
+        bits = tl.maximum(bits, abs_bits(_load(x, rows, column, end, K, BLOCK_K)))
+    scale = scale_from_amax(tl.max(bits, axis=1).to(tl.float32, bitcast=True), FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
+    inverse = tl.div_rn(tl.full((BLOCK_M,), 1.0, tl.float32), scale)
+    tl.store(scale_inv + group.to(tl.int64) * K + rows, inverse, mask=(rows < K) & (group < G))
+    stored = tl.where(group < G, end, width)
+    for column in range(start, stored, BLOCK_K):
+        columns = column + tl.arange(0, BLOCK_K)
+        value = _load(x, rows, column, end, K, BLOCK_K)
+        codes = saturating_cast(value, scale[:, None], data.dtype.element_ty)
+        inside = (rows < K)[:, None] & (columns < stored)[None, :]
+        tl.store(data + rows.to(tl.int64)[:, None] * width + columns[None, :], codes, mask=inside)
+
+
+@triton.jit
+def _load(x, rows, column, end, K, BLOCK_K: tl.constexpr):
+    """Rows of x^T in fp32, their columns from `column` on and before `end`, zero outside."""
+    columns = column + tl.arange(0, BLOCK_K)
+    inside = (columns < end)[:, None] & (rows < K)[None, :]
+    return tl.trans(tl.load(x + columns.to(tl.int64)[:, None] * K + rows[None, :], mask=inside, other=0.0)).to(
+        tl.float32
+    )
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def quantize_grouped_rows(x: torch.Tensor, form: GroupedRowForm) -> list[torch.Tensor]:
+    """[data, scale_inv] if rowwise, + [transpose, columnwise_scale_inv] if columnwise, of x [G, N, K], bf16, fp16 or fp32."""
+    x = x.contiguous()
+    groups, rows, columns = x.shape
+    buffers = form.allocate(x.shape, x.device)
+    if form.rowwise:
+        launch_rows(x, buffers["data"], buffers["scale_inv"], (groups * rows, columns), False, form)
+    if form.columnwise:
+        block_m, block_k, warps = columns_tile(columns)
+        block_k //= 2  # the matrix's place takes registers
+        launch(
+            quantize_columns_of_matrices_kernel,
+            (triton.cdiv(columns, block_m), groups),
+            *(x, buffers["transpose"], buffers["columnwise_scale_inv"], rows, columns),
+            **form.constants(),
+            **{"BLOCK_M": block_m, "BLOCK_K": block_k},
+            num_warps=warps,
+        )
+    return list(buffers.values())
+
+
+def quantize_columns_of_groups(x: torch.Tensor, offs: torch.Tensor, form: RowForm) -> list[torch.Tensor]:
+    """[transpose, columnwise_scale_inv] of x [M, K], bf16, fp16 or fp32, and offs int32 [G], the end of each group."""
+    x = x.contiguous()
+    (rows, columns), groups = x.shape, offs.shape[0]
+    data = torch.empty(transposed(rows, columns), dtype=form.dtype, device=x.device)
+    scale_inv = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+    block_m, block_k, warps = columns_tile(columns)
+    launch(
+        quantize_columns_of_groups_kernel,
+        (triton.cdiv(columns, block_m), groups + 1),
+        *(x, offs, data, scale_inv, rows, columns, groups),
+        **form.constants(),
+        **{"BLOCK_M": block_m, "BLOCK_K": block_k},
+        num_warps=warps,
+    )
+    return [data, scale_inv]

@@ -1,0 +1,61 @@
+"""FP8 with an fp32 scale for each row of each group: a mixture's experts, and the columns of their tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from te_dynamo.errors import InputError
+from te_dynamo.kernels.layouts.row import GroupedRowForm
+from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns, transposed
+from te_dynamo.quantized.quantizers.float8 import RowScalesQuantizer
+from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8GroupedRowwiseQuantizer(RowScalesQuantizer):
+    """Each x[g] of x [G, N, K] as Float8RowwiseQuantizer holds it, whose fields these are; columnwise data is each group's transpose."""
+
+    reads_as_matrix: ClassVar[bool] = False
+
+    def _using(self, rowwise: bool, columnwise: bool) -> Float8GroupedRowwiseQuantizer:
+        return Float8GroupedRowwiseQuantizer(
+            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+        )
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        if len(shape) != 3:
+            raise InputError(f"Float8GroupedRowwiseQuantizer: expected a tensor [G, N, K], got the shape {list(shape)}")
+
+    def form(self) -> GroupedRowForm:
+        return GroupedRowForm(*self._form_fields())
+
+    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "cls": "Float8GroupedRowwiseTensorStorage",
+            "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self},
+        }
+
+    def _format(self) -> tuple[str, str]:
+        return f"grouped {self.fp8_format} by rows", f"grouped FP8 ({self.fp8_format})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupColumnsQuantizer(RowScalesQuantizer):
+    """The columns of x [M, K] in so many groups of rows, each with scales of its own: transpose [K, M^16], columnwise_scale_inv [groups, K].
+
+    No tensor is held so: it describes what te.quantize_group_columns gives to wgrad.
+    """
+
+    groups: int = 1
+
+    def _using(self, rowwise: bool, columnwise: bool) -> GroupColumnsQuantizer:
+        rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+        return GroupColumnsQuantizer(rowwise, columnwise, *rule, self.groups)
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        rows, columns = rows_and_columns(shape)
+        scales = (self.groups, columns), torch.float32
+        return {"transpose": (transposed(rows, columns), FP8_DTYPES[self.fp8_format]), "columnwise_scale_inv": scales}
