@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
+from te_dynamo.kernels.layouts.row import GroupColumnsForm, GroupedRowForm, RowForm
 from te_dynamo.kernels.layouts.sizes import transposed
 from te_dynamo.kernels.quantize.float8_rowwise import (
     columns_tile,
@@ -134,7 +134,7 @@ def quantize_grouped_rows(x: torch.Tensor, form: GroupedRowForm) -> list[torch.T
     """[data, scale_inv] if rowwise, + [transpose, columnwise_scale_inv] if columnwise, of x [G, N, K], bf16, fp16 or fp32."""
     x = x.contiguous()
     groups, rows, columns = x.shape
-    buffers = form.allocate(x.shape, x.device)
+    buffers = form.allocate(tuple(x.shape), x.device)
     if form.rowwise:
         launch_rows(x, buffers["data"], buffers["scale_inv"], (groups * rows, columns), False, form)
     if form.columnwise:
@@ -155,8 +155,8 @@ def quantize_columns_of_groups(x: torch.Tensor, offs: torch.Tensor, form: RowFor
     """[transpose, columnwise_scale_inv] of x [M, K], bf16, fp16 or fp32, and offs int32 [G], the end of each group."""
     x = x.contiguous()
     (rows, columns), groups = x.shape, offs.shape[0]
-    data = torch.empty(transposed(rows, columns), dtype=form.dtype, device=x.device)
-    scale_inv = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+    by_groups = GroupColumnsForm(form.dtype, False, True, groups=groups)
+    data, scale_inv = by_groups.allocate((rows, columns), x.device).values()
     block_m, block_k, warps = columns_tile(columns)
     launch(
         quantize_columns_of_groups_kernel,

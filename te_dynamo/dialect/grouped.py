@@ -11,10 +11,8 @@ import torch
 from te_dynamo.dialect.define import te_op
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.form import Form
-from te_dynamo.kernels.layouts.row import RowForm
-from te_dynamo.kernels.quantize import grouped_rows
-from te_dynamo.kernels.quantize.formats import FORMATS, reference_of
-from te_dynamo.kernels.tiles.groups import padded_reference, padded_rows
+from te_dynamo.kernels.quantize.formats import columns_of_groups, columns_of_groups_reference
+from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Float8RowwiseQuantizer, Quantizer
 from te_dynamo.quantized.quantizers.float8_grouped_rowwise import GroupColumnsQuantizer
@@ -50,17 +48,11 @@ def _columns_form(quantizer: Quantizer) -> Form:
 
 
 def _columns_kernel(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    form = _columns_form(quantizer)
-    if isinstance(form, RowForm):
-        return grouped_rows.quantize_columns_of_groups(x, offs, form)
-    return FORMATS[type(form)].kernel(x, form, offs=offs)
+    return columns_of_groups(x, offs, _columns_form(quantizer))
 
 
 def _columns_reference(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
-    form = _columns_form(quantizer)
-    if isinstance(form, RowForm):
-        return grouped_rows.quantize_columns_of_groups_reference(x, offs, form)
-    return reference_of(padded_reference(x, offs), form)
+    return columns_of_groups_reference(x, offs, _columns_form(quantizer))
 
 
 @te_op(reference=_columns_reference, kernel=_columns_kernel)

@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from te_dynamo.errors import InputError
-from te_dynamo.kernels.layouts.row import GroupedRowForm
-from te_dynamo.kernels.layouts.sizes import Buffers, rows_and_columns, transposed
+from te_dynamo.kernels.layouts.row import GroupColumnsForm, GroupedRowForm
 from te_dynamo.quantized.quantizers.float8 import RowScalesQuantizer
-from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +53,5 @@ class GroupColumnsQuantizer(RowScalesQuantizer):
         rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
         return GroupColumnsQuantizer(rowwise, columnwise, *rule, self.groups)
 
-    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        rows, columns = rows_and_columns(shape)
-        scales = (self.groups, columns), torch.float32
-        return {"transpose": (transposed(rows, columns), FP8_DTYPES[self.fp8_format]), "columnwise_scale_inv": scales}
+    def form(self) -> GroupColumnsForm:
+        return GroupColumnsForm(*self._form_fields(), self.groups)

@@ -13,7 +13,6 @@ import torch
 from helpers.kernels.gemms import gemm_gated, gemm_gated_reference, gemm_stacked
 from helpers.kernels.interpreter_process import run_in_interpreter
 
-from te_dynamo.kernels.activation import functions
 from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm import decode as kernels
 from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
@@ -21,6 +20,7 @@ from te_dynamo.kernels.gemm.decode import gated_decode_options
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.target import TARGETS, Target
+from te_dynamo.kernels.tiles import activations
 
 H200 = TARGETS["h200"]
 
@@ -95,7 +95,7 @@ def _plain_rounded(x, DTYPE: tl.constexpr):
 
 def main() -> None:
     # In place of what is written in PTX, which the interpreter does not know.
-    functions._approximate, kernels.rounded = _plain_approximate, _plain_rounded  # type: ignore[assignment]
+    activations._approximate, kernels.rounded = _plain_approximate, _plain_rounded  # type: ignore[assignment]
     kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
     for m, width, k in ((1, 128, 256), (5, 128, 144), (16, 640, 512)):
         for (fast, gate), kind in itertools.product(((True, 0), (False, 1)), BOUNDED_KINDS):

@@ -30,6 +30,7 @@ from te_dynamo.kernels.gemm.specialized.gated import (
     gemm_gated_specialized,
 )
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.lowering.lower import lower
 from te_dynamo.testing import fake_cuda
@@ -70,7 +71,7 @@ def test_the_reference_is_what_it_is_made_of(gate: int, kind: str) -> None:
     assert partials.max() == gated_reference(*halves(c, gate), kind).abs().max()
     if kind != "relu":  # whose largest product is often that of two positive factors
         assert partials.max() != gated_reference(*halves(c, 1 - gate), kind).abs().max()
-    options = (kind, E4M3, True, True, False, 0.0, True)
+    options = (kind, TensorForm(E4M3, True, True), True)
     with_amax = gated_quantize_reference(*halves(c, gate), *options, partials)
     assert_same_bits(with_amax, gated_quantize_reference(*halves(c, gate), *options))
 

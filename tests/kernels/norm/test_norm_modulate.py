@@ -27,10 +27,11 @@ from helpers.kernels.kernel_cases import (
 )
 
 from te_dynamo.kernels.layouts.tensor import TensorForm
-from te_dynamo.kernels.norm import functions, kernels, modulate
+from te_dynamo.kernels.norm import kernels, modulate
 from te_dynamo.kernels.norm import norm as norms
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 from te_dynamo.kernels.tiles import fp8
+from te_dynamo.kernels.tiles import norms as formulas
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = TensorForm(E4M3, True, True, False, 0.0)
@@ -130,7 +131,7 @@ def to_dtype(x, DTYPE: tl.constexpr):
 
 def main(shapes: str) -> None:
     install()
-    functions.mul_rn, functions.rounded = product, to_dtype  # assembly, which the interpreter cannot run
+    formulas.mul_rn, formulas.rounded = product, to_dtype  # assembly, which the interpreter cannot run
     fp8.multiprocessor_count = kernels.multiprocessor_count = lambda device: 2
     if shapes == "small":  # rows in pieces, the last of them not whole
         kernels.MAX_ROW_BYTES = kernels.PIECE = 32
