@@ -14,9 +14,10 @@ from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import assert_same_bits, gpu, make_input, needs_cuda, run_poisoned
 
 from te_dynamo.kernels.layouts.tensor import TensorForm
-from te_dynamo.kernels.norm import add, functions, kernels, modulate, norm
+from te_dynamo.kernels.norm import add, kernels, modulate, norm
 from te_dynamo.kernels.quantize.current import quantize, quantize_reference
 from te_dynamo.kernels.tiles import fp8
+from te_dynamo.kernels.tiles import norms as formulas
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = TensorForm(torch.float8_e4m3fn, True, True, False, 0.0)
@@ -110,7 +111,7 @@ def to_dtype(x, DTYPE: tl.constexpr):
 
 def main() -> None:
     install()
-    functions.mul_rn, functions.rounded = product, to_dtype  # assembly, which the interpreter cannot run
+    formulas.mul_rn, formulas.rounded = product, to_dtype  # assembly, which the interpreter cannot run
     kernels.rounded = to_dtype
     fp8.multiprocessor_count = kernels.multiprocessor_count = lambda device: 2
     for dtype in (FP16, FP32):  # it rounds to bf16 otherwise than hardware does
