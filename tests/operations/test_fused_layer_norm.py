@@ -11,7 +11,7 @@ from te_dynamo.operations.fused import LayerNormMLP, layer_norm_mlp
 from te_dynamo.operations.fused.quantized import activation_gradient_quantized
 
 FP8 = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)
-MXFP8 = te_dynamo.recipe.MXFP8BlockScaling()
+MXFP8 = te_dynamo.recipe.MXFP8BlockScaling(fused_producers=True)
 NORMS = [LayerNorm(64), RMSNorm(64, zero_centered=True)]
 DY = FP8.grad_output_quantizer()
 

@@ -261,11 +261,11 @@ def test_what_kernels_can_do_for_each_format() -> None:
     formats = {format.__name__: [name for name in abilities if getattr(format, name)] for format in QUANTIZERS}
     assert formats == {
         "Float8CurrentScalingQuantizer": list(abilities),
-        "Float8BlockQuantizer": ["fused_producers"],
+        "Float8BlockQuantizer": [],  # off until it is measured
         "Float8GroupedQuantizer": [],
         "Float8GroupedRowwiseQuantizer": [],
         "Float8RowwiseQuantizer": ["fused_sums", "stacks"],
-        "MXFP8Quantizer": ["fused_producers"],
+        "MXFP8Quantizer": [],
         "NVFP4Quantizer": [],
     }
 

@@ -296,5 +296,14 @@ def test_norms_and_activations_stay_inductors_where_no_fused_kernel_writes_the_f
         ("layer_norm", False, "no fused kernel writes FP8 (e4m3) with a scale per row; left to Inductor"),
         ("gelu", False, "no fused kernel writes FP8 (e4m3) with a scale per row; left to Inductor"),
     ]
+    blocks = te_dynamo.recipe.Float8BlockScaling()
+    off, on = (
+        te_dynamo.explain(model, x, options={**EAGER, "recipe": recipe}).norms_activations
+        for recipe in (blocks, dataclasses.replace(blocks, fused_producers=True))
+    )
+    assert [row.reason for row in off] == 2 * [
+        "fused kernels that write FP8 (e4m3) with a scale per block of 1x128 are off: fused_producers=True of its recipe has them; left to Inductor"
+    ]
+    assert all(row.matched for row in on)
     mixed = te_dynamo.explain(model, x, options={**EAGER, "rules": [("3", "float8_rowwise")]})
     assert [(row.kind, row.matched) for row in mixed.norms_activations] == [("layer_norm", True), ("gelu", True)]

@@ -50,7 +50,7 @@ class Quantizer(metaclass=OpaqueMeta):
     """Whether a tensor has one scale, of the amax of all its values: their order does not matter, the amax may be known before
     (te.quantize_with_amax), and a factor of the values may join the scale."""
 
-    fused_producers: ClassVar[bool] = False
+    fused_producers = False  # not annotated: some formats have it as a field
     """Whether norms, activations and their gradients write the buffers themselves (te.rms_norm_quantize and its like)."""
 
     fused_sums: ClassVar[bool] = False

@@ -22,7 +22,7 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     """
 
     one_scale: ClassVar[bool] = True
-    fused_producers: ClassVar[bool] = True
+    fused_producers = True
     fused_sums: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
 

@@ -21,6 +21,7 @@ class MXFP8Quantizer(Float8Quantizer):
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
     scale_block: 32, or 128 for four equal scales in a row: still MXFP8, and what the 1x128 kernels of Hopper read too.
     swizzled: scales in the order in which Blackwell's tensor cores read them.
+    fused_producers: norms, activations and their gradients write the blocks themselves (kernels/produce).
 
     Buffers of x read as [M, K]; scales are E8M0 codes (255 is NaN), held as uint8 (^n: rounded up, the padding zero):
 
@@ -32,11 +33,11 @@ class MXFP8Quantizer(Float8Quantizer):
     Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
     """
 
-    fused_producers: ClassVar[bool] = True
     experts_begin_at: ClassVar[int] = 128  # of either block: GEMMs contract 128 values at a time
 
     scale_block: int = 32
     swizzled: bool = False
+    fused_producers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,10 +59,12 @@ class MXFP8Quantizer(Float8Quantizer):
         return self._using(rowwise, columnwise)
 
     def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
-        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block, self.swizzled)
+        options = self.fp8_format, self.scale_block, self.swizzled, self.fused_producers
+        return MXFP8Quantizer(rowwise, columnwise, *options)
 
     def for_block_scales(self) -> MXFP8Quantizer:
-        return MXFP8Quantizer(self.rowwise, self.columnwise, self.fp8_format, self.scale_block, True)
+        options = self.fp8_format, self.scale_block, True, self.fused_producers
+        return MXFP8Quantizer(self.rowwise, self.columnwise, *options)
 
     def form(self) -> MXFP8Form:
         options = self.rowwise, self.columnwise, self.scale_block, self.swizzled
@@ -79,4 +82,4 @@ class MXFP8Quantizer(Float8Quantizer):
         return f"mxfp8{element}{block}", f"MXFP8{element}"
 
     def _settings(self) -> Iterable[str]:
-        return ("swizzled",) * self.swizzled
+        return *("swizzled",) * self.swizzled, *("fused",) * self.fused_producers

@@ -11,7 +11,11 @@ from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer, MXFP8Quantizer, Quantizer
 from te_dynamo.testing import fake_cuda
 
-BLOCKS = (Float8BlockQuantizer(), MXFP8Quantizer(), MXFP8Quantizer(scale_block=128))
+BLOCKS = (
+    Float8BlockQuantizer(fused_producers=True),
+    MXFP8Quantizer(fused_producers=True),
+    MXFP8Quantizer(scale_block=128, fused_producers=True),
+)
 
 
 @pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda quantizer: quantizer.describe())
