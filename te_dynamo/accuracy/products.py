@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_dynamo.accuracy.sums import error_sums, quantized_sums
-from te_dynamo.dialect.grouped import quantize_groups
 from te_dynamo.dialect.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearConfig,
     GroupedLinearFwdArgs,
     grouped_backward_products,
     grouped_linear_forward,
+    quantize_groups,
 )
 from te_dynamo.dialect.linear import (
     LinearBwdArgs,

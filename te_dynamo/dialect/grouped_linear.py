@@ -10,6 +10,10 @@ In current scaling x and dy have one scale a tensor, the weight one a group; row
 count in the tensor's scale. In formats with scales of blocks or rows each group is quantized as a tensor of its own: what te.linear of the
 expert alone gives. There the second dimension of the weight is a multiple of `Quantizer.experts_begin_at`.
 
+`quantize_groups` holds the operands of te.grouped_gemm, for every format. Scales for parts of a row are of one group each: rows as te.quantize
+makes them, weights [G, N, K] as [G N, K], and columns by `te.quantize_group_columns`: in blocks of 32 or 128 tokens, which are quantized in their
+padded order (kernels/tiles/groups.py), or with a scale a row, in the tokens' own order.
+
 `te.grouped_linear_with_workspace` is the same with the weight's buffers given. `GroupedLinearFwdArgs` and
 `GroupedLinearBwdArgs` are the one argument of every helper, as in linear.py.
 """
@@ -24,10 +28,12 @@ from te_dynamo._compat import register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm import grouped_gemm
-from te_dynamo.dialect.grouped import columns_proto, quantize_groups
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.dialect.multiply import Operand
-from te_dynamo.errors import InputError
+from te_dynamo.errors import InputError, QuantizationError
+from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.quantize.formats import columns_of_groups, columns_of_groups_reference
+from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer, check_grouped_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
@@ -113,6 +119,50 @@ class GroupedLinearBwdArgs:
     weight_dtype: Optional[torch.dtype] = None
     # gradients, quantizers and numerics
     config: Optional[GroupedLinearConfig] = None
+
+
+def quantize_groups(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    """The buffers of x [M, K], contiguous, in the order of its quantizer, its columns as products by groups read them."""
+    if quantizer.one_scale:
+        return quantize_tensor(x, quantizer)
+    buffers = quantize_tensor(x, quantizer.with_usage(columnwise=False)) if quantizer.rowwise else []
+    if quantizer.columnwise:
+        buffers = [*buffers, *quantize_group_columns(x, offs, quantizer.with_usage(False, True))]
+    return buffers
+
+
+def columns_proto(x: TensorProto, groups: int, quantizer: Quantizer) -> TensorProto:
+    """What `quantize_groups` makes of x's columns."""
+    rows = padded_rows(x.shape[0], groups) if quantizer.experts_begin_at > 1 else x.shape[0]
+    return TensorProto((rows, x.shape[1]), x.dtype, quantizer.for_group_columns(groups), device=x.device)
+
+
+def _columns_form(quantizer: Quantizer) -> Form:
+    if quantizer.one_scale or quantizer.no_groups_reason() or quantizer.rowwise:
+        raise QuantizationError(
+            f"te.quantize_group_columns: {quantizer.describe()}: expected columns by rows, in 1x128 blocks or MXFP8"
+        )
+    return quantizer.form()
+
+
+def _columns_kernel(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    return columns_of_groups(x, offs, _columns_form(quantizer))
+
+
+def _columns_reference(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    return columns_of_groups_reference(x, offs, _columns_form(quantizer))
+
+
+@te_op(reference=_columns_reference, kernel=_columns_kernel)
+def quantize_group_columns(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
+    """te.quantize's columns of x [M, K] in the padded order of its groups: zero rows behind each, to a multiple of 128. With a scale a row
+    in the order of x, [K, M^16] and [G, K].
+
+    x: contiguous, bf16, fp16 or fp32. quantizer: of blocks or rows, columnwise alone.
+    """
+    _columns_form(quantizer)
+    proto = TensorProto(tuple(x.shape), x.dtype, device=x.device)
+    return columns_proto(proto, offs.shape[0], quantizer).create_buffers()
 
 
 def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_dynamo import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, to_tensor_proto
-from te_dynamo.dialect.grouped import quantize_group_columns, quantize_groups
 from te_dynamo.dialect.grouped_linear import (
     GroupedLinearConfig,
     GroupedLinearFwdArgs,
     grouped_linear_forward,
     grouped_linear_forward_fake,
+    quantize_group_columns,
+    quantize_groups,
 )
 from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.errors import QuantizationError

@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.dialect.grouped import quantize_groups
+from te_dynamo.dialect.grouped_linear import quantize_groups
 from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation
 from te_dynamo.operations.basic.gated import Gated

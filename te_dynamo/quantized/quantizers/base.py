@@ -137,6 +137,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """How the weights [G, N, K] of grouped GEMMs are held, each as this quantizer holds one. QuantizationError without such GEMMs."""
         raise QuantizationError(f"{self.describe()}: {Quantizer.no_groups_reason(self)}")
 
+    def for_group_columns(self, groups: Any) -> Quantizer:
+        """How the columns of tokens in so many groups are held, each group's as this quantizer holds those of a tensor."""
+        return self.with_usage(False, True)
+
     def for_block_scales(self) -> Quantizer:
         """The same values with scales as tensor cores read them that apply the scales of blocks; itself where it has no such scales."""
         return self

@@ -9,7 +9,7 @@ import torch
 
 from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.quantized.quantizers.float8 import RowScalesQuantizer
-from te_dynamo.quantized.quantizers.float8_grouped_rowwise import Float8GroupedRowwiseQuantizer
+from te_dynamo.quantized.quantizers.float8_grouped_rowwise import Float8GroupedRowwiseQuantizer, GroupColumnsQuantizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +40,10 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     def for_groups(self, rowwise: bool, columnwise: bool) -> Float8GroupedRowwiseQuantizer:
         rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
         return Float8GroupedRowwiseQuantizer(rowwise, columnwise, *rule)
+
+    def for_group_columns(self, groups: Any) -> GroupColumnsQuantizer:
+        rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+        return GroupColumnsQuantizer(False, True, *rule, groups)
 
     def form(self) -> RowForm:
         return RowForm(*self._form_fields())
