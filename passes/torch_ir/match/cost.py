@@ -33,7 +33,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_ca
 from te_dynamo.passes.torch_ir.match.values import dtype_name
 from te_dynamo.passes.torch_ir.regions import regions
 from te_dynamo.rates import Rates
-from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling, Recipe
+from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.weights import frozen
 from te_dynamo.weights.frozen import FROZEN
 
@@ -73,6 +73,16 @@ _BLOCK = (_Times(16.4, 0.77, 0.97, 1309), _Times(38.0, 1.69, 1.26, 1134))
 _E8M0 = (_Times(16.0, 0.87, 0.84, 949), _Times(52.8, 1.60, 0.63, 909))
 # Blocks of 32 whose scales the tensor core applies: passes as for blocks of 128, products at FP8's rate.
 _E8M0_NATIVE = (_Times(16.0, 0.87, 0.84, 1553), _Times(52.8, 1.60, 0.63, 1554))
+_MEASURED = {
+    ("float8_current_scaling", "tensor"): _CURRENT,
+    ("float8_rowwise", "row"): _BLOCK,  # an estimate: one launch a copy too
+    ("float8_block_scaling", "1x128"): _BLOCK,
+    ("float8_block_scaling", "128x128"): _BLOCK,
+    ("mxfp8", "1x128"): _E8M0,
+    ("mxfp8", "1x32"): _E8M0_NATIVE,
+}
+"""By recipe and by what has one scale of x."""
+
 # A GEMM of current scaling takes that much of its time with sums that are not in fp32 (benchmarks/gemm.py), and where fp32 costs nothing.
 _FAST_SUMS = 0.9
 # Of a multiprocessor in fp32: 128 multiply-adds in a clock of 2 GHz.
@@ -143,7 +153,7 @@ def linear_times(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[float, ...]:
     """(us in the model's precision, us in FP8) of such a linear; () for a recipe that the GPU emulates. Arguments as for `linear_cost_reason`."""
-    fp32_is_free = isinstance(recipe, Float8CurrentScaling) and not rates.target.has_wgmma
+    fp32_is_free = recipe.input_quantizer().one_scale and not rates.target.has_wgmma
     fast = [
         is_fast or fp32_is_free
         for gemm, is_fast in zip(("fprop", "dgrad", "wgrad"), recipe.fast_accum(), strict=True)
@@ -186,15 +196,12 @@ def _beside_bf16(dtype: torch.dtype, target: Target) -> float:
 
 def _times(recipe: Recipe, rates: Rates, gemms: int) -> _Times | None:
     """Of a linear with that many GEMMs on an H200; None for a recipe that is emulated."""
-    if isinstance(recipe, Float8CurrentScaling):
-        return _between(_CURRENT, gemms)
-    if isinstance(recipe, MXFP8BlockScaling) and recipe.scale_block == 128:
-        return _between(_E8M0, gemms)
-    if isinstance(recipe, MXFP8BlockScaling):
-        backward = gemms > 1  # its products read columns
-        return _between(_E8M0_NATIVE, gemms) if multiplies_codes(rates.target, b_columnwise=backward) else None
-    # Of rows an estimate, those of blocks: one launch a copy too.
-    return _between(_BLOCK, gemms) if isinstance(recipe, (Float8BlockScaling, Float8RowwiseScaling)) else None
+    scaling = recipe.input_quantizer().scaling()
+    backward = gemms > 1  # its products read columns
+    if scaling == "1x32" and not multiplies_codes(rates.target, b_columnwise=backward):
+        return None
+    times = _MEASURED.get((recipe.name, scaling))
+    return None if times is None else _between(times, gemms)
 
 
 def _between(times: tuple[_Times, _Times], gemms: int) -> _Times:
