@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
-__all__ = ["few_rows_too", "time_no_guards"]
+__all__ = ["explain_here_alone", "few_rows_too", "time_no_guards"]
 
 
 def time_no_guards() -> AbstractContextManager[object]:
@@ -21,5 +21,18 @@ def few_rows_too() -> Iterator[None]:
     with (
         mock.patch(f"{match}.patterns.linears.linear.linear_cost_reason", lambda *_, **__: ""),
         mock.patch(f"{match}.cpu_known", lambda *_: nullcontext()),
+    ):
+        yield
+
+
+@contextmanager
+def explain_here_alone() -> Iterator[None]:
+    """Without a GPU `explain` compiles a second time, for what an H200 would take: half of its time, and few tests look at that."""
+    from te_dynamo.inspect import explain
+
+    explain_for = explain._explain_for
+    with (
+        mock.patch.object(explain, "_DEFAULT_GPU", ""),
+        mock.patch.object(explain, "_explain_for", lambda gpu, *given: explain_for(gpu, *given) if gpu else None),
     ):
         yield
