@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.dynamo import explain_here_alone, few_rows_too, time_no_guards
+from helpers.dynamo import collect_no_garbage, explain_here_alone, few_rows_too, time_no_guards
 
 ROOT = pathlib.Path(__file__).parents[1]
 _CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def what_tests_leave_out() -> Iterator[None]:
-    with time_no_guards(), few_rows_too():
+    with collect_no_garbage(), time_no_guards(), few_rows_too():
         yield
 
 

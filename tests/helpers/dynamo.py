@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
-__all__ = ["explain_here_alone", "few_rows_too", "time_no_guards"]
+import torch
+
+__all__ = ["collect_no_garbage", "explain_here_alone", "few_rows_too", "time_no_guards"]
 
 
 def time_no_guards() -> AbstractContextManager[object]:
     """Dynamo times the guards of all that it compiles, for its log: 20 ms each, to flush the processor's caches before."""
     return mock.patch("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, create=True)
+
+
+def collect_no_garbage() -> AbstractContextManager[object]:
+    """Dynamo has Python collect after each compilation, beside what Python does by itself."""
+    return torch._dynamo.config.patch(run_gc_after_compile=False)
 
 
 @contextmanager
