@@ -87,6 +87,7 @@ SHARED = {"_buffers", "_version"}
 """What torch's objects have too."""
 
 TOUCHED = {file: touched(source, OURS - SHARED) for file, source in FILES.items()}
+nodes_of.cache_clear()  # some hundred thousand
 NAMES = {name: row for row in TABLE for name in row.names}
 
 
