@@ -57,6 +57,11 @@ from te_dynamo.quantized.tensor_proto import (
     TensorProto as TensorProto,
     to_tensor_proto as to_tensor_proto,
 )
+from te_dynamo.weights.checkpoint.load import (
+    load_checkpoint as load_checkpoint,
+    load_quantized as load_quantized,
+)
+from te_dynamo.weights.checkpoint.save import save_checkpoint as save_checkpoint
 from te_dynamo.weights.freeze import (
     freeze as freeze,
     invalidate as invalidate,

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from te_dynamo.report import MatchRecord
 
 __all__ = [
+    "CheckpointError",
     "CoverageError",
     "FusionError",
     "GraphBreakError",
@@ -72,6 +73,10 @@ class GraphBreakError(TeError, AssertionError):
 
 class QuantizationError(TeError, ValueError):
     """A quantizer whose settings do not fit, buffers that are not those it describes, or a product that no GEMM multiplies."""
+
+
+class CheckpointError(TeError, ValueError):
+    """Files of quantized weights that cannot be read, do not fit the model, or cannot be written in the form that was asked for."""
 
 
 class InputError(TeError, ValueError):

@@ -27,6 +27,7 @@ class MatchRecord:
     groups:  experts of a grouped linear, whose N x K the shape holds; 0 for any other.
     us:      (microseconds in the model's precision, in the recipe) as the rule of what FP8 costs on a GPU estimates them, () where it is not
              asked. The second is the first where the linear is left.
+    stored:  the form of the file whose codes and scales the weight is, "fp8 (block)"; "" where it came from none, or in the model's precision.
     shared:  behind graph breaks, the paths at which other modules of the same class may run the same graph.
     """
 
@@ -43,6 +44,7 @@ class MatchRecord:
     us: tuple[float, ...] = ()
     shared: tuple[str, ...] = ()
     parameter: str = ""
+    stored: str = ""
 
     @property
     def owner(self) -> str:

@@ -33,6 +33,7 @@ from te_dynamo.options import UNSET
 from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.weights.checkpoint.record import stored_of
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
 
@@ -260,8 +261,9 @@ def explain(
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
-    buffers (BatchNorm's statistics), train or eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
-    seen, torch's caches on disk. Not undone: what the model's own Python code does (counters, prints, in-place writes to
+    buffers (BatchNorm's statistics), what modules hold (one that decompresses its weights at its first call has the codes again), train or
+    eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
+    seen, torch's caches on disk. Not undone: what the model's own Python code does elsewhere (prints, in-place writes to
     the arguments), and tensor hooks, which run. Of code that was compiled before, Dynamo's table keeps an empty entry for each
     explanation, which counts towards `accumulated_recompile_limit` (256) alone.
 
@@ -335,6 +337,7 @@ def _compile_and_run(
         with dynamo_untouched() as seen:
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
+    _name_stored(target, _linears(graphs.reports))
     left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
     return graphs, breaks_and_skips(seen), (flops, left_out)
 
@@ -345,6 +348,13 @@ def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
         return count_matrix_flops(target, args, kwargs)
     except Exception:
         return None
+
+
+def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
+    modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
+    for match in linears:
+        stored = match.owner in modules and stored_of(modules[match.owner], match.parameter or "weight")
+        match.stored = stored.describe() if stored else ""
 
 
 def _linears(reports: Sequence[Report]) -> list[MatchRecord]:

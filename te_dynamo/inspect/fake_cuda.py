@@ -30,7 +30,10 @@ from torch.utils._pytree import tree_map
 
 from te_dynamo.inspect.device_guard import ensure_device_guard
 from te_dynamo.inspect.fake_autocast import autocast_on_cuda
+from te_dynamo.inspect.target import exchange_tensors, held_as_before
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
+from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.torch_private.table import FAKE_CUDA
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
@@ -248,35 +251,28 @@ def inductor_until(owner: Any, name: str, last: Callable[..., object]) -> Iterat
 def moved(target: Any, tree: Any) -> Iterator[Any]:
     """Inside `fake_cuda`: a module's tensors are fake ones on "cuda" until the context ends; gives `tree` with such tensors too."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    attributes = [(vars(module), dict(vars(module))) for module in modules]
-    attributes += [(held, dict(held)) for module in modules for held in (module._parameters, module._buffers)]
     fakes: dict[int, Tensor] = {}
-    try:
+    with held_as_before(target):
         for module in modules:
-            _move_own(module, fakes)
+            exchange_tensors(module, lambda tensor: _faked(tensor, fakes))
         yield tree_map(lambda leaf: _faked(leaf, fakes) if isinstance(leaf, Tensor) else leaf, tree)
-    finally:
-        for held, before in attributes:
-            held.clear()
-            held.update(before)
 
 
 def move(model: nn.Module) -> None:
     """Replaces every tensor of `model` by a fake one on "cuda"; `Module.to` cannot under a fake mode."""
     fakes: dict[int, Tensor] = {}  # tied parameters stay tied
     for module in model.modules():
-        _move_own(module, fakes)
-
-
-def _move_own(module: nn.Module, fakes: dict[int, Tensor]) -> None:
-    owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-    for tensors in owners:
-        tensors.update({name: _faked(value, fakes) for name, value in tensors.items() if isinstance(value, Tensor)})
+        exchange_tensors(module, lambda tensor: _faked(tensor, fakes))
 
 
 def _faked(tensor: Tensor, fakes: dict[int, Tensor]) -> Tensor:
     if id(tensor) not in fakes:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+        if isinstance(tensor, QuantizedTensor):
+            fake = TensorProto(
+                tuple(tensor.shape), tensor.dtype, tensor.quantizer, device=torch.device("cuda")
+            ).create_tensor()
+        else:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)
             if tensor in FROZEN:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_dynamo.inspect.target import exchange_tensors, held_as_before
 from te_dynamo.report import MatchRecord
 
 __all__ = ["MatrixFlops", "count_matrix_flops", "share_with_rows"]
@@ -46,25 +47,22 @@ class MatrixFlops:
 
 def count_matrix_flops(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     """Of one forward of `target`, on fake tensors; on the real ones where these do not do, since data decides what runs."""
-    modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    attributes = [dict(vars(module)) for module in modules]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(
         False
     )  # nn.TransformerEncoderLayer as one call, which the counter has no formula for
     try:
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
-            with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            with contextlib.suppress(Exception), held_as_before(target), fakes:
+                for module in target.modules() if isinstance(target, nn.Module) else ():
+                    exchange_tensors(module, fakes.from_tensor)  # a forward may set the data of its own
                 return _count(target, *_copied((args, kwargs)))
-        return _count(target, args, kwargs)
+        with held_as_before(target):
+            return _count(target, args, kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
         torch.clear_autocast_cache()
-        for module, own in zip(
-            modules, attributes, strict=True
-        ):  # a model may keep tensors of a call, fake ones of this
-            vars(module).clear()
-            vars(module).update(own)
 
 
 def _copied(tree: Any) -> Any:

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from te_dynamo.options import UNSET, Options
 
-__all__ = ["holder_of", "not_in_place", "options_and_mode", "tensors_in", "unchanged", "unwrap"]
+__all__ = [
+    "exchange_tensors",
+    "held_as_before",
+    "holder_of",
+    "not_in_place",
+    "options_and_mode",
+    "tensors_in",
+    "unchanged",
+    "unwrap",
+]
+
+_REGISTRIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+"""What a module keeps its parameters, buffers, children and hooks in."""
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -59,15 +71,50 @@ def not_in_place(target: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def held_as_before(target: Any) -> Iterator[None]:
+    """Puts back what its modules hold: a model may decompress, offload or wrap its parameters when it is first called, and keep tensors of a
+    call. Not of a module that has become one of another class, as a lazy one does."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    held = [(module, type(module), list(_contents(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, cls, contents in held:
+            for owner, before in contents if type(module) is cls else ():
+                if owner.keys() != before.keys() or any(owner[key] is not before[key] for key in before):
+                    owner.clear()
+                    owner.update(before)
+
+
+def _contents(module: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(a dictionary, what is in it) of the attributes and registries, and of a registry of a library's own class the dictionaries in that."""
+    own = vars(module)
+    yield own, dict(own)
+    for registry in [own[name] for name in _REGISTRIES if name in own]:
+        inside = [registry] if isinstance(registry, dict) else vars(registry).values()
+        yield from ((each, dict(each)) for each in inside if isinstance(each, dict))
+
+
+def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    """Puts others in the place of a module's own tensors, in registries of its own: one that a library has made may move what is put there."""
+    own = vars(module)
+    for name in ("_parameters", "_buffers"):
+        held = own[name].items()
+        own[name] = {key: other(value) if isinstance(value, Tensor) else value for key, value in held}
+    own.update({name: other(value) for name, value in own.items() if isinstance(value, Tensor)})
+
+
+@contextlib.contextmanager
 def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state and every buffer that the run writes to or replaces."""
+    """Puts back the random state, what the modules hold, and every buffer that the run writes to."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     buffers = [(module, dict(module._buffers.items())) for module in modules]
     copies = {
         id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
     }
     devices = {tensor.device.index for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+    rng = torch.random.fork_rng(devices=sorted(index for index in devices if index is not None))
+    with rng, held_as_before(target):
         try:
             yield
         finally:

@@ -239,7 +239,8 @@ TABLE = (
             "whether memory is another's",
             needs=("torch.UntypedStorage._cdata",)),
     Private("torch.nn.Module()._parameters", "te_dynamo", "parameters are replaced where a module holds them",
-            needs=("torch.nn.Module()._buffers", "torch.nn.Module()._is_fsdp_managed_module")),
+            needs=("torch.nn.Module()._buffers", "torch.nn.Module()._non_persistent_buffers_set",
+                   "torch.nn.Module()._is_fsdp_managed_module")),
     # Distributed:
     Private("torch.distributed._functional_collectives.AsyncCollectiveTensor", "passes/torch_ir/async_inputs.py",
             "results of collectives that still run"),

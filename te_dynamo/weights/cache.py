@@ -156,6 +156,11 @@ def _memory_was_written(tensors: Iterable[torch.Tensor]) -> None:
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
     """What is kept of a dropped weight, in its own shape and dtype. Raises KeptWeightError if there is nothing."""
+    return kept_storage(weight).dequantize().view(weight.shape)
+
+
+def kept_storage(weight: torch.Tensor) -> QuantizedTensorStorage:
+    """What is kept of a dropped weight, as it is held. Raises KeptWeightError if there is nothing."""
     with lock, torch.inference_mode(False), torch.no_grad():
         for entry in _entries.get(weight, {}).values():
             part = entry.part(weight)
@@ -167,7 +172,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
                 shape = (1, *shape) if not quantizer.reads_as_matrix else shape
             buffers = {name: part[name] for name in quantizer.buffer_names()}
             metadata = quantizer.create_metadata(shape, weight.dtype)
-            return QuantizedTensorStorage.from_metadata(buffers, metadata).dequantize().view(weight.shape)
+            return QuantizedTensorStorage.from_metadata(buffers, metadata)
     raise KeptWeightError("te_dynamo: nothing is kept of this weight")
 
 

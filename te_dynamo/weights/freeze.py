@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_dynamo.errors import KeptWeightError
+from te_dynamo.errors import KeptWeightError, UnsupportedError
+from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.weights.cache import dequantized, forget_weights, renew_weights
 from te_dynamo.weights.frozen import FROZEN, Frozen, drop, end_load, is_dropped, lend, restore, values_of
 
@@ -43,6 +44,8 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
             FROZEN[parameter] = Frozen(path)
             added.append(parameter)
         _hooks.setdefault(module, _Hooks(module)).names[name] = path
+    if added and model not in _refusing:
+        _refusing[model] = model.register_forward_pre_hook(_refuse_export)
     if drop_weights:
         for parameter in _of_linears_alone(model):
             if not is_dropped(parameter):
@@ -66,6 +69,8 @@ def unfreeze(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if module in _hooks:
             _hooks.pop(module).remove()
+        if module in _refusing:
+            _refusing.pop(module).remove()
     _compile_again(parameters)
     return model
 
@@ -88,7 +93,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter
     """(owner, its name there, parameter, its path) of all that could be the weight of a linear."""
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point():
+            stored = isinstance(parameter, QuantizedTensor)  # it is what freezing would make of it
+            if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point() and not stored:
                 yield module, name, parameter, f"{prefix}.{name}".removeprefix(".")
 
 
@@ -143,6 +149,18 @@ def _drop(parameter: nn.Parameter) -> None:
         "__reduce_ex__": lambda protocol: with_values().__reduce_ex__(protocol),
     }
     vars(parameter).update(copying)
+
+
+_refusing: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""A model that was frozen -> its hook that refuses an export."""
+
+
+def _refuse_export(model: nn.Module, _: Any) -> None:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise UnsupportedError(
+            f"te_dynamo: {type(model).__name__} is frozen, and an export would have its weights in the model's precision, or NaN where they "
+            "were dropped: call te_dynamo.unfreeze(model) first"
+        )
 
 
 # --- state dicts of models with dropped weights ---------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_layers_that_share_a_graph_have_buffers_of_their_own(quantized) -> None:
     layers, x = [linear(torch.bfloat16) for _ in range(3)], tokens(32)
     for seed, layer in enumerate(layers):
         layer.weight.data += seed
-        te_dynamo.freeze(layer)
+    te_dynamo.freeze(nn.ModuleList(layers))
 
     def layer_forward(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)

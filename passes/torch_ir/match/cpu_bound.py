@@ -35,6 +35,7 @@ from te_dynamo.passes.torch_ir.match.cost import BF16_FLOPS_PER_US, BY_RULE, BYT
 from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
     RecipeFor,
     becomes_fp8,
+    chosen_recipe,
     estimated_times,
     hint,
     named_by_rule,
@@ -240,7 +241,7 @@ def _runs(part: Region) -> int:
 def _add_linear(found: _Time, node: fx.Node, product: Product, recipe_for: RecipeFor, runs: int, rates: Rates) -> bool:
     """Whether its time is known."""
     path = linear_path(node, product.weight)
-    recipe = recipe_for(*path)[0]
+    recipe = chosen_recipe(node, product.weight, recipe_for)[0]
     times = estimated_times(node, product, recipe or Float8CurrentScaling())
     if not times:
         return False

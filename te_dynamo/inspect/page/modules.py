@@ -69,7 +69,7 @@ def _leaf(name: str, record: MatchRecord) -> dict[str, Any]:
         "shape": " x ".join(record.shape) + (f" in {record.groups} groups" if record.groups else ""),
         "dtype": record.dtype,
         "state": "recipe" if record.matched else "left",
-        "runs": (record.recipe or f"te.{record.kind}") if record.matched else f"{record.dtype} (left)".strip(),
+        "runs": _runs(record),
         "reason": record.reason,
         "source": record.source,
         "flops": record.flops,
@@ -115,3 +115,10 @@ def _below(row: dict[str, Any]) -> Any:
     """All that a row shows but its own path and name."""
     own = tuple(value for key, value in row.items() if key not in ("name", "path", "rows"))
     return own, tuple((child["name"], _below(child)) for child in row["rows"])
+
+
+def _runs(record: MatchRecord) -> str:
+    if not record.matched:
+        return f"{record.dtype} (left)".strip()
+    stored = f", weight as stored: {record.stored}" if record.stored else ""
+    return (record.recipe or f"te.{record.kind}") + stored

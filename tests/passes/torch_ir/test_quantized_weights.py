@@ -102,7 +102,7 @@ def test_under_autocast() -> None:
     ("options", "reason"),
     [
         (
-            {"recipe": BLOCKS},
+            {"rules": [("", BLOCKS)]},
             "its weight is FP8 (e4m3) with a scale per tensor; float8_block_scaling multiplies by FP8 (e4m3) with a scale per block of "
             "128x128",
         ),
@@ -119,7 +119,14 @@ def test_another_recipe(options: dict[str, Any], reason: str) -> None:
     torch.testing.assert_close(given[0], expected, rtol=0.02, atol=0.02)
 
 
-def test_rows_whose_codes_are_not_the_columns() -> None:
-    _, graphs = _run(_quantized(nn.Linear(160, 160).bfloat16(), "mxfp8"), recipe="mxfp8")
-    reason = "its weight was quantized rowwise alone; backward reads columnwise data too"
-    assert graphs.reports[0].matches[0].reason == reason
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8_rowwise"])
+@pytest.mark.parametrize("given", [CURRENT, "the weight's"])
+def test_rows_whose_codes_are_not_the_columns(recipe: str, given: str) -> None:
+    """Forward multiplies the codes, backward the dequantized weight."""
+    module = _quantized(nn.Linear(160, 160, bias=False).bfloat16(), recipe).requires_grad_(False)
+    (y, dx, *_), graphs = _run(module, recipe=recipe if given != CURRENT else CURRENT)
+    (match,) = graphs.reports[0].matches
+    assert match.matched and match.recipe == f"{recipe}(backward='high_precision')"
+    assert "te.gemm" in graphs["forward"] and "te." not in graphs["backward"]
+    torch.testing.assert_close(dx, (2 * y.float()).bfloat16() @ module.weight.dequantize())

@@ -42,6 +42,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
 )
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
+from te_dynamo.passes.torch_ir.match.patterns.linears.stored import check_scaled, reads, recipe_of_stored
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,
@@ -67,6 +68,7 @@ __all__ = [
     "RecipeFor",
     "becomes_fp8",
     "cast",
+    "chosen_recipe",
     "dtype_reason",
     "estimated_times",
     "hint",
@@ -90,6 +92,7 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
         return []
     record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
     if recipe is not None:
+        check_scaled(product.weight, record)
         named = named_by_rule(recipe_for, record.module, record.parameter)
         record.us = estimated_times(node, product, recipe)
         record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
@@ -200,12 +203,14 @@ def _replace(node: fx.Node, product: Product, recipe: Recipe) -> None:
 
 def _config(node: fx.Node, product: Product, recipe: Recipe) -> LinearConfig:
     out, x, weight = tensor_of(node), tensor_of(product.x), tensor_of(product.weight)
+    held = quantized_of(product.weight)
+    plain = held is not None and held.quantizer != held.quantizer.for_block_scales()
     return LinearConfig.from_recipe(
         recipe,
         input_requires_grad=out.requires_grad and x.requires_grad,
         weight_requires_grad=out.requires_grad and weight.requires_grad,
         weight_transposed=product.transposed,
-        device=x.device,
+        device=None if plain else x.device,
     )
 
 
@@ -242,7 +247,7 @@ def _reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
 def _format_reason(held: QuantizedTensor, node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why the GEMMs of the recipe do not multiply by a weight that is quantized already."""
     read, there = _config(node, product, recipe).weight_quantizer, held.quantizer
-    if read.with_usage(True, True) != there.with_usage(True, True):
+    if not reads(read, there):
         return f"its weight is {there.in_words()}; {recipe.describe()} multiplies by {read.in_words()}"
     made = there.rowwise and there.columns_are_rows()
     if read.rowwise and not there.rowwise:
@@ -365,11 +370,20 @@ def _reads(node: fx.Node, x: fx.Node) -> bool:
     return product is not None and product.x is x
 
 
+def chosen_recipe(node: fx.Node, weight: Any, recipe_for: RecipeFor) -> tuple[Recipe | None, str]:
+    """What `recipe_for` says of a linear; the recipe of a weight that is quantized already, where no rule says another."""
+    recipe, why = recipe_for(*linear_path(node, weight))
+    held = quantized_of(weight)
+    if held is None or recipe is None:
+        return recipe, why
+    return recipe_of_stored(held.quantizer, recipe, why != "", tensor_of(node).requires_grad), why
+
+
 def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFor) -> tuple[MatchRecord, Recipe | None]:
     """The record as if matched, and the recipe that applies: none on a GPU without kernels, unless a rule names the linear."""
     path, parameter = linear_path(node, weight)
     record = MatchRecord("linear", path, source_line(node), parameter=parameter)
-    recipe, why = recipe_for(path, parameter)
+    recipe, why = chosen_recipe(node, weight, recipe_for)
     value = next((v for v in (tensor_of(node), tensor_of(weight)) if v is not None), None)
     if recipe is not None and why == "" and value is not None and value.device.type == "cuda":
         why = why_no_kernels(target_of(value.device))

@@ -1,0 +1,99 @@
+"""`load_checkpoint` and `load_quantized`: the codes and scales of a file become a model's weights, as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_dynamo.weights.checkpoint.files import Files, progress
+from te_dynamo.weights.checkpoint.form import Stored
+from te_dynamo.weights.checkpoint.forms import read_config
+from te_dynamo.weights.checkpoint.plan import INITIALIZER, Place, Plan, not_in_files, plan
+from te_dynamo.weights.checkpoint.record import Record, note_record, note_stored
+
+
+def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dtype | None = None) -> nn.Module:
+    """Loads a folder of safetensors whose weights are FP8 or FP4 into a model of the same names; returns the model.
+
+    path:  a folder with config.json, or hf_quant_config.json, or one safetensors file in it.
+    dtype: of plain tensors, and of the quantized weights' values; None keeps the model's.
+
+    A quantized weight becomes a parameter that is a `QuantizedTensor` of the file's codes and scales: never dequantized, multiplied as it is, and
+    without a gradient. `torch.compile(model, backend="te")` then takes its recipe from it, unless a rule chooses one. Scales of static
+    activations are not used: activations are scaled by what they are. One weight is in memory twice at a time; a model on meta gets its
+    tensors on torch's default device.
+
+    Raises CheckpointError, which names the tensor, for a file that is cut short, is not known, or does not fit the model, and for scales that
+    are missing, left over, zero or no numbers. The model is as it was then.
+    """
+    path = Path(path)
+    files = Files(path)
+    beside, config = read_config(path if path.is_dir() else path.parent, files.metadata)
+    made = plan(model, config, files.metas, files)
+    return _fill(model, made, files, Record(beside, config, files.metadata), dtype)
+
+
+def load_quantized(
+    model: nn.Module, state_dict: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> nn.Module:
+    """`load_checkpoint` of tensors that are in memory already. The model shares them where they lie as it holds them.
+
+    config: what config.json has under "quantization_config", or all of it.
+    """
+    config = dict(config.get("quantization_config", config))
+    made = plan(model, config, {name: tensor.to("meta") for name, tensor in state_dict.items()}, state_dict)
+    return _fill(model, made, state_dict, Record({"config.json": {"quantization_config": config}}, config), dtype)
+
+
+def _fill(
+    model: nn.Module, made: Plan, tensors: Mapping[str, Tensor], record: Record, dtype: torch.dtype | None
+) -> nn.Module:
+    steps: list[tuple[Place, Any]] = [*made.stored, *made.plain]
+    with torch.no_grad(), torch.inference_mode(False), progress() as bar:
+        for place, what in bar.track(steps, description="loading"):
+            wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype
+            if isinstance(what, Stored):
+                _fill_stored(place, what, made, tensors, wanted)
+            else:
+                record.dtypes[what] = tensors[what].dtype
+                _fill_plain(place, tensors[what].to(wanted))
+        for module in not_in_files(
+            model
+        ).values():  # what transformers computes of a configuration, such as rotary frequencies
+            module.to_empty(device=torch.get_default_device(), recurse=False)
+            getattr(model, INITIALIZER)(module)
+    note_record(model, record)
+    return model
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return torch.get_default_device() if tensor.is_meta else tensor.device
+
+
+def _fill_stored(place: Place, stored: Stored, made: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    parts = {role: tensors[name].to(_device(place.tensor)) for role, name in stored.names.items()}
+    if "tensor_scale" in parts:
+        parts["tensor_scale"] = made.form.factor(parts["tensor_scale"])
+    held = stored.read(parts, tuple(place.tensor.shape), dtype)
+    ((module, name, _),) = place.owners
+    module._parameters[name] = nn.Parameter(held, requires_grad=False)
+    kept = {*stored.kept} | {stored.names[role] for role in ("tensor_scale",) if role in stored.names}
+    note_stored(module, name, dataclasses.replace(stored, kept={each: tensors[each] for each in kept}))
+
+
+def _fill_plain(place: Place, values: Tensor) -> None:
+    """In place where there is memory, so that a parameter stays who it is."""
+    values = values.to(_device(place.tensor))
+    if not place.tensor.is_meta and type(place.tensor) in (Tensor, nn.Parameter):
+        place.tensor.data = values
+        return
+    made: Any = nn.Parameter(values, place.tensor.requires_grad) if place.is_parameter else values
+    for module, name, _ in place.owners:
+        (module._parameters if place.is_parameter else module._buffers)[name] = made
+        note_stored(module, name, None)

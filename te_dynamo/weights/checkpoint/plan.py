@@ -1,0 +1,170 @@
+"""Every tensor of a file against every parameter of a model. All that can be wrong is found here, before the model is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_dynamo.errors import CheckpointError
+from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.weights.checkpoint.form import Config, Form, Stored
+from te_dynamo.weights.checkpoint.forms import form_of
+from te_dynamo.weights.checkpoint.kinds import KINDS, check_scale
+
+INITIALIZER = "_init_weights"
+"""The method by which a model of transformers makes what a module has at first: it computes buffers of its configuration again."""
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer, QuantizedTensor)
+
+
+@dataclasses.dataclass
+class Place:
+    """A parameter or buffer of a model, with all the places that hold it: (module, name there, the module's path)."""
+
+    tensor: Tensor
+    owners: list[tuple[nn.Module, str, str]]
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{path}.{name}".removeprefix(".") for _, name, path in self.owners]
+
+    @property
+    def is_parameter(self) -> bool:
+        module, name, _ = self.owners[0]
+        return name in module._parameters
+
+
+@dataclasses.dataclass
+class Plan:
+    """What each place of a model gets from a file: one of its weights, or the tensor of that name."""
+
+    form: Form
+    stored: list[tuple[Place, Stored]]
+    plain: list[tuple[Place, str]]
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """The parameters and persistent buffers of a model, each once."""
+    found: dict[int, Place] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kept = {
+            name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
+        }
+        for name, tensor in {**module._parameters, **kept}.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), Place(tensor, [])).owners.append((module, name, path))
+    yield from found.values()
+
+
+def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Plan:
+    """metas: the tensors on meta. tensors: the same, read when they are asked for. Raises CheckpointError for what does not fit."""
+    form = form_of(config)
+    made, missing = Plan(form, [], []), []
+    for place in places(model):
+        found = [entry for owner in place.owners if (entry := _entry(place, owner, form, config, metas)) is not None]
+        if len(found) > 1 and (any(isinstance(entry, Stored) for entry in found) or not _alike(found, tensors)):
+            raise CheckpointError(
+                f"{' and '.join(map(repr, place.names))} are one tensor in the model and two in the file: untie them"
+            )
+        if not found:
+            if place.is_parameter or place.tensor.is_meta:
+                missing += place.names[:1]
+        elif isinstance(found[0], Stored):
+            if len(place.owners) > 1:
+                raise CheckpointError(
+                    f"{' and '.join(map(repr, place.names))} are one tensor, which is quantized in the file: untie them"
+                )
+            made.stored.append((place, found[0]))
+        else:
+            made.plain += [(place, name) for name in found]  # type: ignore[misc]
+    _check_all_used(made, metas, missing)
+    for path, module in not_in_files(model).items():
+        if module._parameters or not hasattr(model, INITIALIZER):
+            raise CheckpointError(
+                f"buffers of {path!r} are on meta, and no file has them: make that module on a device"
+            )
+    powers = {True}
+    for _, stored in made.stored:
+        for role in set(stored.names) - {"codes"}:
+            are_powers = check_scale(tensors[stored.names[role]], stored.names[role])
+            powers |= {are_powers} if role == "scale" else set()
+    if powers == {True}:  # scale_fmt says so where a configuration has it
+        made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]
+    return made
+
+
+def not_in_files(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with a buffer on meta that is not persistent."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if any(getattr(module._buffers.get(name), "is_meta", False) for name in module._non_persistent_buffers_set)
+    }
+
+
+def _entry(
+    place: Place, owner: tuple[nn.Module, str, str], form: Form, config: Config, metas: Mapping[str, Tensor]
+) -> Stored | str | None:
+    """What the file has for a place under the name of one owner: a quantized weight, the name of a tensor, or nothing."""
+    module, name, path = owner
+    full = f"{path}.{name}".removeprefix(".")
+    if type(place.tensor) not in _PLAIN:
+        raise CheckpointError(
+            f"{full!r} is a {type(place.tensor).__name__}: load the file before the model is wrapped or sharded"
+        )
+    shape = tuple(place.tensor.shape)
+    if place.is_parameter and place.tensor.dim() > 1:
+        kind, ways = form.kind(config, path, name, module), form.spelt(path, name)
+        for names in ways:
+            if {"codes", "scale"} <= {role for role in names if names[role] in metas}:
+                if not kind:
+                    raise CheckpointError(
+                        f"{names['scale']!r} is in the file, whose configuration says that {full!r} is not quantized"
+                    )
+                there = {
+                    role: metas[of] for role, of in names.items() if of in metas and role in KINDS[kind].like(shape)
+                }
+                KINDS[kind].check(there, names, shape)
+                powers = there["scale"].dtype.itemsize == 1
+                kept = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
+                return Stored(form.method, kind, {role: names[role] for role in there}, there, powers, kept)  # type: ignore[arg-type]
+        codes = next((names for names in ways if names["codes"] in metas and names["codes"] != full), None)
+        if codes or (full in metas and metas[full].dtype.itemsize == 1 and place.tensor.is_floating_point()):
+            scales = (
+                " or ".join(repr(names["scale"]) for names in ways)
+                or "a quantization_config that says what its scale is called"
+            )
+            raise CheckpointError(
+                f"{(codes or {'codes': full})['codes']!r} is codes without a scale: {scales} is not in the file"
+            )
+        if kind and form.says_all and isinstance(module, nn.Linear) and full in metas:
+            raise CheckpointError(
+                f"{full!r} is {metas[full].dtype} in the file, whose configuration says that it is quantized ({kind})"
+            )
+    if full not in metas:
+        return None
+    if tuple(metas[full].shape) != shape:
+        raise CheckpointError(f"{full!r} is {list(metas[full].shape)} in the file and {list(shape)} in the model")
+    return full
+
+
+def _alike(names: list[Any], tensors: Mapping[str, Tensor]) -> bool:
+    first, *others = (tensors[name] for name in names)
+    return all(torch.equal(first, other) for other in others)
+
+
+def _check_all_used(made: Plan, metas: Mapping[str, Tensor], missing: list[str]) -> None:
+    used = {name for _, name in made.plain}
+    for _, stored in made.stored:
+        used |= {*stored.names.values(), *stored.kept}
+    for names, what in (
+        (missing, "in the model and not in the file"),
+        (sorted(set(metas) - used), "in the file and have no place in the model"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"these are {what}: {', '.join(map(repr, names[:3]))}{more}")

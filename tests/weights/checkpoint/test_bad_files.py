@@ -1,0 +1,180 @@
+"""Files that are wrong, or do not fit: an error that names the tensor, before anything of the model is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.weights.checkpoint_files import FILES, K, N, net, write
+from torch import Tensor, nn
+
+import te_dynamo
+from te_dynamo.errors import CheckpointError
+
+Tensors = dict[str, Tensor]
+
+
+def without(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def having(**more: Any) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name.replace("__", "."): value for name, value in more.items()})
+
+
+def first_is(name: str, value: float) -> Callable[[Tensors], Any]:
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[0] = value
+
+    return change
+
+
+CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "no scale": ("fp8", without("mlp.0.weight_scale_inv"), "'mlp.0.weight' is codes without a scale: 'mlp.0.weight_scale_inv' or"),
+    "no packed scale": ("ct nvfp4", without("mlp.0.weight_scale"), "'mlp.0.weight_packed' is codes without a scale"),
+    "no scale of the tensor": ("ct nvfp4", without("mlp.2.weight_global_scale"), "'mlp.2.weight_packed' has no tensor scale, which nvfp4 needs"),
+    "a scale too much": ("fp8", having(mlp__0__k_scale=torch.ones(1)), "in the file and have no place in the model: 'mlp.0.k_scale'"),
+    "a scale of nothing": ("ct row", without("mlp.0.weight"), "in the model and not in the file: 'mlp.0.weight'"),
+    "a norm is missing": ("fp8", without("norm.bias"), "in the model and not in the file: 'norm.bias'"),
+    "zero": ("fp8", first_is("mlp.2.weight_scale_inv", 0), "'mlp.2.weight_scale_inv': 1 of its 6 scales are zero, negative or no numbers"),
+    "nan": ("ct row", first_is("mlp.0.weight_scale", float("nan")), f"'mlp.0.weight_scale': 1 of its {N} scales"),
+    "nan of 8 bits": ("ct mxfp8", first_is("mlp.0.weight_scale", 255), "'mlp.0.weight_scale': 1 of its"),
+    "blocks": ("fp8", having(mlp__0__weight_scale_inv=torch.ones(2, 2)), r"'mlp.0.weight_scale_inv' is \[2, 2\], and block of a weight \[384, 256\] has \[3, 2\]"),
+    "two scales": ("modelopt", having(mlp__0__weight_scale=torch.ones(2)), r"'mlp.0.weight_scale' is \[2\], .* fused of several has to have one scale"),
+    "other sizes": ("ct row", having(mlp__0__weight=torch.ones(N, 128).to(torch.float8_e4m3fn)), r"'mlp.0.weight' has codes \[384, 128\], and the model's \[384, 256\]"),
+    "half-converted": ("ct row", lambda tensors: (tensors.pop("mlp.0.weight_scale"), tensors.update({"mlp.0.weight": torch.ones(N, K)})), r"'mlp.0.weight' is torch.float32 in the file, whose configuration says that it is quantized \(row\)"),
+    "a scale of another dtype": ("ct mxfp8", having(mlp__0__weight_scale=torch.ones(N, K // 32)), "'mlp.0.weight_scale' is torch.float32; mxfp8 has torch.uint8 there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors(case: str) -> None:
+    name, change, message = CASES[case]
+    tensors, _ = FILES[name].tensors()
+    change(tensors)
+    _refused(tensors, FILES[name].config, message)
+
+
+def _refused(tensors: Tensors, config: dict[str, Any], message: str, model: nn.Module | None = None) -> None:
+    model = net() if model is None else model
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=message):
+        te_dynamo.load_quantized(model, tensors, config)
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter and torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8", {"quant_method": "gptq"}, "quant_method 'gptq' is not known; known are 'fp8', 'compressed-tensors', 'modelopt'"),
+        ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size \(64, 64\) is not known; known are"),
+        ("fp8", {"modules_to_not_convert": ["mlp.0"]}, "'mlp.0.weight_scale_inv' is in the file, whose configuration says"),
+        ("modelopt", {"quant_algo": "INT4_AWQ"}, "quant_algo 'INT4_AWQ' is not known; known are 'FP8'"),
+        ("modelopt", {"exclude_modules": ["*.0"]}, "'mlp.0.weight_scale' is in the file, whose configuration says"),
+        ("modelopt", {"quant_method": ""}, None),
+        ("ct row", {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}}, r"\(4, 'int', None, None\) is not known"),
+    ],
+)  # fmt: skip
+def test_configurations(name: str, change: dict[str, Any], message: str | None) -> None:
+    tensors, _ = FILES[name].tensors()
+    config = {**FILES[name].config, **change}
+    if message is None:  # told by its algorithm
+        te_dynamo.load_quantized(net(), tensors, config)
+    else:
+        _refused(tensors, config, message)
+
+
+def test_no_configuration() -> None:
+    _refused(FILES["fp8"].tensors()[0], {}, "'mlp.0.weight' is codes without a scale: a quantization_config that says")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(N, K, dtype=torch.bfloat16)
+        self.head = nn.Linear(K, N, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_weights() -> None:
+    file = FILES["fp8"]
+    quantized = {f"head.{name}": tensor for name, tensor in file.make(N, K)[0].items()}
+    plain = torch.randn(N, K).bfloat16()
+    config = {**file.config, "modules_to_not_convert": []}
+    _refused(
+        quantized,
+        config,
+        "'embedding.weight' and 'head.weight' are one tensor, which is quantized in the file: untie",
+        Tied(),
+    )
+    _refused(
+        {**quantized, "embedding.weight": plain}, config, "are one tensor in the model and two in the file", Tied()
+    )
+    _refused(
+        {"head.weight": plain, "embedding.weight": plain + 1},
+        config,
+        "one tensor in the model and two in the file",
+        Tied(),
+    )
+    model = te_dynamo.load_quantized(Tied(), {"embedding.weight": plain, "head.weight": plain}, config)
+    assert model.head.weight is model.embedding.weight and torch.equal(model.head.weight, plain)
+
+
+def test_shards_that_cut_a_block() -> None:
+    """Half of 384 rows are one block of 128 and a half."""
+    tensors = {
+        name.removeprefix("mlp.0."): tensor
+        for name, tensor in FILES["fp8"].tensors()[0].items()
+        if "mlp.0.weight" in name
+    }
+    message = r"'weight' has codes \[384, 256\], and the model's \[192, 256\] .* a shard of one has to end at a border of its blocks of 128"
+    _refused(tensors, FILES["fp8"].config, message, nn.Linear(K, N // 2, bias=False))
+
+
+def test_files(tmp_path: Path) -> None:
+    folder = write(tmp_path, FILES["fp8"])
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+
+    def refused(message: str) -> None:
+        model = net()
+        before = model.mlp[0].weight
+        with pytest.raises(CheckpointError, match=message):
+            te_dynamo.load_checkpoint(model, folder)
+        assert model.mlp[0].weight is before and type(before) is nn.Parameter
+
+    file.write_bytes(whole[:-5])
+    refused(rf"' has \d+ bytes, to byte {len(whole)} of model.safetensors, which is cut short at {len(whole) - 5}")
+    file.write_bytes(whole[:20])
+    refused("cut short, or no file of safetensors")
+    file.write_bytes(whole)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"norm.bias": "model.safetensors", "mlp.4.weight": "model.safetensors"}})
+    )
+    refused("'mlp.4.weight' is not in model.safetensors, where model.safetensors.index.json has it")
+    index.write_text(json.dumps({"weight_map": {"norm.bias": "model-2.safetensors"}}))
+    refused("names model-2.safetensors, which is not there")
+    index.unlink()
+    (folder / "more.safetensors").write_bytes(whole)
+    refused("is in model.safetensors and in more.safetensors")
+    file.unlink()
+    (folder / "more.safetensors").unlink()
+    refused("no file of safetensors is there")
+
+
+def test_a_sharded_model() -> None:
+    class Shard(nn.Parameter):
+        pass
+
+    model = net()
+    model.mlp[0].weight = Shard(model.mlp[0].weight.data)
+    with pytest.raises(
+        CheckpointError, match=r"'mlp.0.weight' is a Shard: load the file before the model is wrapped or sharded"
+    ):
+        te_dynamo.load_quantized(model, FILES["fp8"].tensors()[0], FILES["fp8"].config)

@@ -1,0 +1,181 @@
+"""load_checkpoint: the file's codes and scales become the model's weights, and are multiplied as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.weights.checkpoint_files import FILES, K, N, net, power, scales, write
+from torch import nn
+
+import te_dynamo
+from te_dynamo.errors import CheckpointError
+from te_dynamo.weights.checkpoint.files import Files
+from te_dynamo.weights.checkpoint.record import stored_of
+
+X = torch.randn(32, K, generator=torch.manual_seed(2)).bfloat16()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_values_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+    file = FILES[name]
+    tensors, meant = file.tensors()
+    model = te_dynamo.load_checkpoint(net(), write(tmp_path, file))
+    for weight, values in meant.items():
+        held = model.get_parameter(weight)
+        assert isinstance(held, te_dynamo.QuantizedTensor) and not held.requires_grad
+        if "nvfp4" in name:  # the amax is held, of which the factor is made again
+            torch.testing.assert_close(held.dequantize().float(), values, rtol=2**-8, atol=0)
+        else:
+            assert torch.equal(held.dequantize(), values.bfloat16())
+    for weight in ("norm.weight", "norm.bias", "mlp.0.bias"):
+        assert torch.equal(model.get_parameter(weight), tensors[weight])
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("name", FILES)
+def test_every_linear_is_in_the_files_recipe(name: str) -> None:
+    file = FILES[name]
+    tensors, meant = file.tensors()
+    model = te_dynamo.load_quantized(net(), tensors, file.config)
+    plain = net()
+    plain.load_state_dict({name: tensors[name] for name in ("norm.weight", "norm.bias", "mlp.0.bias")}, strict=False)
+    for weight, values in meant.items():
+        plain.get_parameter(weight).data = values.bfloat16()
+    with torch.no_grad(), te_dynamo.capture() as graphs:
+        y = torch.compile(model, backend="te", options={"codegen": "eager"})(X)
+        expected = plain(X)
+    linears = [match for match in graphs.reports[0].matches if match.kind == "linear"]
+    assert [match.recipe for match in linears] == [file.recipe] * 2
+    bound = 0.25 if "nvfp4" in name else 0.06
+    assert (y - expected).float().norm() <= bound * expected.float().norm()
+
+
+def test_explain_names_the_form() -> None:
+    file = FILES["fp8"]
+    explained = te_dynamo.explain(te_dynamo.load_quantized(net(), file.tensors()[0], file.config), X)
+    assert [row.stored for row in explained.linears] == ["fp8 (block)"] * 2
+    assert "weight as stored: fp8 (block)" in str(explained)
+
+
+def test_static_scales_of_activations_are_said_not_to_be_used() -> None:
+    file = FILES["ct tensor"]
+    model = te_dynamo.load_quantized(net(), file.tensors()[0], file.config)
+    stored = stored_of(model.mlp[0], "weight")
+    assert stored.describe() == "compressed-tensors (tensor, static scales of activations not used)"
+
+
+def test_a_rule_goes_before_the_file() -> None:
+    file = FILES["fp8"]
+    model = te_dynamo.load_quantized(net(), file.tensors()[0], file.config)
+    rules = [("mlp.0", None), ("mlp.2", "mxfp8")]
+    first, second = te_dynamo.explain(model, X, rules=rules).linears
+    assert first.reason == "rule 'mlp.0' leaves it in the model's precision"
+    there = "its weight is FP8 (e4m3) with a scale per block of 128x128, fp32 scales"
+    assert second.reason == f"{there}; mxfp8 multiplies by MXFP8 with a scale per block of 1x32"
+    # A GEMM reads scales that are no powers of two by a recipe that makes powers of two.
+    assert te_dynamo.explain(model, X, rules=[("", "float8_block_scaling")]).coverage == 1.0
+
+
+def test_dtype_and_a_model_on_meta(tmp_path: Path) -> None:
+    file = FILES["fp8"]
+    with torch.device("meta"):
+        model = net(torch.float32)
+    te_dynamo.load_checkpoint(model, write(tmp_path, file), dtype=torch.float16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert model(X.half()).isfinite().all()
+
+
+def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
+    """transformers makes such a buffer anew; other models have to have it."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+    folder = write(tmp_path, FILES["fp8"])
+    with torch.device("meta"):
+        model = net()
+        model.rotary = Rotary()
+    with pytest.raises(CheckpointError, match="buffers of 'rotary' are on meta, and no file has them"):
+        te_dynamo.load_checkpoint(model, folder)
+    assert model.norm.weight.is_meta
+    model._init_weights = lambda module: module.frequencies.copy_(torch.arange(4.0))
+    te_dynamo.load_checkpoint(model, folder)
+    assert torch.equal(model.rotary.frequencies, torch.arange(4.0))
+
+
+def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:
+    model = net()
+    before = model.norm.weight
+    te_dynamo.load_checkpoint(model, write(tmp_path, FILES["fp8"]))
+    assert model.norm.weight is before and before.requires_grad
+
+
+def test_loaded_again(tmp_path: Path) -> None:
+    """Another form in the place of the first, and then none."""
+    model = te_dynamo.load_checkpoint(net(), write(tmp_path / "a", FILES["fp8"]))
+    te_dynamo.load_checkpoint(model, write(tmp_path / "b", FILES["ct mxfp4"]))
+    assert [stored_of(model.mlp[i], "weight").describe() for i in (0, 2)] == ["compressed-tensors (mxfp4)"] * 2
+    plain = {name: tensor.detach().clone() for name, tensor in net().state_dict().items()}
+    te_dynamo.load_quantized(model, plain, {})
+    assert stored_of(model.mlp[0], "weight") is None
+    assert type(model.mlp[0].weight) is nn.Parameter
+
+
+def test_groups_of_modules() -> None:
+    """Each weight has the scheme of the first group that names its module, by path, expression or class; those to ignore stay plain."""
+    row, block = FILES["ct row"], FILES["ct block"]
+    tensors, of_blocks = row.tensors()[0], block.tensors()[0]
+    tensors |= {name: of_blocks[name] for name in of_blocks if name.startswith("mlp.2")}
+    groups = {
+        "a": {**block.config["config_groups"]["group_0"], "targets": ["re:.*[.]2$"]},
+        "b": row.config["config_groups"]["group_0"],
+    }
+    config = {**row.config, "config_groups": groups, "format": "mixed-precision"}
+    model = te_dynamo.load_quantized(net(), tensors, config)
+    stored = [stored_of(model.mlp[i], "weight").describe() for i in (0, 2)]
+    assert stored == ["compressed-tensors (row)", "compressed-tensors (block)"]
+    del tensors["mlp.0.weight_scale"]
+    tensors["mlp.0.weight"] = torch.randn(N, K).bfloat16()
+    model = te_dynamo.load_quantized(net(), tensors, {**config, "ignore": ["mlp.0"]})
+    assert type(model.mlp[0].weight) is nn.Parameter
+
+
+class Experts(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+
+
+def test_experts() -> None:
+    """[E, N, K], of one scale a matrix, of blocks, and of gpt-oss."""
+    data = (torch.randn(3, 256, 128) * 40).to(torch.float8_e4m3fn)
+    for scale in (scales(3), scales(3, 2, 1)):
+        config = {"quant_method": "fp8", "weight_block_size": None if scale.dim() == 1 else [128, 128]}
+        tensors = {"gate_up_proj": data, "gate_up_proj_scale_inv": scale}
+        model = te_dynamo.load_quantized(Experts((3, 256, 128)), tensors, config)
+        meant = data.float() * (scale.reshape(3, -1, 1).repeat_interleave(256 if scale.dim() == 1 else 128, 1))
+        assert torch.equal(model.gate_up_proj.dequantize(), meant.bfloat16())
+    bytes_, exponents = (
+        torch.randint(256, (3, 64, 4, 16), dtype=torch.uint8),
+        torch.randint(115, 125, (3, 64, 4), dtype=torch.uint8),
+    )
+    tensors = {"gate_up_proj_blocks": bytes_, "gate_up_proj_scales": exponents}
+    model = te_dynamo.load_quantized(Experts((3, 64, 128)), tensors, {"quant_method": "mxfp4"})
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+    meant = values[(nibbles & 7).long()] * torch.where(nibbles > 7, -1, 1) * power(exponents)[..., None]
+    assert torch.equal(model.gate_up_proj.dequantize(), meant.reshape(3, 64, 128).bfloat16())
+
+
+def test_files_are_read_one_tensor_at_a_time(tmp_path: Path) -> None:
+    tensors = FILES["ct tensor"].tensors()[0]
+    files = Files(write(tmp_path, FILES["ct tensor"]))
+    assert {name: (meta.dtype, meta.shape) for name, meta in files.metas.items()} == {
+        n: (t.dtype, t.shape) for n, t in tensors.items()
+    }
+    assert all(torch.equal(files[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)

@@ -1,0 +1,158 @@
+"""save_checkpoint: what came from a file goes back byte for byte; trained and frozen models go out with the codes that they multiply."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.weights.checkpoint_files import FILES, K, net, write
+from torch import Tensor, nn
+
+import te_dynamo
+from te_dynamo.errors import CheckpointError
+
+X = torch.randn(32, K, generator=torch.manual_seed(2)).bfloat16()
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    a, b = tensors_of(one), tensors_of(other)
+    assert {name: (t.dtype, t.shape) for name, t in a.items()} == {name: (t.dtype, t.shape) for name, t in b.items()}
+    assert [
+        name
+        for name in a
+        if not torch.equal(a[name].reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8))
+    ] == []
+    for file in one.glob("*.json"):
+        assert json.loads(file.read_text()) == json.loads((other / file.name).read_text())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_round_trip_is_byte_for_byte(name: str, tmp_path: Path) -> None:
+    """In another dtype too, and of a copy."""
+    write(tmp_path / "file", FILES[name])
+    model = te_dynamo.load_checkpoint(net(), tmp_path / "file", dtype=torch.float32)
+    te_dynamo.save_checkpoint(copy.deepcopy(model), tmp_path / "again")
+    assert_same_files(tmp_path / "file", tmp_path / "again")
+
+
+def test_a_buffer_that_was_not_in_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "file", FILES["fp8"])
+    model = net()
+    model.register_buffer("steps", torch.zeros(1))
+    te_dynamo.save_checkpoint(te_dynamo.load_checkpoint(model, tmp_path / "file"), tmp_path / "again")
+    assert_same_files(tmp_path / "file", tmp_path / "again")
+
+
+def test_shards(tmp_path: Path) -> None:
+    write(tmp_path / "file", FILES["fp8"])
+    model = te_dynamo.load_checkpoint(net(), tmp_path / "file")
+    te_dynamo.save_checkpoint(model, tmp_path / "again", shard_bytes=100_000)
+    assert sorted(file.name for file in (tmp_path / "again").iterdir()) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert_same_files(tmp_path / "file", tmp_path / "again")
+    te_dynamo.save_checkpoint(te_dynamo.load_checkpoint(net(), tmp_path / "again"), tmp_path / "third")
+    assert_same_files(tmp_path / "file", tmp_path / "third")
+
+
+WRITTEN = [
+    ("fp8", "float8_block_scaling"),
+    ("fp8", te_dynamo.recipe.Float8BlockScaling(power_of_two_scales=False)),
+    *(
+        ("compressed-tensors", name)
+        for name in ("float8_current_scaling", "float8_rowwise", "float8_block_scaling", "mxfp8", "nvfp4")
+    ),
+    *(
+        ("modelopt", name)
+        for name in ("float8_current_scaling", "float8_rowwise", "float8_block_scaling", "mxfp8", "nvfp4")
+    ),
+]
+
+
+def _name(case: object) -> str:
+    return case if isinstance(case, str) else case.describe() if hasattr(case, "describe") else ""
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("how", ["trained", "frozen", "dropped"])
+@pytest.mark.parametrize(("form", "recipe"), WRITTEN, ids=_name)
+def test_a_model_goes_out_with_the_codes_of_its_forward(form: str, recipe: object, how: str, tmp_path: Path) -> None:
+    """Loaded again, it computes the same bits."""
+    model = net().requires_grad_(how == "trained")
+    compiled = torch.compile(model, backend="te", options={"recipe": recipe, "codegen": "eager"})
+    if how != "trained":
+        te_dynamo.freeze(model, drop_weights=how == "dropped")
+    with torch.no_grad():
+        expected = compiled(X)
+    te_dynamo.save_checkpoint(compiled, tmp_path / "a", form, recipe=recipe)
+    loaded = te_dynamo.load_checkpoint(net(torch.float32), tmp_path / "a", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(loaded, backend="te", options={"codegen": "eager"})(X), expected)
+    te_dynamo.save_checkpoint(loaded, tmp_path / "b")
+    assert_same_files(tmp_path / "a", tmp_path / "b")
+
+
+def test_another_form_has_the_same_values(tmp_path: Path) -> None:
+    for name, form in (("fp8", "compressed-tensors"), ("ct nvfp4", "modelopt"), ("modelopt row", "compressed-tensors")):
+        tensors, meant = FILES[name].tensors()
+        model = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
+        te_dynamo.save_checkpoint(model, tmp_path / name, form)
+        again = te_dynamo.load_checkpoint(net(), tmp_path / name)
+        for weight in meant:
+            one, other = (each.get_parameter(weight).dequantize().float() for each in (model, again))
+            torch.testing.assert_close(one, other, rtol=0 if "nvfp4" not in name else 2**-8, atol=0)
+
+
+def test_rules_leave_linears_and_the_configuration_says_so(tmp_path: Path) -> None:
+    for form, key in (("fp8", "modules_to_not_convert"), ("compressed-tensors", "ignore"), ("modelopt", "ignore")):
+        te_dynamo.save_checkpoint(net(), tmp_path / form, form, rules=[("mlp.0", None)])
+        config = json.loads((tmp_path / form / "config.json").read_text())["quantization_config"]
+        assert config[key] == ["mlp.0"]
+        loaded = te_dynamo.load_checkpoint(net(), tmp_path / form)
+        assert [type(loaded.mlp[i].weight) is nn.Parameter for i in (0, 2)] == [True, False]
+
+
+def test_two_recipes_are_two_groups(tmp_path: Path) -> None:
+    for form in ("compressed-tensors", "modelopt"):
+        te_dynamo.save_checkpoint(net(), tmp_path / form, form, recipe="float8_rowwise", rules=[("mlp.0", "mxfp8")])
+        loaded = te_dynamo.load_checkpoint(net(), tmp_path / form)
+        assert [type(loaded.mlp[i].weight.quantizer).__name__ for i in (0, 2)] == [
+            "MXFP8Quantizer",
+            "Float8RowwiseQuantizer",
+        ]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    def refused(model: nn.Module, message: str, *args: object, **options: object) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            te_dynamo.save_checkpoint(model, tmp_path / "new", *args, **options)  # type: ignore[arg-type]
+        assert not (tmp_path / "new").exists()
+
+    refused(net(), "the model came from no file: form= names the one to write")
+    refused(net(), "quant_method 'awq' is not known", "awq")
+    refused(
+        net(),
+        r"mlp.0.weight is FP8 \(e4m3\) with a scale per tensor; 'fp8' is written with block",
+        "fp8",
+        recipe="float8_current_scaling",
+    )
+    refused(net(), "'torchao' is written with no format", "torchao")
+    refused(net(), "no linear of the model has a recipe", "fp8", recipe=None)
+    model = te_dynamo.load_checkpoint(net(), write(tmp_path / "file", FILES["fp8"]))
+    refused(nn.Sequential(model), "'0.norm.weight' was not in the file: form= names one to write")
+    model.mlp[0].weight = nn.Parameter(model.mlp[0].weight.dequantize())
+    refused(model, "'mlp.0.weight' was quantized in the file, and is not any more")
+    with pytest.raises(CheckpointError, match="has a checkpoint already"):
+        te_dynamo.save_checkpoint(model, tmp_path / "file", "fp8")
