@@ -8,12 +8,13 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
-from helpers.dynamo import few_rows_too, time_no_guards
+from helpers.dynamo import collect_no_garbage, explain_here_alone, few_rows_too, time_no_guards
 
 ROOT = pathlib.Path(__file__).parents[1]
 _CACHE = tempfile.TemporaryDirectory(prefix="te_dynamo_tests_")
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def what_tests_leave_out() -> Iterator[None]:
-    with time_no_guards(), few_rows_too():
+    with collect_no_garbage(), time_no_guards(), few_rows_too():
         yield
 
 
@@ -76,6 +77,13 @@ def but_for_tests_of_that_rule(request: pytest.FixtureRequest, monkeypatch: pyte
             "te_dynamo.passes.torch_ir.match.patterns.linears.linear.linear_cost_reason", linear_cost_reason
         )
         monkeypatch.setattr("te_dynamo.passes.torch_ir.match.cpu_known", cpu_known)
+
+
+@pytest.fixture(autouse=True)
+def but_for_tests_of_what_a_gpu_would_take(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those marked `h200_too`."""
+    with nullcontext() if "h200_too" in request.keywords else explain_here_alone():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

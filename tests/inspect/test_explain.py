@@ -50,6 +50,7 @@ def net():
     return Net()
 
 
+@pytest.mark.h200_too
 def test_text(net):
     assert_expected_inline(
         str(explain(net, torch.ones(4, 8))),
@@ -344,6 +345,7 @@ CODEGEN = {"codegen": "eager"}
 
 
 @pytest.mark.cost_rule
+@pytest.mark.h200_too
 def test_without_a_gpu_the_headline_says_what_one_would_take(te):
     model, x = small(), torch.randn(8, 64).bfloat16()
     weights = [*model.parameters()]
@@ -398,6 +400,7 @@ def test_each_device_answers_for_itself(te):
     assert rows["b200"] < rows["h200"] < rows["rtx5090"]
 
 
+@pytest.mark.h200_too
 def test_what_is_not_known_is_a_note(te):
     class Asks(nn.Module):
         def __init__(self):

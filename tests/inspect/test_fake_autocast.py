@@ -67,6 +67,7 @@ def test_autocast_in_forward(where):
 
 
 @pytest.mark.cost_rule
+@pytest.mark.h200_too
 def test_autocast_around_the_call():
     with torch.autocast("cpu", BF16):
         assert forecast(Net()) == 0.0
@@ -80,6 +81,7 @@ def test_autocast_around_the_call():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch turns autocast off where there is no GPU")
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.h200_too
 def test_autocast_that_torch_turned_off_is_not_known():
     off = torch.autocast("cuda", BF16)
     for model, around in ((Net(), off), (Net(lambda x: off), contextlib.nullcontext())):

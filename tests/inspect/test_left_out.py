@@ -161,6 +161,7 @@ def test_dynamo_is_not_blamed_for_what_is_in_a_graph() -> None:
     )
 
 
+@pytest.mark.h200_too
 def test_a_skipped_function_is_a_graph_break_with_its_line() -> None:
     found = explained(Experts(), torch.randn(16, 32))
     (stop,) = found.graph_breaks

@@ -137,6 +137,7 @@ Graphs: 1 (0 graph breaks; no quantized weight is kept)""",
     )
 
 
+@pytest.mark.h200_too
 def test_a_run_without_a_gpu_has_no_times_and_says_how_to_have_them():
     found = page_data(te_dynamo.explain(nn.Linear(16, 16), torch.ones(16, 16)))
     ((_, value, detail),) = [card for card in found["cards"] if "Time" in card[0]]

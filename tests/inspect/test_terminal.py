@@ -88,7 +88,7 @@ reasons
 
 
 def test_the_depth_of_a_stack_adds_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (lines_at(80, stack_for_h200(depth), monkeypatch) for depth in (3, 9))
+    few, many = (lines_at(80, stack_for_h200(depth), monkeypatch) for depth in (3, 5))
     assert len(few) == len(many) and max(map(len, many)) <= 80
 
 

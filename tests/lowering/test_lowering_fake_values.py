@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.graphs import lowered_graphs
+from helpers.slow import slow_but
 from torch import fx
 from torch._inductor import fx_utils
 from torch._inductor.virtualized import V
@@ -49,10 +50,13 @@ def described(node: fx.Node, value: Any) -> Any:
     return value.dtype, value.device, value.shape, value.stride(), value.storage_offset(), seen
 
 
-@pytest.mark.parametrize("name", lowered_graphs.CASES)
-@pytest.mark.parametrize("times", [1, 2], ids=["traced", "copied"])
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [*((name, 1) for name in lowered_graphs.CASES), *slow_but(22, [(name, 2) for name in lowered_graphs.CASES])],
+)
 def test_values_are_those_that_torch_would_compute(name: str, times: int) -> None:
-    """Of the nodes that are traced, and of a copy's for a second operation on the same tensors."""
+    """Of the nodes that are traced, and of a copy's for a second operation on the same tensors: one function makes all copies, the slow ones find
+    an operation whose graph it cannot copy."""
     target, arguments, _ = lowered_graphs.CASES[name]
     graph = lowered_graphs.graph_of(target.default, *arguments())
     if times == 2:

@@ -45,14 +45,17 @@ def test_another_value_turns_nothing_off(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_default_recipe(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("TE_DYNAMO_RECIPE", name)
     expected = None if name == "none" else "mxfp8"
-    for compiled in (torch.compile(nn.Linear(32, 32), backend="te"), te_dynamo.compile(nn.Linear(32, 32))):
+    model = nn.Linear(32, 32)
+    for compiled in (
+        torch.compile(model, backend="te", options={"codegen": "eager"}), te_dynamo.compile(model, codegen="eager"),
+    ):  # fmt: skip
         (row,) = te_dynamo.explain(compiled, X).linears
         assert (row.recipe or None) == expected
 
 
 def test_what_code_says_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_DYNAMO_RECIPE", "mxfp8")
-    (row,) = te_dynamo.explain(te_dynamo.compile(nn.Linear(32, 32), recipe="nvfp4"), X).linears
+    (row,) = te_dynamo.explain(te_dynamo.compile(nn.Linear(32, 32), recipe="nvfp4", codegen="eager"), X).linears
     assert row.recipe == "nvfp4"
     assert Options.parse({"recipe": None}).recipe is None
 

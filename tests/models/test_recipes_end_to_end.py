@@ -121,8 +121,10 @@ def test_rules_give_each_linear_its_own_recipe() -> None:
 # ---- what is saved and what is shared
 
 
+@pytest.mark.one_fast_case
 @BY_RECIPE
 def test_a_shared_input_is_quantized_once(recipe: Recipe) -> None:
+    """The slow ones find a recipe whose quantizers of one tensor are not equal."""
     model = build("swiglu", torch.bfloat16)
     with te_dynamo.capture() as graphs:
         run(te(model, recipe, fusions=False), model, tokens(dtype=torch.bfloat16))
@@ -260,8 +262,10 @@ def test_a_checkpoint_changes_no_bit(recipe: Recipe, codegen: str) -> None:
     assert_close(run(te(Checkpointed(model), recipe, codegen=codegen), model, x), expected, 0.0)
 
 
+@pytest.mark.one_fast_case
 @BY_RECIPE
 def test_backward_twice_with_retain_graph(recipe: Recipe) -> None:
+    """The slow ones find a recipe whose backward writes into what was saved."""
     model = build("gelu_mlp")
     with torch._functorch.config.patch(donated_buffer=False):
         loss = te(model, recipe)(tokens()).square().sum()
@@ -271,8 +275,10 @@ def test_backward_twice_with_retain_graph(recipe: Recipe) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.one_fast_case
 @BY_RECIPE
 def test_frozen_weights_get_no_gradient_and_hand_one_on(recipe: Recipe) -> None:
+    """The slow ones find a recipe that saves too little for dgrad alone."""
     model, x = build("gelu_mlp"), tokens()
     model.up.requires_grad_(False), model.down.bias.requires_grad_(False)
 
@@ -288,8 +294,10 @@ def test_frozen_weights_get_no_gradient_and_hand_one_on(recipe: Recipe) -> None:
         assert_close(actual, gradients(model), SAME)
 
 
+@pytest.mark.one_fast_case
 @BY_RECIPE
 def test_autocast_over_fp32_weights(recipe: Recipe) -> None:
+    """The slow ones find a recipe whose products are not in the dtype of autocast."""
     model, x = build("gelu_mlp"), tokens()
     with torch.autocast("cpu", torch.bfloat16):
         actual, plain = run(te(model, recipe), model, x), run(model, model, x)

@@ -137,13 +137,14 @@ def test_a_backward_after_it_is_of_its_own_forward() -> None:
     assert equal(step(compiled, model), expected(None))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("net", "options"),
     [({}, {"weight_cache": "step"}), ({"checkpoints": True}, {}), ({"breaks": True}, {"weight_cache": "step"})],
     ids=str,
 )
 def test_right_after_it(net: dict[str, bool], options: dict[str, Any]) -> None:
-    """Steps of an optimizer in between: a kept weight is never another step's."""
+    """Steps of an optimizer in between: a kept weight is never another step's. The slow ones find it in a checkpoint, and behind a break."""
     found = {}
     for switches in (True, False):
         model = Net(**net)

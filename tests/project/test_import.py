@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from te_dynamo import Float8CurrentScalingQuantizer
 
 NEW = """
 import sys
-import torch
 before = set(sys.modules)
 
 import te_dynamo
@@ -24,14 +25,40 @@ print(*sorted(set(sys.modules) - before), sep="\\n")
 """
 
 
-def printed_by(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+FORKS = """
+import contextlib, io, json, os, sys
+import torch
+for program in sys.stdin:
+    if not os.fork():
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(json.loads(program), {})
+        print(json.dumps(printed.getvalue()))
+        break
+    if os.wait()[1]:
+        print("null", flush=True)
+"""
 
 
-def test_what_the_import_loads_beside_torch() -> None:
-    ours_and_others = {name for name in printed_by(NEW).split() if name.split(".")[0] not in sys.stdlib_module_names}
+@pytest.fixture(scope="module")
+def printed_after_torch() -> Iterator[Callable[[str], str]]:
+    """What a program prints that begins with torch imported and no more: a fork each of one process, since that import takes a second."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin and process.stdout
+        given, answers = process.stdin, process.stdout
+
+        def printed(program: str) -> str:
+            print(json.dumps(program), file=given, flush=True)
+            answer = json.loads(answers.readline())
+            assert answer is not None, "its traceback is in what was written to stderr"
+            return answer
+
+        yield printed
+
+
+def test_what_the_import_loads_beside_torch(printed_after_torch: Callable[[str], str]) -> None:
+    loaded = printed_after_torch(NEW).split()
+    ours_and_others = {name for name in loaded if name.split(".")[0] not in sys.stdlib_module_names}
     assert_expected_inline(
         "\n".join(sorted(ours_and_others)),
         """\
@@ -54,7 +81,9 @@ except SystemExit:
     pass
 print(", ".join({"torch", "rich", "te_dynamo"} & set(sys.modules)))
 """
-    assert printed_by(code, *arguments).splitlines()[-1] == "te_dynamo"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "te_dynamo"
 
 
 def test_the_public_surface() -> None:
@@ -68,20 +97,27 @@ def test_the_public_surface() -> None:
         te_dynamo.explian  # noqa: B018
 
 
-def test_the_import_alone_lets_torch_load_a_quantized_tensor(tmp_path: Path) -> None:
-    torch.save(Float8CurrentScalingQuantizer().quantize(torch.ones(16, 16)), tmp_path / "saved.pt")
-    code = "import sys, te_dynamo, torch\nprint(torch.load(sys.argv[1], weights_only=True).dequantize().sum().item())"
-    assert printed_by(code, str(tmp_path / "saved.pt")).strip() == "256.0"
+def test_the_import_alone_lets_torch_load_a_quantized_tensor(
+    tmp_path: Path, printed_after_torch: Callable[[str], str]
+) -> None:
+    saved = str(tmp_path / "saved.pt")
+    torch.save(Float8CurrentScalingQuantizer().quantize(torch.ones(16, 16)), saved)
+    code = f"import te_dynamo, torch\nprint(torch.load({saved!r}, weights_only=True).dequantize().sum().item())"
+    assert printed_after_torch(code).strip() == "256.0"
 
 
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("imported", ["te_dynamo.recipe", "te_dynamo.quantized.quantizers"])
-def test_what_is_used_registers_what_it_needs(imported: str) -> None:
+def test_what_is_used_registers_what_it_needs(imported: str, printed_after_torch: Callable[[str], str]) -> None:
     """Whatever of the package is imported first."""
     code = f"import torch, {imported}\nx = torch.ones(16, 16)\nq = te_dynamo.quantized.quantizers.Float8CurrentScalingQuantizer()"
-    assert printed_by(f"{code}\nprint(q.quantize(x).dequantize().sum().item())").strip() == "256.0"
+    assert printed_after_torch(f"{code}\nprint(q.quantize(x).dequantize().sum().item())").strip() == "256.0"
 
 
-def test_the_backend_is_registered_without_an_import() -> None:
-    code = "import torch\nprint(torch._dynamo.lookup_backend('te').__module__)"
-    assert printed_by(code).strip() == "te_dynamo.backend"
+@pytest.mark.slow
+def test_the_backend_is_registered_without_an_import(printed_after_torch: Callable[[str], str]) -> None:
+    """No other test has te_dynamo.backend as the first module of the package, where a circle of imports would show."""
+    assert (
+        printed_after_torch("import torch\nprint(torch._dynamo.lookup_backend('te').__module__)").strip()
+        == "te_dynamo.backend"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -177,6 +178,7 @@ def test_no_room_reaches_itself_by_a_detour() -> None:
     assert order.index("kernels/runtime") < order.index("te_dynamo/dialect") < order.index("passes/torch_ir")
 
 
+@functools.cache
 def targets_of(name: str) -> set[str]:
     """The modules that one of ours imports, itself and te_dynamo apart: that gives its public names as they are first used."""
     file = MODULES[name]
@@ -218,14 +220,14 @@ def questions_of_version(source: str) -> list[str]:
         ):
             theirs |= {a.asname or a.name for a in node.names}
     for node in ast.walk(tree):
-        text = ast.unparse(node) if isinstance(node, (ast.Compare, ast.Call)) else ""
-        if isinstance(node, ast.Compare) and any(word in text for word in ("__version__", "torch_version")):
-            found.append(text)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+        if isinstance(node, ast.Compare):
+            text = ast.unparse(node)
+            found += [text] if "__version__" in text or "torch_version" in text else []
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
             owner, name = ast.unparse(node.args[0]), node.args[1]
-            with_default = ast.unparse(node.func) == "hasattr" or len(node.args) == 3
-            if owner.split(".")[0] in theirs and isinstance(name, ast.Constant) and with_default:
-                found.append(text)
+            asks = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
+            if asks and owner.split(".")[0] in theirs and isinstance(name, ast.Constant):
+                found.append(ast.unparse(node))
     return found
 
 

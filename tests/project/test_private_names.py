@@ -32,15 +32,19 @@ def is_private(name: str) -> bool:
     return not documented and any(re.match(r"_(?!_)", part) for part in name.split("."))
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def touched(source: str, own: set[str]) -> set[str]:
     """The private names of a file, dotted: of torch's and Triton's modules, and "._version" of an object that may be of theirs.
 
     own: attributes that our classes define, which count as ours on any object.
     """
-    tree = ast.parse(source)
     theirs: dict[str, str] = {}  # what a name of the file stands for, dotted; a module of somebody else's for itself
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 theirs[alias.asname or alias.name.split(".")[0]] = (
@@ -52,7 +56,7 @@ def touched(source: str, own: set[str]) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.ops."):
             theirs |= {ast.unparse(target): ast.unparse(node.value) for target in node.targets}
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute):
             root, _, rest = ast.unparse(node).partition(".")
             if root in theirs and re.fullmatch(r"[\w.]+", rest):
@@ -69,7 +73,7 @@ def touched(source: str, own: set[str]) -> set[str]:
 def attributes_of_ours(sources: Iterable[str]) -> set[str]:
     """Names that a class of ours gives its objects: methods, fields, what is assigned on `self`."""
     found: set[str] = set()
-    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+    for node in (node for source in sources for node in nodes_of(source)):
         if isinstance(node, ast.ClassDef):
             found |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
             found |= {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)}
@@ -83,6 +87,7 @@ SHARED = {"_buffers", "_version"}
 """What torch's objects have too."""
 
 TOUCHED = {file: touched(source, OURS - SHARED) for file, source in FILES.items()}
+nodes_of.cache_clear()  # some hundred thousand
 NAMES = {name: row for row in TABLE for name in row.names}
 
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from helpers.dynamo import few_rows_too, time_no_guards
+from helpers.dynamo import collect_no_garbage, few_rows_too, time_no_guards
 
 __all__ = ["SIZE", "Ranks", "device", "mesh"]
 
@@ -148,7 +148,7 @@ def _serve(
         timeout=datetime.timedelta(seconds=60),
         device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
     )
-    with time_no_guards(), few_rows_too(), contextlib.suppress(EOFError):
+    with collect_no_garbage(), time_no_guards(), few_rows_too(), contextlib.suppress(EOFError):
         while True:
             body, args = pipe.recv()
             try:
