@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import kernels_everywhere
@@ -102,7 +103,9 @@ def test_b200() -> None:
     )
 
 
+@pytest.mark.slow
 def test_rtx5090() -> None:
+    """No other test finds a tile or a number of programs that changes on this GPU alone."""
     assert_expected_inline(
         gemms(step("rtx5090")),
         """\

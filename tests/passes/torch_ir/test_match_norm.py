@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs.matching import Matched
+from helpers.slow import slow_but
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,23 +117,29 @@ def compile_before_linear(norm, dtype=torch.bfloat16, **kwargs):
     return Matched(lambda x, w: F.linear(norm(x, w), weight), **kwargs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+RMS_NORMS = [
+    (llama, True, False, True),
+    (llama_meta, True, False, True),
+    (t5, True, False, True),
+    (olmo2, False, False, True),
+    (gemma, False, True, True),
+    (gemma_power, False, True, True),
+    (no_weight, False, False, False),
+    (divided, False, False, True),
+    (weight_first, False, False, True),
+    (reciprocal, True, False, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("norm", "cast_before_weight", "zero_centered", "weighted"),
+    ("norm", "cast_before_weight", "zero_centered", "weighted", "dtype"),
     [
-        (llama, True, False, True),
-        (llama_meta, True, False, True),
-        (t5, True, False, True),
-        (olmo2, False, False, True),
-        (gemma, False, True, True),
-        (gemma_power, False, True, True),
-        (no_weight, False, False, False),
-        (divided, False, False, True),
-        (weight_first, False, False, True),
-        (reciprocal, True, False, True),
+        *((*norm, torch.bfloat16) for norm in RMS_NORMS),
+        *slow_but(3, [(*norm, torch.float32) for norm in RMS_NORMS]),
     ],
 )
 def test_written_rms_norms(norm, cast_before_weight, zero_centered, weighted, dtype):
+    """The slow ones find a spelling that has other casts in fp32."""
     x = torch.randn(2, 4, 32, dtype=dtype, requires_grad=True)
     w = torch.randn(32, dtype=dtype, requires_grad=True)
     compiled = compile_before_linear(norm, dtype, run="aot")
