@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from te_dynamo.kernels.produce.sources import made_elements, made_words, store_elements, store_words
-from te_dynamo.kernels.quantize.block_kernels import quantize_tile as quantize_block_tile
-from te_dynamo.kernels.quantize.mxfp8_kernels import half_rows
-from te_dynamo.kernels.quantize.mxfp8_kernels import quantize_tile as quantize_mxfp8_tile
+from te_dynamo.kernels.quantize.block_kernels import quantize_block_tile
+from te_dynamo.kernels.quantize.mxfp8_kernels import half_rows, quantize_mxfp8_tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import high_value, low_value, quarter_rows

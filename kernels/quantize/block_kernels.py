@@ -191,7 +191,7 @@ def store_scales(scale_inv, stored, i, k, LINES, SIZE, SCALING: tl.constexpr, CO
 
 
 @triton.jit
-def quantize_tile(
+def quantize_block_tile(
     quarters,
     buffers,
     place,
@@ -371,7 +371,7 @@ def quantize_block_kernel(
         quarters = load_quarter_words(x, row, column, last, K, ROWS, WHOLE)
     else:
         quarters = load_quarters(x, row, column, last, K, ROWS)
-    quantize_tile(
+    quantize_block_tile(
         quarters,
         (data, scale_inv, transpose, columnwise_scale_inv),
         (row, column, M, K),

@@ -72,7 +72,7 @@ def quantize_mxfp8_kernel(
         )
     else:
         values = load_values(x, row, column, K, last, K, BLOCK_M, BLOCK_K)
-    quantize_tile(
+    quantize_mxfp8_tile(
         *(values, buffers, place),
         *(FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK),
         *(BLOCK_M, BLOCK_K, PACKED, WHOLE),
@@ -80,7 +80,7 @@ def quantize_mxfp8_kernel(
 
 
 @triton.jit
-def quantize_tile(
+def quantize_mxfp8_tile(
     values,
     buffers,
     place,
