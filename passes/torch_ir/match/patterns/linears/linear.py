@@ -371,10 +371,13 @@ def _reads(node: fx.Node, x: fx.Node) -> bool:
 
 
 def chosen_recipe(node: fx.Node, weight: Any, recipe_for: RecipeFor) -> tuple[Recipe | None, str]:
-    """What `recipe_for` says of a linear; the recipe of a weight that is quantized already, where no rule says another."""
+    """What `recipe_for` says of a linear; the recipe of a weight that came quantized from a file, where no rule says another.
+
+    One that learns did not: FSDP gathered it as it was asked to, and the linear has to ask for the same.
+    """
     recipe, why = recipe_for(*linear_path(node, weight))
     held = quantized_of(weight)
-    if held is None or recipe is None:
+    if held is None or recipe is None or tensor_of(weight).requires_grad:
         return recipe, why
     return recipe_of_stored(held.quantizer, recipe, why != "", tensor_of(node).requires_grad), why
 
