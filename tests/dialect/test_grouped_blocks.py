@@ -80,7 +80,17 @@ def test_each_expert_is_a_linear_of_its_own(recipe: Recipe, sizes, behind, trans
         y_one = torch.ops.te.linear(x_one, weight_one, None, alone)[0]
         y_one.backward(dy[rows])
         assert same_bits(y[rows].detach(), y_one.detach())
-        assert same_bits(x.grad[rows], x_one.grad) and same_bits(weight.grad[expert], weight_one.grad)
+        assert same_bits(x.grad[rows], x_one.grad)
+        if recipe.name == "float8_rowwise":  # alone, plain PyTorch adds up the zeros behind M too: in another order
+            largest = weight_one.grad.abs().max().item()
+            bound = (
+                {"rtol": 2.0**-7, "atol": 2.0**-7 * largest}
+                if dtype == torch.bfloat16
+                else {"rtol": 1e-5, "atol": 1e-5 * largest}
+            )
+            torch.testing.assert_close(weight.grad[expert], weight_one.grad, **bound)
+        else:
+            assert same_bits(weight.grad[expert], weight_one.grad)
     behind_last = slice(offs[-1], None)
     assert not y[behind_last].any() and not x.grad[behind_last].any()
 

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_dynamo._compat import mutation_analysis_name
 from te_dynamo.kernels.activation.gated_in_place import gated_backward_quantize_in_place
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.writes import updated, updates, writes, written
 from te_dynamo.lowering.inductor import mutation
@@ -57,10 +58,8 @@ def _launched() -> Iterator[tuple[Any, dict[str, Any]]]:
         lower(graph)
     dy, gate, up = (torch.empty(256, 512, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     for gate_first in (None, True):
-        quantization = {"fp8_dtype": torch.float8_e5m2, "power_of_two": False, "eps": 0.0}
-        in_place = functools.partial(
-            gated_backward_quantize_in_place, kind="gelu", gate_first=gate_first, **quantization
-        )
+        form = TensorForm(torch.float8_e5m2, rowwise=True, columnwise=False)
+        in_place = functools.partial(gated_backward_quantize_in_place, kind="gelu", form=form, gate_first=gate_first)
         graphs.append(make_fx(in_place)(dy, gate, up).graph)
     for graph in graphs:
         for node in graph.find_nodes(op="call_function", target=triton_kernel_wrap.triton_kernel_wrapper_mutation):
