@@ -24,6 +24,9 @@ MULTIPLIES = {
 SPILLS = {("sm_120a", "blocks 1x128 of any scale, rows and columns, ragged"): 296}
 """Bytes a thread, where there are any: docs/targets.md."""
 
+DIFFER_BY_SEED = ("b200", "gb300", "thor")
+"""Triton writes one of several machine codes, of as many instructions, by Python's hash seed: seen of a product for 10.0."""
+
 GROUPED_MXFP8 = {"", "tcgen05.mma mxf8f6f4", "wgmma k16 bf16", "mma.sync k16 bf16"}
 """Of experts in MXFP8: by tensor cores that apply scales of blocks, else in bf16."""
 
@@ -38,7 +41,7 @@ def check(name: str, importer: Importer, wanted: str = "") -> None:
         assert row.most_kib <= targets.KINDS[name].shared_bytes / 1024, row
         assert row.multiplies in (GROUPED_MXFP8 if "MXFP8" in row.case else {"", *MULTIPLIES[name]}), row
     recorded = targets.recorded_in()
-    if not targets.why_not_comparable(recorded, triton.__version__):
+    if name not in DIFFER_BY_SEED and not targets.why_not_comparable(recorded, triton.__version__):
         assert targets.changed(recorded, name, rows, wanted) == [], "python benchmarks/targets.py records what is meant"
 
 
