@@ -188,10 +188,10 @@ def test_line_numbers_do_not_break(opened):
 
 def test_numerics_is_the_terminals_table(opened):
     click(opened, "[data-tab=numerics]")
+    first = opened.find_element("css selector", "#numerics .tabulator-row")  # waits for the table
     titles = "return [...document.querySelectorAll('#numerics .tabulator-col')].filter((c) => c.offsetWidth).map((c) => c.querySelector('.tabulator-col-title').textContent)"
     shown = opened.execute_script(titles)
     assert shown[:4] == ["module", "output", "dx", "x"] and "x flushed" not in shown
-    first = opened.find_element("css selector", "#numerics .tabulator-row")
     assert first.find_element("css selector", '[tabulator-field="snr_output_db"]').text == "12.0"
     click(opened, "#all-columns")
     assert "x flushed" in opened.execute_script(titles)

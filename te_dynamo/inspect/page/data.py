@@ -91,16 +91,11 @@ def _work(explanation: Explanation) -> list[Card]:
 
 
 def _time(explanation: Explanation) -> list[Card]:
-    """Of a run without a GPU no times: those of another device beside what ran here would mislead."""
-    title = "Time of the linears, estimated"
+    """Of a run without a GPU no time: that of another device beside what ran here would mislead."""
     if explanation.on_gpu is not None:
-        return [
-            (
-                title,
-                "no device named",
-                "; ".join(filter(None, (explanation.on_h200, 'device="h200" or --device h200 gives the times'))),
-            )
-        ]
+        hints = (explanation.on_h200, 'device="h200" or --device h200 gives the times')
+        return [("On a GPU", "no device named", "; ".join(filter(None, hints)))]
+    title = "Time of the linears, estimated"
     if not explanation.measured:
         title += ", never measured"
     if explanation.estimated_ms is None:
