@@ -24,6 +24,7 @@ from te_dynamo.kernels.quantize.float8_rowwise import (
     columns_tile,
     launch_rows,
     quantize_rows,
+    quantize_rows_kernel,
     quantize_rowwise_reference,
     rows_reference,
     rows_tile,
@@ -63,29 +64,6 @@ def quantize_stacked_rows_reference(xs: Sequence[torch.Tensor], form: RowForm, b
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
-
-
-@writes("data", "scale_inv")
-@triton.jit
-def quantize_columns_of_matrices_kernel(
-    x,
-    data,
-    scale_inv,
-    M,
-    K,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """`quantize_rows_kernel` of x^T, for every matrix of x [G, M, K]: data [G, K, M^16], scale_inv [G, K]."""
-    group = tl.program_id(1).to(tl.int64)
-    width = (M + 15) // 16 * 16
-    quantize_rows(
-        *(x + group * M * K, data + group * K * width, scale_inv + group * K, M, K),
-        *(FMAX, EPS, POWER_OF_TWO, True, BLOCK_M, BLOCK_K),
-    )
 
 
 @writes("data", "scale_inv")
@@ -184,11 +162,11 @@ def quantize_grouped_rows(x: torch.Tensor, form: GroupedRowForm) -> list[torch.T
         block_m, block_k, warps = columns_tile(columns)
         block_k //= 2  # the matrix's place takes registers
         launch(
-            quantize_columns_of_matrices_kernel,
+            quantize_rows_kernel,
             (triton.cdiv(columns, block_m), groups),
             *(x, buffers["transpose"], buffers["columnwise_scale_inv"], rows, columns),
             **form.constants(),
-            **{"BLOCK_M": block_m, "BLOCK_K": block_k},
+            **{"TURNED": True, "MATRICES": True, "BLOCK_M": block_m, "BLOCK_K": block_k},
             num_warps=warps,
         )
     return list(buffers.values())
