@@ -221,6 +221,8 @@ class MXFP8BlockScaling(_OneQuantizer):
 
     scale_block: 32, or 128 for one scale every 128 values, written four times: still valid MXFP8 for Blackwell's tensor
         cores, and on Hopper it runs on the block-scaling kernels at full speed, with the same numbers.
+    weight_block_dims: 1, or 2 for one scale for as many rows of a weight, written once for each: still valid MXFP8. Forward and backward then
+        multiply by the same weight, which is quantized once, and travels in FP8 under FSDP2 (docs/distributed.md).
     backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
     fused_producers: norms, activations and their gradients write the blocks, for 0.64 to 0.76 of the bytes beside the GEMMs. Off, as its time has
         not been measured.
@@ -231,11 +233,15 @@ class MXFP8BlockScaling(_OneQuantizer):
     gemms: ClassVar[str] = "MXFP8 GEMMs"
 
     scale_block: int = _one_of(32, 128)
+    weight_block_dims: int = _one_of(1, 2)
     backward_format: str = _one_of("e4m3", "e5m2")
     fused_producers: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return MXFP8Quantizer(fp8_format=fp8_format, scale_block=self.scale_block, fused_producers=self.fused_producers)
+
+    def weight_quantizer(self) -> Quantizer:
+        return dataclasses.replace(super().weight_quantizer(), block_dims=self.weight_block_dims)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +250,7 @@ class NVFP4BlockScaling(Recipe):
 
     hadamard: rotate both operands of wgrad by a random Hadamard transform, which spreads their outliers.
     stochastic_rounding: round gradients up or down at random, so that their sums stay unbiased.
-    two_d_weights: one scale for 16x16 weights, so that forward and backward see the same weight.
+    weight_block_dims: 2 for one scale for 16x16 weights, so that forward and backward see the same weight, or 1.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -252,13 +258,13 @@ class NVFP4BlockScaling(Recipe):
 
     hadamard: bool = _one_of(True, False)
     stochastic_rounding: bool = _one_of(True, False)
-    two_d_weights: bool = _one_of(True, False)
+    weight_block_dims: int = _one_of(2, 1)
 
     def input_quantizer(self) -> Quantizer:
         return NVFP4Quantizer(hadamard=self.hadamard)
 
     def weight_quantizer(self) -> Quantizer:
-        return NVFP4Quantizer(two_d=self.two_d_weights)
+        return NVFP4Quantizer(block_dims=self.weight_block_dims)
 
     def grad_output_quantizer(self) -> Quantizer:
         return NVFP4Quantizer(hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding)
@@ -288,9 +294,9 @@ def of_weight(quantizer: Quantizer) -> Recipe:
             weight_block_dims=quantizer.block_dims, power_of_two_scales=quantizer.power_of_two_scale
         )
     if isinstance(quantizer, MXFP8Quantizer):
-        return MXFP8BlockScaling(scale_block=quantizer.scale_block)
+        return MXFP8BlockScaling(scale_block=quantizer.scale_block, weight_block_dims=quantizer.block_dims)
     assert isinstance(quantizer, NVFP4Quantizer)
-    return NVFP4BlockScaling(two_d_weights=quantizer.two_d)
+    return NVFP4BlockScaling(weight_block_dims=quantizer.block_dims)
 
 
 def names() -> list[str]:

@@ -14,12 +14,21 @@ from te_dynamo.kernels.tiles.fp8 import rounded
 _WRITES = {
     "y": "KEEP_OUTPUT",
     "sums": "SUMS",
-    **dict.fromkeys(("data", "scale_inv"), "ROWWISE"),
-    **dict.fromkeys(("transpose", "columnwise_scale_inv"), "COLUMNWISE"),
+    "data": lambda k: k.ROWWISE or _squares(k),
+    "scale_inv": "ROWWISE",
+    "transpose": lambda k: k.COLUMNWISE and not _squares(k),
+    "columnwise_scale_inv": "COLUMNWISE",
     "second_y": lambda k: k.KEEP_OUTPUT and _has_second(k),
-    **dict.fromkeys(("second_data", "second_scale_inv"), lambda k: k.ROWWISE and _has_second(k)),
-    **dict.fromkeys(("second_transpose", "second_columnwise_scale_inv"), lambda k: k.COLUMNWISE and _has_second(k)),
+    "second_data": lambda k: (k.ROWWISE or _squares(k)) and _has_second(k),
+    "second_scale_inv": lambda k: k.ROWWISE and _has_second(k),
+    "second_transpose": lambda k: k.COLUMNWISE and not _squares(k) and _has_second(k),
+    "second_columnwise_scale_inv": lambda k: k.COLUMNWISE and _has_second(k),
 }
+
+
+def _squares(k) -> bool:  # type: ignore[no-untyped-def]
+    """Whether rows and columns have their codes in one buffer."""
+    return getattr(k, "TWO_D", False)
 
 
 def _has_second(k) -> bool:  # type: ignore[no-untyped-def]
@@ -216,6 +225,7 @@ def produce_mxfp8_kernel(
     HALF: tl.constexpr,
     FMAX: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
+    TWO_D: tl.constexpr,
     SWIZZLED: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -249,7 +259,7 @@ def produce_mxfp8_kernel(
     buffers = data, scale_inv, transpose, columnwise_scale_inv
     quantize_mxfp8_tile(
         *(first, buffers, first_place, FMAX, ROWWISE, COLUMNWISE),
-        *(SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, PACKED, WHOLE),
+        *(SWIZZLED, SCALE_BLOCK, TWO_D, BLOCK_M, BLOCK_K, PACKED, WHOLE),
     )
     if SOURCE == "gated_backward":
         if HALF == -1:
@@ -259,5 +269,5 @@ def produce_mxfp8_kernel(
             _, second = made_part(given, rows, HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
         quantize_mxfp8_tile(
             *(second, buffers, second_place, FMAX, ROWWISE, COLUMNWISE),
-            *(SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, PACKED, WHOLE),
+            *(SWIZZLED, SCALE_BLOCK, TWO_D, BLOCK_M, BLOCK_K, PACKED, WHOLE),
         )

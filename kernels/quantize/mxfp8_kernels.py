@@ -9,6 +9,7 @@ from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import (
     cast_rows,
     high_halves,
+    both_halves,
     larger_halves,
     load_words,
     low_halves,
@@ -30,7 +31,12 @@ def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
     return j * (tl.cdiv(K, 128) * 128) + i
 
 
-@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
+@writes(
+    data=lambda k: k.ROWWISE or k.TWO_D,
+    scale_inv="ROWWISE",
+    columnwise_data=lambda k: k.COLUMNWISE and not k.TWO_D,
+    columnwise_scale_inv="COLUMNWISE",
+)
 @triton.jit
 def quantize_mxfp8_kernel(
     x,
@@ -49,12 +55,13 @@ def quantize_mxfp8_kernel(
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
+    TWO_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
+    """Blocks of 32, or TWO_D of 32x32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
 
     Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
     conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 rows,
@@ -74,7 +81,7 @@ def quantize_mxfp8_kernel(
         values = load_values(x, row, column, K, last, K, BLOCK_M, BLOCK_K)
     quantize_mxfp8_tile(
         *(values, buffers, place),
-        *(FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK),
+        *(FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, TWO_D),
         *(BLOCK_M, BLOCK_K, PACKED, WHOLE),
     )
 
@@ -89,13 +96,16 @@ def quantize_mxfp8_tile(
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
+    TWO_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Codes and data of one tile. place: (first row, first column, M, K). values: words of two halves (`half_rows`), or all of it."""
-    if PACKED:
+    if TWO_D:
+        quantize_squares(values, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, BLOCK_M, BLOCK_K, PACKED, WHOLE)
+    elif PACKED:
         quantize_words(
             values, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, WHOLE
         )
@@ -234,6 +244,54 @@ def quantize_elements(
         blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
         code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
         tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
+
+
+@triton.jit
+def quantize_squares(
+    values,
+    buffers,
+    place,
+    FMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A tile in blocks of 32x32, of words or of any dtype: data once, for both usages."""
+    data, scale_inv, _, columnwise_scale_inv = buffers
+    row, column, M, K = place
+    A: tl.constexpr = BLOCK_M // 32
+    B: tl.constexpr = BLOCK_K // 32
+    if PACKED:
+        upper, lower = values
+        most = tl.reshape(larger_halves(magnitudes(upper), magnitudes(lower)), (A, 16, B, 16))
+        most = tl.reduce(tl.reduce(most, 3, larger_halves), 1, larger_halves)
+        codes, multipliers = word_codes(both_halves(most), FMAX)
+        code = codes & 0xFF
+        each = tl.reshape(tl.broadcast_to(multipliers[:, None, :, None], (A, 16, B, 16)), (BLOCK_M // 2, BLOCK_K // 2))
+        store_half(data, upper, each, place, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(data, lower, each, place, 1, BLOCK_M, BLOCK_K, WHOLE)
+    else:
+        bits = tl.reshape(abs_bits(values), (A, 32, B, 32))
+        code, multiplier = code_and_multiplier(tl.max(tl.max(bits, axis=3), axis=1), FMAX)
+        scaled = tl.reshape(values.to(tl.float32), (A, 32, B, 32)) * multiplier[:, None, :, None]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
+        offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+        tl.store(data + offsets, quantized, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K))
+    # Once for each row and column of the tensor: zero past M and past K.
+    if ROWWISE:
+        rows = row + tl.arange(0, BLOCK_M)
+        each_row = tl.reshape(tl.broadcast_to(code[:, None, :], (A, 32, B)), (BLOCK_M, B))
+        store_row_blocks(scale_inv, tl.where(rows[:, None] < M, each_row, 0), rows, column, K, SWIZZLED, 32)
+    if COLUMNWISE:
+        columns = column + tl.arange(0, BLOCK_K)[None, :]
+        each_column = tl.reshape(tl.broadcast_to(code[:, :, None], (A, B, 32)), (A, BLOCK_K))
+        blocks = row // 32 + tl.arange(0, A)[:, None]
+        places = columnwise_scale_inv + columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        tl.store(places, tl.where(columns < K, each_column, 0).to(tl.uint8))
 
 
 @writes("values")

@@ -7,6 +7,7 @@ gather compares the shard's version counter and address with those whose amax is
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 
 
 class GatheredWeight:
@@ -55,10 +56,16 @@ class GatheredWeight:
             self.reason = "it is not shared out by rows"
         if not self.reason and asked.dtype not in INPUT_DTYPES:
             self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
-        if not self.reason and isinstance(self.quantizer, Float8BlockQuantizer) and n % (asked.ranks * BLOCK):
+        block = 1 if self.quantizer is None else self.quantizer.rows_of_a_scale()
+        whole = math.lcm(asked.ranks * block, BLOCK)  # scales of rows are padded to so many
+        if not self.reason and block > 1 and n % whole:
+            inside = (
+                f"blocks of {block}"
+                if block == BLOCK
+                else f"blocks of {block}, or of the {BLOCK} rows that scales are padded to"
+            )
             self.reason = (
-                f"{asked.ranks} shards of its {n} rows end inside of blocks of {BLOCK}: N has to be a multiple of "
-                f"{asked.ranks * BLOCK}"
+                f"{asked.ranks} shards of its {n} rows end inside of {inside}: N has to be a multiple of {whole}"
             )
         return not self.reason
 

@@ -82,11 +82,11 @@ def test_names() -> None:
         (
             NVFP4BlockScaling(),
             NVFP4Quantizer(hadamard=True),
-            NVFP4Quantizer(two_d=True),
+            NVFP4Quantizer(block_dims=2),
             NVFP4Quantizer(hadamard=True, stochastic_rounding=True),
         ),
         (
-            NVFP4BlockScaling(hadamard=False, stochastic_rounding=False, two_d_weights=False),
+            NVFP4BlockScaling(hadamard=False, stochastic_rounding=False, weight_block_dims=1),
             NVFP4Quantizer(),
             NVFP4Quantizer(),
             NVFP4Quantizer(),
@@ -218,7 +218,7 @@ def test_a_product_asks_too() -> None:
 
 
 def test_a_hadamard_transform_of_the_columns_leaves_the_rows_alone() -> None:
-    check_product(NVFP4Quantizer(hadamard=True), False, NVFP4Quantizer(two_d=True), False)
+    check_product(NVFP4Quantizer(hadamard=True), False, NVFP4Quantizer(block_dims=2), False)
     check_product(NVFP4Quantizer(hadamard=True), True, NVFP4Quantizer(hadamard=True), True)
 
 

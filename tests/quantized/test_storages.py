@@ -155,7 +155,7 @@ def test_mxfp8_scale_codes() -> None:
 
 
 def test_nvfp4_is_what_its_gemm_reads() -> None:
-    for quantizer in (NVFP4Quantizer(columnwise=False), NVFP4Quantizer(columnwise=False, two_d=True)):
+    for quantizer in (NVFP4Quantizer(columnwise=False), NVFP4Quantizer(columnwise=False, block_dims=2)):
         held = storage(quantizer)
         expected = nvfp4.dequantize_nvfp4_reference(held.data, held.scale_inv, held.amax, COLUMNS, torch.bfloat16)
         assert same_bits(held.dequantize(), expected.reshape(SHAPE))
