@@ -7,9 +7,9 @@ from te_dynamo.kernels.quantize.block_kernels import code_and_multiplier, four_t
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import (
+    both_halves,
     cast_rows,
     high_halves,
-    both_halves,
     larger_halves,
     load_words,
     low_halves,
