@@ -87,7 +87,11 @@ def quantize_case(
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
         has=(
             f"cvt.rn.satfinite.{kind}.f32",
-            *(("ld.global.v4", "st.global.v4" if turned or not packed else "st.global.v2") if aligned_k else ()),
+            *(
+                ("ld.global.v4", "st.global.v4" if (turned and usage[1]) or not packed else "st.global.v2")
+                if aligned_k
+                else ()
+            ),
             # Two values an instruction.
             *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
             # Words of codes wait in the cache for those beside them.
