@@ -79,6 +79,7 @@ def test_names() -> None:
             MXFP8Quantizer(scale_block=128),
             MXFP8Quantizer(fp8_format="e5m2", scale_block=128),
         ),
+        (MXFP8BlockScaling(weight_block_dims=2), MXFP8Quantizer(), MXFP8Quantizer(block_dims=2), MXFP8Quantizer()),
         (
             NVFP4BlockScaling(),
             NVFP4Quantizer(hadamard=True),
@@ -119,6 +120,7 @@ def test_names_of_other_libraries_are_near_ones_too(name: str, near: str) -> Non
 def test_description_names_what_differs_from_the_defaults() -> None:
     assert MXFP8BlockScaling().describe() == "mxfp8"
     assert MXFP8BlockScaling(scale_block=128).describe() == "mxfp8(scale_block=128)"
+    assert MXFP8BlockScaling(weight_block_dims=2).describe() == "mxfp8(weight_block_dims=2)"
     both = NVFP4BlockScaling(backward="high_precision", hadamard=False)
     assert both.describe() == "nvfp4(backward='high_precision', hadamard=False)"
 
@@ -157,6 +159,8 @@ def test_fast_accumulation_is_only_of_current_scaling() -> None:
             "Float8CurrentScalingQuantizer.amax_epsilon: expected float, got '0'",
         ),  # type: ignore[arg-type]
         (lambda: MXFP8BlockScaling(scale_block=64), "unknown scale_block 64; valid: 128, 32"),
+        (lambda: MXFP8BlockScaling(weight_block_dims=3), "unknown weight_block_dims 3; valid: 1, 2"),
+        (lambda: NVFP4BlockScaling(weight_block_dims=True), "unknown weight_block_dims True; valid: 1, 2"),
         (lambda: MXFP8BlockScaling(scale_block=True), "unknown scale_block True; valid: 128, 32"),
         (lambda: NVFP4BlockScaling(hadamard=None), "unknown hadamard None; valid: False, True"),
         (lambda: Float8BlockScaling(input_block_dims=2), "Float8BlockScaling: fprop: 2D x 2D: no GEMM multiplies"),
