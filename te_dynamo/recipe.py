@@ -237,11 +237,16 @@ class MXFP8BlockScaling(_OneQuantizer):
     backward_format: str = _one_of("e4m3", "e5m2")
     fused_producers: bool = _one_of(False, True)
 
-    def _quantizer(self, fp8_format: str) -> Quantizer:
-        return MXFP8Quantizer(fp8_format=fp8_format, scale_block=self.scale_block, fused_producers=self.fused_producers)
+    def _quantizer(self, fp8_format: str, block_dims: int = 1) -> Quantizer:
+        return MXFP8Quantizer(
+            fp8_format=fp8_format,
+            scale_block=self.scale_block,
+            block_dims=block_dims,
+            fused_producers=self.fused_producers,
+        )
 
     def weight_quantizer(self) -> Quantizer:
-        return dataclasses.replace(super().weight_quantizer(), block_dims=self.weight_block_dims)
+        return self._quantizer("e4m3", self.weight_block_dims)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
