@@ -145,15 +145,18 @@ def nvfp4_cases(rows: int, columns: int) -> Iterator[Case]:
 def mxfp8_cases(rows: int, columns: int) -> Iterator[Case]:
     """MXFP8 in blocks of 32 and of 128, and what the GEMM's emulation reads, on fresh normal data of that shape."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    for scale_block in SCALE_BLOCKS:
+    for scale_block, two_d in itertools.product(SCALE_BLOCKS, (False, True)):
         for rowwise, columnwise, usage in ((True, True, "row+column"), (True, False, "row"), (False, True, "column")):
-            form = MXFP8Form(torch.float8_e4m3fn, rowwise, columnwise, scale_block)
-            tiles = mxfp8_row_tiles if not columnwise else mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
+            form = MXFP8Form(torch.float8_e4m3fn, rowwise, columnwise, scale_block, two_d=two_d)
+            tiles = (
+                mxfp8_row_tiles if not (columnwise or two_d) else mxfp8_tiles if scale_block == 32 else mxfp8_128_tiles
+            )
 
             def run(tile: Tile | None, form: MXFP8Form = form) -> object:
                 return quantize_mxfp8(x, form, tile=tile)
 
-            yield f"mxfp8 {scale_block} {usage}", run, 1, rowwise + columnwise, tiles
+            written = 1 if two_d and scale_block == 32 else rowwise + columnwise
+            yield f"mxfp8 {f'{scale_block}x' * two_d}{scale_block} {usage}", run, 1, written, tiles
     for columnwise, usage in ((False, "row"), (True, "column")):
         buffers = quantize_mxfp8(x, MXFP8Form(torch.float8_e4m3fn, not columnwise, columnwise, 32))
 

@@ -343,8 +343,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
             f"blocks 128x128, {name}",
             functools.partial(float8_block.quantize_block, x, BlockForm(E4M3, *usage, True)),
         )
-        for size in (32, 128):
-            yield f"MXFP8 {size}, {name}", functools.partial(mxfp8.quantize_mxfp8, x, MXFP8Form(E4M3, *usage, size))
+        for size, two_d in itertools.product((32, 128), (False, True)):
+            call = functools.partial(mxfp8.quantize_mxfp8, x, MXFP8Form(E4M3, *usage, size, two_d=two_d))
+            yield f"MXFP8 {f'{size}x{size}' if two_d else size}, {name}", call
         yield from _blocks_otherwise(name, usage)
         yield from _produced(name, usage)
         for special in (False, True):

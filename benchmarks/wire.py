@@ -23,7 +23,11 @@ sys.path.insert(0, str(report.ROOT / "tests"))
 from helpers.distributed.layouts import LAYOUTS, train
 from helpers.distributed.ranks import Ranks
 
+from te_dynamo.recipe import MXFP8BlockScaling
+
 RECIPES = {"bf16": None, "te": "float8_current_scaling"}
+OF_WEIGHTS = {"te mxfp8": "mxfp8", "te mxfp8 32x32": MXFP8BlockScaling(weight_block_dims=2)}
+"""Of layouts whose weights may travel in FP8 too."""
 SHARED = [name for name in LAYOUTS if not name.startswith("alone")]
 
 
@@ -43,7 +47,7 @@ class Row:
 def rows_of(ranks: Ranks, size: int, layout: str) -> list[Row]:
     """A row for each collective and recipe. A pipeline's first rank receives gradients alone: the last one's activations are as many."""
     rows: list[Row] = []
-    for recipe, name in RECIPES.items():
+    for recipe, name in (RECIPES | (OF_WEIGHTS if layout.endswith("in fp8") else {})).items():
         wire = ranks.run(train, layout, False, 2, {"recipe": name}, 4, 256, True, seconds=300)[0]["wire"]
         received = {key: count for key, count in wire.items() if count}
         for collective in dict.fromkeys(operation for operation, _ in received):

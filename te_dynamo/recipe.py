@@ -220,6 +220,8 @@ class MXFP8BlockScaling(_OneQuantizer):
 
     scale_block: 32, or 128 for one scale every 128 values, written four times: still valid MXFP8 for Blackwell's tensor
         cores, and on Hopper it runs on the block-scaling kernels at full speed, with the same numbers.
+    weight_block_dims: 1, or 2 for one scale for as many rows of a weight, written once for each: still valid MXFP8. Forward and backward then
+        multiply by the same weight, which is quantized once, and travels in FP8 under FSDP2 (docs/distributed.md).
     backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
     fused_producers: norms, activations and their gradients write the blocks, for 0.64 to 0.76 of the bytes beside the GEMMs. Off, as its time has
         not been measured.
@@ -230,11 +232,20 @@ class MXFP8BlockScaling(_OneQuantizer):
     gemms: ClassVar[str] = "MXFP8 GEMMs"
 
     scale_block: int = _one_of(32, 128)
+    weight_block_dims: int = _one_of(1, 2)
     backward_format: str = _one_of("e4m3", "e5m2")
     fused_producers: bool = _one_of(False, True)
 
-    def _quantizer(self, fp8_format: str) -> Quantizer:
-        return MXFP8Quantizer(fp8_format=fp8_format, scale_block=self.scale_block, fused_producers=self.fused_producers)
+    def _quantizer(self, fp8_format: str, block_dims: int = 1) -> Quantizer:
+        return MXFP8Quantizer(
+            fp8_format=fp8_format,
+            scale_block=self.scale_block,
+            block_dims=block_dims,
+            fused_producers=self.fused_producers,
+        )
+
+    def weight_quantizer(self) -> Quantizer:
+        return self._quantizer("e4m3", self.weight_block_dims)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,7 +254,7 @@ class NVFP4BlockScaling(Recipe):
 
     hadamard: rotate both operands of wgrad by a random Hadamard transform, which spreads their outliers.
     stochastic_rounding: round gradients up or down at random, so that their sums stay unbiased.
-    two_d_weights: one scale for 16x16 weights, so that forward and backward see the same weight.
+    weight_block_dims: 2 for one scale for 16x16 weights, so that forward and backward see the same weight, or 1.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -251,13 +262,13 @@ class NVFP4BlockScaling(Recipe):
 
     hadamard: bool = _one_of(True, False)
     stochastic_rounding: bool = _one_of(True, False)
-    two_d_weights: bool = _one_of(True, False)
+    weight_block_dims: int = _one_of(2, 1)
 
     def input_quantizer(self) -> Quantizer:
         return NVFP4Quantizer(hadamard=self.hadamard)
 
     def weight_quantizer(self) -> Quantizer:
-        return NVFP4Quantizer(two_d=self.two_d_weights)
+        return NVFP4Quantizer(block_dims=self.weight_block_dims)
 
     def grad_output_quantizer(self) -> Quantizer:
         return NVFP4Quantizer(hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding)

@@ -21,14 +21,21 @@ def scale_shape(rows: Size, k: Size, swizzled: bool = False) -> tuple[Size, ...]
     return tiled_scales.scale_shape(rows, blocks_of(k, BLOCK), swizzled)
 
 
+def columnwise_names(scale_block: int, two_d: bool) -> tuple[str, str]:
+    """The buffers of columns. In blocks of 32x32 their codes are those of the rows, in the same order: there is one buffer of both."""
+    return "data" if two_d and scale_block == BLOCK else "columnwise_data", "columnwise_scale_inv"
+
+
 @dataclasses.dataclass(frozen=True)
 class MXFP8Form(Form):
-    """scale_block: 32, or 128 for one scale four times; ValueError for another. swizzled: kernels/layouts/tiled_scales.py."""
+    """scale_block: 32, or 128 for one scale four times; ValueError for another. swizzled: kernels/layouts/tiled_scales.py.
+    two_d: one scale for as many rows as values of a row."""
 
     NAMES: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
 
     scale_block: int
     swizzled: bool = False
+    two_d: bool = False
 
     def __post_init__(self) -> None:
         if self.scale_block not in SCALE_BLOCKS:
@@ -47,8 +54,9 @@ class MXFP8Form(Form):
             described["scale_inv"] = (scale_shape(rows, columns, self.swizzled), torch.uint8)
         if self.columnwise:
             scales = scale_shape(columns, rows, self.swizzled)
-            described["columnwise_data"] = (transposed(rows, columns) if self.turns else (rows, columns), self.dtype)
-            described["columnwise_scale_inv"] = (scales if self.turns or self.swizzled else scales[::-1], torch.uint8)
+            data, scale_inv = columnwise_names(self.scale_block, self.two_d)
+            described[data] = (transposed(rows, columns) if self.turns else (rows, columns), self.dtype)
+            described[scale_inv] = (scales if self.turns or self.swizzled else scales[::-1], torch.uint8)
         return described
 
     def launches(self, itemsize: int) -> list[dict[str, bool]]:

@@ -97,7 +97,7 @@ def produce_block_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.
 def produce_mxfp8_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr):
     """The same in blocks of 32, or of 128 along rows alone (mxfp8_kernels.py), in halves of words; `transpose` is in the order of the result."""
     HOW, _, _, COUNT, PACKED, WHOLE = MADE
-    _, _, _, _, _, BLOCK_M, _ = FORM
+    _, _, _, _, _, _, BLOCK_M, _ = FORM
     row, column, _, K = given[2]
     if PACKED:
         x0, z0 = made_part(given, half_rows(0, BLOCK_M), MADE)
@@ -121,11 +121,15 @@ def produce_mxfp8_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.
 @writes(
     y="KEEP_OUTPUT",
     sums="SUMS",
-    **dict.fromkeys(("data", "scale_inv"), "ROWWISE"),
-    **dict.fromkeys(("transpose", "columnwise_scale_inv"), "COLUMNWISE"),
+    data=lambda k: k.ROWWISE or k.TWO_D,
+    scale_inv="ROWWISE",
+    transpose=lambda k: k.COLUMNWISE and not k.TWO_D,
+    columnwise_scale_inv="COLUMNWISE",
     second_y=lambda k: k.KEEP_OUTPUT and _has_second(k),
-    **dict.fromkeys(("second_data", "second_scale_inv"), lambda k: k.ROWWISE and _has_second(k)),
-    **dict.fromkeys(("second_transpose", "second_columnwise_scale_inv"), lambda k: k.COLUMNWISE and _has_second(k)),
+    second_data=lambda k: (k.ROWWISE or k.TWO_D) and _has_second(k),
+    second_scale_inv=lambda k: k.ROWWISE and _has_second(k),
+    second_transpose=lambda k: k.COLUMNWISE and not k.TWO_D and _has_second(k),
+    second_columnwise_scale_inv=lambda k: k.COLUMNWISE and _has_second(k),
 )
 @triton.jit
 def produce_kernel(
@@ -169,6 +173,7 @@ def produce_kernel(
     LARGEST: tl.constexpr,
     SCALING: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
+    TWO_D: tl.constexpr,
     SWIZZLED: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -204,5 +209,5 @@ def produce_kernel(
         BLOCKS: tl.constexpr = (SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS)
         produce_block_tile(given, sums, first, second, MADE, BLOCKS, SUMS)
     else:
-        FORM: tl.constexpr = (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
+        FORM: tl.constexpr = (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, TWO_D, BLOCK_M, BLOCK_K)
         produce_mxfp8_tile(given, sums, first, second, MADE, FORM, SUMS)

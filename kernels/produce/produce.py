@@ -34,7 +34,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NO_NORM = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CAST_BEFORE_WEIGHT", "ZERO_CENTERED", "MODULATED"), False)
 
 _OTHER_BLOCKS = {"SCALING": "", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0, "ROWS": 0, "GROUP_M": 0} | {
-    "SCALE_BLOCK": 0, "SWIZZLED": False, "BLOCK_M": 0, "BLOCK_K": 128,
+    "SCALE_BLOCK": 0, "TWO_D": False, "SWIZZLED": False, "BLOCK_M": 0, "BLOCK_K": 128,
 }  # fmt: skip
 """The kernel's constants for the blocks of 128 by block_kernels.py, and for those by mxfp8_kernels.py, where they are not these blocks'."""
 

@@ -1,7 +1,7 @@
 """The kernel of kernels/quantize/float8_block.py and of mxfp8.py's blocks of 128 by columns, and a tile of it for whoever has scales of 128 values.
 
-SCALING says what scales are, and where they lie: "1x128" and "128x128" as that file's table has them, "e8m0" and "e8m0 swizzled" as
-that of kernels/quantize/mxfp8.py has those of blocks of 128. A tile is a tuple `place`: (first row, first column, M, K). `buffers`: (data, its scales, transposed data, its scales).
+SCALING says what scales are, and where they lie: "1x128" and "128x128" as that file's table has them; "e8m0" as that of
+kernels/quantize/mxfp8.py has those of blocks of 128, "e8m0 128x128" as of blocks of 128x128, either with " swizzled" behind. A tile is a tuple `place`: (first row, first column, M, K). `buffers`: (data, its scales, transposed data, its scales).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def element_scales(bits, FORM: tl.constexpr):
 @triton.jit
 def pair_scales(amaxes, SCALING: tl.constexpr, FMAX: tl.constexpr, EPS: tl.constexpr):
     """The same of two amaxes a word: (scales in bf16, what is stored), two in a word."""
-    if SCALING == "1x128":
+    if SCALING == "1x128" or SCALING == "128x128":
         scales, stored = word_scales(amaxes, FMAX, EPS)
     else:
         stored, scales = word_codes(amaxes, FMAX)
@@ -130,7 +130,7 @@ def pair_scales(amaxes, SCALING: tl.constexpr, FMAX: tl.constexpr, EPS: tl.const
 @triton.jit
 def stored_pair(words, SCALING: tl.constexpr):
     """What is stored of the low halves, and of the high ones."""
-    if SCALING == "1x128":
+    if SCALING == "1x128" or SCALING == "128x128":
         low, high = low_value(words), high_value(words)
     else:
         low, high = words & 0xFF, words >> 16
@@ -176,9 +176,20 @@ def store_scales(scale_inv, stored, i, k, LINES, SIZE, SCALING: tl.constexpr, CO
             tl.store(places, tl.where(index < LINES, stored, 0.0), mask=index < stride)
     else:
         first, blocks = k // 32, tl.cdiv(SIZE, 32)
-        places = scale_offsets(i + tl.arange(0, 128), first, tl.cdiv(blocks, 4) * 4, SCALING == "e8m0 swizzled") // 4
+        SWIZZLED: tl.constexpr = SCALING == "e8m0 swizzled" or SCALING == "e8m0 128x128 swizzled"
+        places = scale_offsets(i + tl.arange(0, 128), first, tl.cdiv(blocks, 4) * 4, SWIZZLED) // 4
         words = four_times(stored, first, blocks)
         tl.store(scale_inv.to(tl.pointer_type(tl.int32), bitcast=True) + places, words, eviction_policy="evict_last")
+
+
+@triton.jit
+def store_square_scale(scale_inv, stored, m, k, LINES, SIZE, SCALING: tl.constexpr):
+    """What is stored of the 128x128 block from (m, k) on of LINES lines of SIZE elements; of codes once for each line, zero past LINES."""
+    if SCALING == "128x128":
+        store_scale_2d(scale_inv, stored, m, k, SIZE)
+    else:
+        each = tl.where(m + tl.arange(0, 128) < LINES, stored, 0)
+        store_scales(scale_inv, each, m, k, LINES, SIZE, SCALING, 128, False)
 
 
 # --- a tile -------------------------------------------------------------------------------------------------
@@ -204,13 +215,14 @@ def quantize_words(quarters, buffers, place, FORM: tl.constexpr, WHOLE: tl.const
     row, column, M, K = place
     DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
     x0, x1, x2, x3 = quarters
-    if SCALING == "128x128":
+    if SCALING == "128x128" or SCALING == "e8m0 128x128" or SCALING == "e8m0 128x128 swizzled":
         amax = both_halves(tl.reduce(column_pair_amax(x0, x1, x2, x3), 0, larger_halves))
-        scale, inverse = word_scales(amax, FMAX, EPS)
+        scale, stored = pair_scales(amax, SCALING, FMAX, EPS)
+        stored, _ = stored_pair(stored, SCALING)
         if ROWWISE:
-            store_scale_2d(scale_inv, low_value(inverse), row, column, K)
+            store_square_scale(scale_inv, stored, row, column, M, K, SCALING)
         if COLUMNWISE:
-            store_scale_2d(columnwise_scale_inv, low_value(inverse), column, row, M)
+            store_square_scale(columnwise_scale_inv, stored, column, row, K, M, SCALING)
         c0 = cast_rows(x0, scale, DTYPE)
         c1 = cast_rows(x1, scale, DTYPE)
         c2 = cast_rows(x2, scale, DTYPE)
@@ -247,13 +259,13 @@ def quantize_elements(quarters, buffers, place, FORM: tl.constexpr):
     data, scale_inv, transpose, columnwise_scale_inv = buffers
     row, column, M, K = place
     x0, x1, x2, x3 = quarters
-    if SCALING == "128x128":
+    if SCALING == "128x128" or SCALING == "e8m0 128x128" or SCALING == "e8m0 128x128 swizzled":
         scale, stored = element_scales(tl.max(column_amax(x0, x1, x2, x3), axis=0), FORM)
         if ROWWISE:
-            store_scale_2d(scale_inv, stored, row, column, K)
+            store_square_scale(scale_inv, stored, row, column, M, K, SCALING)
             store_quarters(data, (x0, x1, x2, x3), (scale, scale, scale, scale), row, column, M, K, ROWS)
         if COLUMNWISE:
-            store_scale_2d(columnwise_scale_inv, stored, column, row, M)
+            store_square_scale(columnwise_scale_inv, stored, column, row, K, M, SCALING)
             store_columns(transpose, x0, x1, x2, x3, scale, row, column, M, K, ROWS)
     else:
         # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.

@@ -14,6 +14,9 @@ Of x read as [M, K], n^m being n rounded up to a multiple of m, and every paddin
 | columnwise, blocks of 32 | 32 x 1 | [M, K] | (ceil(M/32)^4, K^128) |
 | columnwise, blocks of 128 | 128 x 1 | [K, M^16], transposed | (K^128, ceil(M/32)^4): the rowwise form of x^T |
 
+`two_d`: a scale for block x block values, in the same places, once for each row and each column. So rows and columns are the same values;
+blocks of 32x32 have one `data` for both usages.
+
 Scales may be swizzled instead (kernels/layouts/tiled_scales.py); columnwise ones of blocks of 32 then as their transpose, like all others.
 
 A block of 128 has its code four times, once for every 32 values, so that both are the same format to who reads it.
@@ -28,7 +31,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.layouts import mxfp8
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, columnwise_names
 from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
@@ -48,16 +51,17 @@ def quantize_mxfp8_reference(x: torch.Tensor, form: MXFP8Form) -> list[torch.Ten
     """`quantize_mxfp8` in plain PyTorch, on any device."""
     rows, columns = rows_and_columns(x.shape)
     matrix = x.reshape(rows, columns)
-    buffers = list(_quantize_rows(matrix, form.dtype, form.scale_block)) if form.rowwise else []
+    buffers: dict[str, torch.Tensor] = {}
+    if form.rowwise:
+        buffers["data"], scale_inv = _quantize_rows(matrix, form)
+        buffers["scale_inv"] = swizzle_scales(scale_inv) if form.swizzled else scale_inv
     if form.columnwise:
-        data, scale_inv = _quantize_rows(matrix.t(), form.dtype, form.scale_block)
-        if form.turns:
-            buffers += [zero_padded(data, *transposed(rows, columns)), scale_inv]
-        else:
-            buffers += [data.t().contiguous(), scale_inv if form.swizzled else scale_inv.t().contiguous()]
-    if form.swizzled:
-        buffers[1::2] = map(swizzle_scales, buffers[1::2])
-    return buffers
+        data, scale_inv = _quantize_rows(matrix.t(), form)
+        data = zero_padded(data, *transposed(rows, columns)) if form.turns else data.t().contiguous()
+        in_order = scale_inv if form.turns else scale_inv.t().contiguous()
+        names = columnwise_names(form.scale_block, form.two_d)
+        buffers |= zip(names, (data, swizzle_scales(scale_inv) if form.swizzled else in_order), strict=True)
+    return list(buffers.values())
 
 
 def dequantize_mxfp8_reference(
@@ -79,18 +83,21 @@ def _in_order(scale_inv: torch.Tensor, columnwise: bool) -> torch.Tensor:
     return plain_scales(scale_inv).t().contiguous() if columnwise and scale_inv.dim() == 3 else plain_scales(scale_inv)
 
 
-def _quantize_rows(x: torch.Tensor, fp8_dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_rows(x: torch.Tensor, form: MXFP8Form) -> tuple[torch.Tensor, torch.Tensor]:
     """Data [R, C] and codes (R^128, ceil(C/32)^4) of x [R, C] in blocks along its rows."""
     rows, columns = x.shape
+    scale_block, tall = form.scale_block, form.scale_block if form.two_d else 1
     padded = zero_padded(x.to(torch.float32), rows, round_up(columns, scale_block))
     blocks = padded.reshape(rows, padded.shape[1] // scale_block, scale_block)
-    codes = _codes(blocks.abs().amax(-1), fp8_dtype)
+    amax = blocks.abs().amax(-1)
+    of_tiles = zero_padded(amax, round_up(rows, tall), amax.shape[1]).unflatten(0, (-1, tall)).amax(1)
+    codes = _codes(of_tiles.repeat_interleave(tall, dim=0)[:rows], form.dtype)
     bits = torch.where(codes == 254, 0x00400000, (254 - codes) << 23)  # 2^(127 - code); 2^-127 is a denormal
     bits = torch.where(codes == 255, 0x7FC00000, bits)
     value = (blocks * bits.view(torch.float32).unsqueeze(-1)).flatten(1)[:, :columns]
     codes = codes.repeat_interleave(scale_block // BLOCK, dim=1)[:, : blocks_of(columns, BLOCK)]
     scale_inv = zero_padded(codes.to(torch.uint8), *mxfp8.scale_shape(rows, columns))
-    return cast_reference(value, fp8_dtype), scale_inv
+    return cast_reference(value, form.dtype), scale_inv
 
 
 def _codes(amax: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
@@ -134,24 +141,26 @@ def quantize_mxfp8(
 def mxfp8_launches(
     form: MXFP8Form, size: tuple[Size, Size], itemsize: int, packed: bool, tile: Tile | None, as_it_lies: bool = True
 ) -> Iterator[tuple[bool, tuple[Size, ...], dict[str, Any]]]:
-    """(whether it is one of the kernel of blocks of 128 by columns, the grid, the constants) of each launch on [M, K].
+    """(whether it is one of the kernel of whole blocks of 128, the grid, the constants) of each launch on [M, K].
 
     as_it_lies: not in a padded order.
     """
     rows, columns = size
     for usage in form.launches(itemsize):
-        if form.turns and usage["COLUMNWISE"]:
+        by_blocks = form.turns and (usage["COLUMNWISE"] or form.two_d)
+        if by_blocks:
             _, group, warps = tile or tile_128(packed)
             grid, constants = block_launch(size, (128, warps, group), packed, as_it_lies)
-            scales = {"SCALING": f"e8m0{' swizzled' * form.swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
+            scaling = f"e8m0{' 128x128' * form.two_d}{' swizzled' * form.swizzled}"
+            scales = {"SCALING": scaling, "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
         else:
             by_rows = row_tile(columns, packed, form.swizzled)
-            block_m, block_k, warps = tile or (tile_32(columns) if usage["COLUMNWISE"] else by_rows)
+            block_m, block_k, warps = tile or (tile_32(columns) if usage["COLUMNWISE"] or form.two_d else by_rows)
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             whole = as_it_lies and whole_tiles(rows, columns, 128)
             constants = {"BLOCK_M": block_m, "BLOCK_K": block_k, "PACKED": packed, "WHOLE": whole, "num_warps": warps}
-            scales = {"SCALE_BLOCK": form.scale_block, "SWIZZLED": form.swizzled}
-        yield form.turns and usage["COLUMNWISE"], grid, {**form.constants(), **scales, **usage, **constants}
+            scales = {"SCALE_BLOCK": form.scale_block, "TWO_D": form.two_d, "SWIZZLED": form.swizzled}
+        yield by_blocks, grid, {**form.constants(), **scales, **usage, **constants}
 
 
 def dequantize_mxfp8(

@@ -7,6 +7,7 @@ from te_dynamo.kernels.quantize.block_kernels import code_and_multiplier, four_t
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import (
+    both_halves,
     cast_rows,
     high_halves,
     larger_halves,
@@ -30,7 +31,12 @@ def columnwise_scale_offsets(i, j, M, K, SWIZZLED: tl.constexpr):
     return j * (tl.cdiv(K, 128) * 128) + i
 
 
-@writes(data="ROWWISE", scale_inv="ROWWISE", columnwise_data="COLUMNWISE", columnwise_scale_inv="COLUMNWISE")
+@writes(
+    data=lambda k: k.ROWWISE or k.TWO_D,
+    scale_inv="ROWWISE",
+    columnwise_data=lambda k: k.COLUMNWISE and not k.TWO_D,
+    columnwise_scale_inv="COLUMNWISE",
+)
 @triton.jit
 def quantize_mxfp8_kernel(
     x,
@@ -49,12 +55,13 @@ def quantize_mxfp8_kernel(
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
+    TWO_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Blocks of 32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
+    """Blocks of 32, or TWO_D of 32x32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
 
     Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
     conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 rows,
@@ -72,7 +79,7 @@ def quantize_mxfp8_kernel(
         )
     else:
         values = load_values(x, row, column, K, last, K, BLOCK_M, BLOCK_K)
-    FORM: tl.constexpr = (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
+    FORM: tl.constexpr = (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, TWO_D, BLOCK_M, BLOCK_K)
     quantize_mxfp8_tile(values, buffers, place, FORM, PACKED, WHOLE)
 
 
@@ -80,9 +87,12 @@ def quantize_mxfp8_kernel(
 def quantize_mxfp8_tile(values, buffers, place, FORM: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr):
     """Codes and data of one tile. place: (first row, first column, M, K). values: words of two halves (`half_rows`), or all of it.
 
-    FORM: (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K).
+    FORM: (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, TWO_D, BLOCK_M, BLOCK_K).
     """
-    if PACKED:
+    _, _, _, _, _, TWO_D, _, _ = FORM
+    if TWO_D:
+        quantize_squares(values, buffers, place, FORM, PACKED, WHOLE)
+    elif PACKED:
         quantize_words(values, buffers, place, FORM, WHOLE)
     else:
         quantize_elements(values, buffers, place, FORM)
@@ -133,7 +143,7 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
 @triton.jit
 def quantize_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
     """A tile in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
-    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K = FORM
+    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, _, BLOCK_M, BLOCK_K = FORM
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
     row, column, M, K = place
     R: tl.constexpr = BLOCK_M // 2
@@ -173,7 +183,7 @@ def quantize_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constex
 @triton.jit
 def quantize_elements(value, buffers, place, FORM: tl.constexpr):
     """A tile of any dtype."""
-    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K = FORM
+    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, _, BLOCK_M, BLOCK_K = FORM
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
     row, column, M, K = place
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
@@ -198,6 +208,43 @@ def quantize_elements(value, buffers, place, FORM: tl.constexpr):
         blocks = row // 32 + tl.arange(0, BLOCKS_M)[:, None]
         code_offsets = columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
         tl.store(columnwise_scale_inv + code_offsets, code.to(tl.uint8))
+
+
+@triton.jit
+def quantize_squares(values, buffers, place, FORM: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile in blocks of 32x32, of words or of any dtype: data once, for both usages."""
+    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, _, _, BLOCK_M, BLOCK_K = FORM
+    data, scale_inv, _, columnwise_scale_inv = buffers
+    row, column, M, K = place
+    A: tl.constexpr = BLOCK_M // 32
+    B: tl.constexpr = BLOCK_K // 32
+    if PACKED:
+        upper, lower = values
+        most = tl.reshape(larger_halves(magnitudes(upper), magnitudes(lower)), (A, 16, B, 16))
+        most = tl.reduce(tl.reduce(most, 3, larger_halves), 1, larger_halves)
+        codes, multipliers = word_codes(both_halves(most), FMAX)
+        code = codes & 0xFF
+        each = tl.reshape(tl.broadcast_to(multipliers[:, None, :, None], (A, 16, B, 16)), (BLOCK_M // 2, BLOCK_K // 2))
+        store_half(data, upper, each, place, 0, BLOCK_M, BLOCK_K, WHOLE)
+        store_half(data, lower, each, place, 1, BLOCK_M, BLOCK_K, WHOLE)
+    else:
+        bits = tl.reshape(abs_bits(values), (A, 32, B, 32))
+        code, multiplier = code_and_multiplier(tl.max(tl.max(bits, axis=3), axis=1), FMAX)
+        scaled = tl.reshape(values.to(tl.float32), (A, 32, B, 32)) * multiplier[:, None, :, None]
+        quantized = tl.reshape(scaled, (BLOCK_M, BLOCK_K)).to(data.dtype.element_ty)
+        offsets = tile_offsets(row, column, K, BLOCK_M, BLOCK_K)
+        tl.store(data + offsets, quantized, mask=tile_mask(row, column, M, K, BLOCK_M, BLOCK_K))
+    # Once for each row and column of the tensor: zero past M and past K.
+    if ROWWISE:
+        rows = row + tl.arange(0, BLOCK_M)
+        each_row = tl.reshape(tl.broadcast_to(code[:, None, :], (A, 32, B)), (BLOCK_M, B))
+        store_row_blocks(scale_inv, tl.where(rows[:, None] < M, each_row, 0), rows, column, K, SWIZZLED, 32)
+    if COLUMNWISE:
+        columns = column + tl.arange(0, BLOCK_K)[None, :]
+        each_column = tl.reshape(tl.broadcast_to(code[:, :, None], (A, B, 32)), (A, BLOCK_K))
+        blocks = row // 32 + tl.arange(0, A)[:, None]
+        places = columnwise_scale_inv + columnwise_scale_offsets(columns, blocks, M, K, SWIZZLED)
+        tl.store(places, tl.where(columns < K, each_column, 0).to(tl.uint8))
 
 
 @writes("values")

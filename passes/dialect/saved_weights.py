@@ -52,8 +52,9 @@ def choose_saved_weights(graph: Graph, choice: str | None) -> int:
         items = {index: readers for index, readers in item_users(node).items() if _all_users(readers) & of_backward}
         if node in of_backward or not items:
             continue
-        alone = {index: readers for index, readers in items.items() if _all_users(readers) <= of_backward}
-        saved = sum(byte_hint(node.meta["val"][index]) for index in alone)
+        # Forward may read it too, as the codes of blocks of 32x32; one scale is nothing.
+        sizes = [byte_hint(node.meta["val"][index]) for index in items]
+        saved = sum(size for size in sizes if size > 4)
         if not _is_weight(node, of_backward):
             won += _saved_in_16_bits(node, of_backward) - saved
         elif choice == "original" or (saved > won and saved >= FEWEST_BYTES):

@@ -8,9 +8,12 @@ import torch
 
 from te_dynamo.dialect.gemm import gemm
 from te_dynamo.dialect.quantize import transpose
+from te_dynamo.kernels.layouts import mxfp8
 from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.kernels.layouts.sizes import blocks_of
+from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.quantized.quantizers import Quantizer, check_product
+from te_dynamo.quantized.storages.blocks import spread
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,14 +33,23 @@ class Operand:
         same codes."""
         if columnwise and not quantizer.columnwise and quantizer.columns_are_rows():
             data, scale_inv = quantizer.operand(list(buffers), columnwise=False)
-            return cls((transpose(data), _turned(scale_inv, data)), quantizer.reading(columnwise=True))
+            codes = transpose(data) if quantizer.transposes_columns() else data
+            return cls((codes, _turned(quantizer, scale_inv, data)), quantizer.reading(columnwise=True))
         return cls(tuple(quantizer.operand(list(buffers), columnwise)), quantizer.reading(columnwise))
 
 
-def _turned(scale_inv: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """The scales of the transpose of data [M, K]: one for all of it as it is, [ceil(M/128), ceil(K/128)^4] as [ceil(K/128), ceil(M/128)^4]."""
+def _turned(quantizer: Quantizer, scale_inv: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """The columns' scales of data [M, K], of those of its rows: one for all of it as it is, [ceil(M/128), ceil(K/128)^4] as
+    [ceil(K/128), ceil(M/128)^4], MXFP8's once for each column instead of once for each row."""
     if scale_inv.dim() == 1:
         return scale_inv
+    if scale_inv.dtype == torch.uint8:
+        blocks = plain_scales(scale_inv)[:: mxfp8.BLOCK]
+        each = spread(blocks, (1, mxfp8.BLOCK), (blocks.shape[0], data.shape[1]))
+        columns = torch.nn.functional.pad(each, (0, -data.shape[1] % 128))
+        if scale_inv.dim() == 3:
+            return swizzle_scales(columns.t())
+        return columns.t().contiguous() if quantizer.transposes_columns() else columns
     rows, columns = scale_inv.shape[0], blocks_of(data.shape[1], BLOCK)
     return torch.nn.functional.pad(scale_inv[:, :columns], (0, 0, 0, -rows % 4)).t().contiguous()
 

@@ -4,7 +4,7 @@
     fsdp_post_all_gather    all shards' codes -> QuantizedTensor [N, K], rows alone                         what te.linear multiplies
 
 The optimizer, checkpoints and clipping compute with the shard's own values, in its own dtype. With one scale a tensor the amax is
-that of all shards (fp8_all_gather_weight.py). A block of 128x128 lies in one shard, and so does a row; their scales travel too.
+that of all shards (fp8_all_gather_weight.py). A block of 128x128 (MXFP8: or of 32x32) lies in one shard, and so does a row; their scales travel too.
 """
 
 from __future__ import annotations
@@ -174,9 +174,8 @@ def _given(buffers: list[torch.Tensor], asked: Asked, quantizer: Any) -> Given:
     sent = _padded(codes.view(torch.uint8), asked)
     if quantizer.one_scale:
         return (sent,), (asked.outer_size, codes.dtype, scale_inv)
-    scales = (
-        scale_inv if scale_inv.dim() > 1 else _padded(scale_inv, asked)
-    )  # no block is cut, and all shards have equally many
+    # No block is cut, and all shards have equally many; rows of scales that are padding stay here.
+    scales = scale_inv[: codes.shape[0]] if scale_inv.dim() > 1 else _padded(scale_inv, asked)
     return (sent, scales), (asked.outer_size, codes.dtype, None)
 
 

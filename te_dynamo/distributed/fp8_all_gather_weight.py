@@ -7,6 +7,7 @@ gather compares the shard's version counter and address with those whose amax is
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from te_dynamo.dialect.define import direct
 from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
+from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.quantized.quantizers import Quantizer
 
 
@@ -54,11 +56,16 @@ class GatheredWeight:
             self.reason = "it is not shared out by rows"
         if not self.reason and asked.dtype not in INPUT_DTYPES:
             self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
-        block = self.quantizer.experts_begin_at if self.quantizer else 1
-        if not self.reason and block > 1 and n % (asked.ranks * block):
+        block = 1 if self.quantizer is None else self.quantizer.rows_of_a_scale()
+        whole = math.lcm(asked.ranks * block, BLOCK)  # scales of rows are padded to so many
+        if not self.reason and block > 1 and n % whole:
+            inside = (
+                f"blocks of {block}"
+                if block == BLOCK
+                else f"blocks of {block}, or of the {BLOCK} rows that scales are padded to"
+            )
             self.reason = (
-                f"{asked.ranks} shards of its {n} rows end inside of blocks of {block}: N has to be a multiple of "
-                f"{asked.ranks * block}"
+                f"{asked.ranks} shards of its {n} rows end inside of {inside}: N has to be a multiple of {whole}"
             )
         return not self.reason
 

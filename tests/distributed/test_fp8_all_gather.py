@@ -14,9 +14,13 @@ from helpers.distributed.plans import BLOCK, assert_trained_as, names, one_proce
 from helpers.distributed.ranks import SIZE, Ranks
 from helpers.models.training import SAME
 
+from te_dynamo.recipe import MXFP8BlockScaling
+
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 CURRENT, BLOCKS = "float8_current_scaling", "float8_block_scaling"
+SQUARES = MXFP8BlockScaling(weight_block_dims=2)
+SQUARES_128 = MXFP8BlockScaling(scale_block=128, weight_block_dims=2)
 
 
 def test_bits(ranks: Ranks) -> None:
@@ -30,6 +34,28 @@ def test_a_scale_a_row_travels_where_nothing_trains(ranks: Ranks, trains: bool) 
     for one in ranks.run(fp8_bodies.bits, "float8_rowwise", torch.float32, torch.bfloat16, trains):
         left = {name for name, kind in one.items() if kind}
         assert left == {f"parts.{i}.weight" for i in (range(6) if trains else [5])}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cut"), [(SQUARES, {96: 128, 192: 128}), (SQUARES_128, {96: 256, 128: 256, 192: 256})]
+)
+def test_bits_of_mxfp8_in_square_blocks(ranks: Ranks, recipe: MXFP8BlockScaling, cut: dict[int, int]) -> None:
+    """Codes and scales of rows travel, of shards that cut no block and have no padding."""
+    for one in ranks.run(fp8_bodies.bits, recipe, torch.float32, torch.bfloat16):
+        assert {name for name, kind in one.items() if not kind} == {"parts.3.weight", "parts.4.weight"}
+    block = recipe.scale_block
+    padded = ", or of the 128 rows that scales are padded to" if block == 32 else ""
+    for one in ranks.run(fp8_bodies.reasons, recipe, (96, 128, 192, 256)):
+        assert {rows: reason for rows, reason in one.items() if reason} == {
+            n: f"2 shards of its {n} rows end inside of blocks of {block}{padded}: N has to be a multiple of {of}"
+            for n, of in cut.items()
+        }
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_what_has_columns_of_its_own_travels_as_it_is(ranks: Ranks, recipe: str) -> None:
+    for one in ranks.run(fp8_bodies.bits, recipe, torch.float32, torch.bfloat16):
+        assert all(one.values())
 
 
 def test_inference_with_a_scale_a_row(ranks: Ranks) -> None:
@@ -88,8 +114,8 @@ def test_a_step_casts_each_weight_once(ranks: Ranks, recipe: str, casts: list[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
-def test_wire_and_memory(ranks: Ranks, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS, SQUARES, SQUARES_128])
+def test_wire_and_memory(ranks: Ranks, recipe: str | MXFP8BlockScaling) -> None:
     for one in ranks.run(fp8_bodies.wire, recipe, 256):
         fp8, bf16 = one["fp8"], one["bf16"]
         assert fp8["gathered"] <= 0.53 * bf16["gathered"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
+from te_dynamo import MXFP8Quantizer
 from te_dynamo.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -54,6 +55,18 @@ def test_a_linear_equals_its_recipe_written_a_second_time(name: str) -> None:
     assert_close(actual, expected, EXACT)
     plain = run(model, model, tokens())
     assert relative_error(plain["y"], expected["y"]) > 0.01, "nothing was rounded"
+
+
+@pytest.mark.parametrize("scale_block", [32, 128])
+def test_forward_and_backward_multiply_by_the_same_weight(scale_block: int) -> None:
+    """A product by ones of the identity is the weight that it reads, bit for bit."""
+    model = build("linear")
+    x = torch.eye(WIDTH, requires_grad=True)
+    y = te(model, MXFP8BlockScaling(scale_block=scale_block, weight_block_dims=2))(x) - model.bias
+    y.backward(torch.eye(WIDTH, model.out_features))
+    held = MXFP8Quantizer(scale_block=scale_block, block_dims=2).quantize(model.weight).dequantize()
+    assert torch.equal(x.grad[: model.out_features], held)
+    assert relative_error(y, held.t()) < EXACT, "a bias was added"
 
 
 @pytest.mark.parametrize("dtype", slow_but(1, [torch.bfloat16, torch.float16]))

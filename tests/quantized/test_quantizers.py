@@ -126,8 +126,10 @@ def test_a_process_group_is_a_type_error() -> None:
         (Float8BlockQuantizer, {"amax_epsilon": float("nan")}, "amax_epsilon: expected a finite number"),
         (Float8CurrentScalingQuantizer, {"amax_epsilon": 1e300}, r"amax_epsilon: .* got 1e\+300 \(an amax is fp32\)"),
         (MXFP8Quantizer, {"scale_block": 64}, "scale_block: expected 32 .* or 128 .*got 64"),
+        (MXFP8Quantizer, {"block_dims": 3}, r"block_dims: expected 1 .*1x32.* or 2 .*32x32.*got 3"),
+        (NVFP4Quantizer, {"block_dims": 0}, r"block_dims: expected 1 .*1x16.* or 2 .*16x16.*got 0"),
         (MXFP8Quantizer, {"fp8_format": "e2m1"}, "fp8_format"),
-        (NVFP4Quantizer, {"two_d": True, "hadamard": True}, "share scales between rows and columns"),
+        (NVFP4Quantizer, {"block_dims": 2, "hadamard": True}, "share scales between rows and columns"),
         (NVFP4Quantizer, {"rowwise": False, "columnwise": False}, "neither rowwise nor columnwise"),
     ],
 )

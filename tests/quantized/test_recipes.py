@@ -79,14 +79,15 @@ def test_names() -> None:
             MXFP8Quantizer(scale_block=128),
             MXFP8Quantizer(fp8_format="e5m2", scale_block=128),
         ),
+        (MXFP8BlockScaling(weight_block_dims=2), MXFP8Quantizer(), MXFP8Quantizer(block_dims=2), MXFP8Quantizer()),
         (
             NVFP4BlockScaling(),
             NVFP4Quantizer(hadamard=True),
-            NVFP4Quantizer(two_d=True),
+            NVFP4Quantizer(block_dims=2),
             NVFP4Quantizer(hadamard=True, stochastic_rounding=True),
         ),
         (
-            NVFP4BlockScaling(hadamard=False, stochastic_rounding=False, two_d_weights=False),
+            NVFP4BlockScaling(hadamard=False, stochastic_rounding=False, weight_block_dims=1),
             NVFP4Quantizer(),
             NVFP4Quantizer(),
             NVFP4Quantizer(),
@@ -127,6 +128,7 @@ def test_names_of_other_libraries_are_near_ones_too(name: str, near: str) -> Non
 def test_description_names_what_differs_from_the_defaults() -> None:
     assert MXFP8BlockScaling().describe() == "mxfp8"
     assert MXFP8BlockScaling(scale_block=128).describe() == "mxfp8(scale_block=128)"
+    assert MXFP8BlockScaling(weight_block_dims=2).describe() == "mxfp8(weight_block_dims=2)"
     both = NVFP4BlockScaling(backward="high_precision", hadamard=False)
     assert both.describe() == "nvfp4(backward='high_precision', hadamard=False)"
 
@@ -165,6 +167,8 @@ def test_fast_accumulation_is_only_of_current_scaling() -> None:
             "Float8CurrentScalingQuantizer.amax_epsilon: expected float, got '0'",
         ),  # type: ignore[arg-type]
         (lambda: MXFP8BlockScaling(scale_block=64), "unknown scale_block 64; valid: 128, 32"),
+        (lambda: MXFP8BlockScaling(weight_block_dims=3), "unknown weight_block_dims 3; valid: 1, 2"),
+        (lambda: NVFP4BlockScaling(weight_block_dims=True), "unknown weight_block_dims True; valid: 1, 2"),
         (lambda: MXFP8BlockScaling(scale_block=True), "unknown scale_block True; valid: 128, 32"),
         (lambda: NVFP4BlockScaling(hadamard=None), "unknown hadamard None; valid: False, True"),
         (lambda: Float8BlockScaling(input_block_dims=2), "Float8BlockScaling: fprop: 2D x 2D: no GEMM multiplies"),
@@ -226,7 +230,7 @@ def test_a_product_asks_too() -> None:
 
 
 def test_a_hadamard_transform_of_the_columns_leaves_the_rows_alone() -> None:
-    check_product(NVFP4Quantizer(hadamard=True), False, NVFP4Quantizer(two_d=True), False)
+    check_product(NVFP4Quantizer(hadamard=True), False, NVFP4Quantizer(block_dims=2), False)
     check_product(NVFP4Quantizer(hadamard=True), True, NVFP4Quantizer(hadamard=True), True)
 
 

@@ -17,6 +17,7 @@ from te_dynamo import (
     Quantizer,
     TensorProto,
 )
+from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.quantize import nvfp4
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
@@ -146,6 +147,22 @@ def test_mxfp8_is_what_its_gemm_reads() -> None:
     assert same_bits(columns.dequantize(), expected[:, :ROWS].t().reshape(SHAPE))
 
 
+@pytest.mark.parametrize("scale_block", [32, 128])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_mxfp8_in_square_blocks_has_one_value_of_each(scale_block: int, swizzled: bool) -> None:
+    """Rows and columns dequantize to the same tensor, and columns that are made of rows are the buffers that quantizing makes."""
+    quantizer = MXFP8Quantizer(scale_block=scale_block, block_dims=2, swizzled=swizzled)
+    for shape in ((35, 50), (160, 288), (256, 128), (1, 1)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 9, shape[1])
+        held = quantizer.quantize(x)
+        rows, columns = held.with_usage(columnwise=False), held.with_usage(rowwise=False)
+        assert same_bits(rows.dequantize(), columns.dequantize())
+        assert len(held.buffers()) == (3 if scale_block == 32 else 4), "codes of 32x32 are kept once"
+        made, wanted = (Operand.of(each.quantizer, each.buffers(), columnwise=True) for each in (rows, held))
+        assert made.quantizer == wanted.quantizer
+        assert all(map(same_bits, made.tensors, wanted.tensors))
+
+
 def test_mxfp8_scale_codes() -> None:
     """2^(code - 127) for every code: 0 is a denormal, 255 NaN."""
     from te_dynamo.quantized.storages.mxfp8 import _powers_of_two
@@ -155,7 +172,7 @@ def test_mxfp8_scale_codes() -> None:
 
 
 def test_nvfp4_is_what_its_gemm_reads() -> None:
-    for quantizer in (NVFP4Quantizer(columnwise=False), NVFP4Quantizer(columnwise=False, two_d=True)):
+    for quantizer in (NVFP4Quantizer(columnwise=False), NVFP4Quantizer(columnwise=False, block_dims=2)):
         held = storage(quantizer)
         expected = nvfp4.dequantize_nvfp4_reference(held.data, held.scale_inv, held.amax, COLUMNS, torch.bfloat16)
         assert same_bits(held.dequantize(), expected.reshape(SHAPE))

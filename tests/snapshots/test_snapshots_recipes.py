@@ -127,6 +127,22 @@ return gemm_3, gemm_4""",
     )
 
 
+def test_mxfp8_with_weights_in_square_blocks() -> None:
+    """One buffer of a weight's codes: forward and dgrad read it with scales of rows and of columns."""
+    found = graphs(MXFP8BlockScaling(weight_block_dims=2))
+    of_weights = "\n".join(line for text in found.values() for line in text.splitlines() if "32x32" in line)
+    assert_expected_inline(
+        of_weights,
+        """\
+quantize_1: (f8e4m3[128, 64], u8[128, 4], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column, 32x32])
+gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row, 32x32], bf16, fast_accum=False, bias=fc1.bias)
+quantize_3: (f8e4m3[64, 128], u8[128, 4], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column, 32x32])
+gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_3[0], quantize_3[1]], mxfp8[row, 32x32], bf16, fast_accum=False, bias=fc2.bias)
+gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], mxfp8[row], [quantize_3[0], quantize_3[2]], mxfp8[column, 32x32], bf16, fast_accum=False)
+gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], mxfp8[row], [quantize_1[0], quantize_1[2]], mxfp8[column, 32x32], bf16, fast_accum=False)""",
+    )
+
+
 def test_nvfp4() -> None:
     """Three tensors an operand; gradients are rounded at random."""
     found = graphs("nvfp4")

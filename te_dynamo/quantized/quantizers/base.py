@@ -134,6 +134,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """Whether columnwise data is the codes of the rows transposed, with the same scales: `Operand.of` makes it of them."""
         return False
 
+    def rows_of_a_scale(self) -> int:
+        """How many rows next to each other share the scales of their blocks."""
+        return 1
+
     def no_groups_reason(self) -> str:
         """Why no GEMM multiplies groups of rows of a tensor held so (te.grouped_gemm), "" where one does."""
         return "there is no grouped GEMM for it"

@@ -75,6 +75,9 @@ class Float8BlockQuantizer(Float8Quantizer):
     def columns_are_rows(self) -> bool:
         return self.block_dims == 2
 
+    def rows_of_a_scale(self) -> int:
+        return BLOCK if self.block_dims == 2 else 1
+
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return BlockForm.NAMES[2:] if columnwise else BlockForm.NAMES[:2]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, columnwise_names
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
@@ -20,6 +20,7 @@ class MXFP8Quantizer(Float8Quantizer):
 
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
     scale_block: 32, or 128 for four equal scales in a row: still MXFP8, and what the 1x128 kernels of Hopper read too.
+    block_dims: 1 for blocks along the contracted dimension; 2 for blocks of as many rows, weights: still MXFP8, the scale once for each row.
     swizzled: scales in the order in which Blackwell's tensor cores read them.
     fused_producers: norms, activations and their gradients write the blocks themselves (kernels/produce).
 
@@ -30,12 +31,14 @@ class MXFP8Quantizer(Float8Quantizer):
 
     Swizzled, scales of such a shape (R, S), of columns in blocks of 32 (S, R), are (R / 4, S, 4), in tiles of 128 by 4 (kernels/layouts/tiled_scales.py).
 
-    Columns are quantized on their own. With scale_block=32 they are not transposed; with 128 they are the rows of x^T.
+    With scale_block=32 columns are not transposed; with 128 they are the rows of x^T. 1D columns are quantized on their own. 2D columns are the
+    same values: of blocks of 32 `data` is both usages', and there is no columnwise_data.
     """
 
     experts_begin_at: ClassVar[int] = 128  # of either block: GEMMs contract 128 values at a time
 
     scale_block: int = 32
+    block_dims: int = 1
     swizzled: bool = False
     fused_producers: bool = False
 
@@ -45,15 +48,26 @@ class MXFP8Quantizer(Float8Quantizer):
             raise QuantizationError(
                 f"scale_block: expected 32 (the format's own block) or 128 (four equal scales), got {self.scale_block!r}"
             )
+        if self.block_dims not in (1, 2):
+            raise QuantizationError(
+                f"block_dims: expected 1 (blocks of 1x{self.scale_block}) or 2 (blocks of {self.scale_block}x{self.scale_block}), "
+                f"got {self.block_dims!r}"
+            )
 
     def scaling(self) -> Literal["1x32", "1x128"]:
         return "1x32" if self.scale_block == BLOCK or self.swizzled else "1x128"
 
     def recipe(self) -> tuple[str, dict[str, Any]]:
-        return "mxfp8", {"scale_block": self.scale_block}
+        return "mxfp8", {"scale_block": self.scale_block, "weight_block_dims": self.block_dims}
 
     def transposes_columns(self) -> bool:
         return self.scale_block != BLOCK
+
+    def columns_are_rows(self) -> bool:
+        return self.block_dims == 2
+
+    def rows_of_a_scale(self) -> int:
+        return self.scale_block if self.block_dims == 2 else 1
 
     def no_groups_reason(self) -> str:
         return ""
@@ -62,22 +76,22 @@ class MXFP8Quantizer(Float8Quantizer):
         return self._using(rowwise, columnwise)
 
     def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
-        options = self.fp8_format, self.scale_block, self.swizzled, self.fused_producers
+        options = self.fp8_format, self.scale_block, self.block_dims, self.swizzled, self.fused_producers
         return MXFP8Quantizer(rowwise, columnwise, *options)
 
     def for_block_scales(self) -> MXFP8Quantizer:
-        options = self.fp8_format, self.scale_block, True, self.fused_producers
+        options = self.fp8_format, self.scale_block, self.block_dims, True, self.fused_producers
         return MXFP8Quantizer(self.rowwise, self.columnwise, *options)
 
     def form(self) -> MXFP8Form:
-        options = self.rowwise, self.columnwise, self.scale_block, self.swizzled
+        options = self.rowwise, self.columnwise, self.scale_block, self.swizzled, self.block_dims == 2
         return MXFP8Form(FP8_DTYPES[self.fp8_format], *options)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "MXFP8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return MXFP8Form.NAMES[2:] if columnwise else MXFP8Form.NAMES[:2]
+        return columnwise_names(self.scale_block, self.block_dims == 2) if columnwise else MXFP8Form.NAMES[:2]
 
     def _format(self) -> tuple[str, str]:
         element = "" if self.fp8_format == "e4m3" else f" {self.fp8_format}"
@@ -85,4 +99,5 @@ class MXFP8Quantizer(Float8Quantizer):
         return f"mxfp8{element}{block}", f"MXFP8{element}"
 
     def _settings(self) -> Iterable[str]:
-        return *("swizzled",) * self.swizzled, *("fused",) * self.fused_producers
+        squares = (f"{self.scale_block}x{self.scale_block}",) * (self.block_dims == 2)
+        return *squares, *("swizzled",) * self.swizzled, *("fused",) * self.fused_producers

@@ -20,7 +20,7 @@ class NVFP4Quantizer(Quantizer):
     hadamard: rotate the columnwise operand by a random 16x16 Hadamard matrix before it is quantized.
     stochastic_rounding: round to one of the two neighbours with the probability of its nearness, from random bits that
         are given; for gradients.
-    two_d: one scale for 16x16 values, the same for rows and columns; for weights.
+    block_dims: 1 for blocks of 16 along the contracted dimension; 2 for 16x16, the same for rows and columns; for weights.
     swizzled: scales in the order in which Blackwell's tensor cores read them.
 
     Buffers of x read as [M, K], two values a byte, the even one in the low nibble (^n: rounded up, the padding zero):
@@ -34,14 +34,18 @@ class NVFP4Quantizer(Quantizer):
 
     hadamard: bool = False
     stochastic_rounding: bool = False
-    two_d: bool = False
+    block_dims: int = 1
     swizzled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.two_d and self.hadamard:
+        if self.block_dims not in (1, 2):
             raise QuantizationError(
-                "NVFP4Quantizer: two_d=True with hadamard=True: 16x16 blocks share scales between rows and columns, so columns "
+                f"block_dims: expected 1 (blocks of 1x16) or 2 (blocks of 16x16), got {self.block_dims!r}"
+            )
+        if self.block_dims == 2 and self.hadamard:
+            raise QuantizationError(
+                "NVFP4Quantizer: block_dims=2 with hadamard=True: 16x16 blocks share scales between rows and columns, so columns "
                 "cannot be rotated; hold the weight in 2D or rotate both operands of wgrad"
             )
 
@@ -49,21 +53,23 @@ class NVFP4Quantizer(Quantizer):
         return "1x16"
 
     def recipe(self) -> tuple[str, dict[str, Any]]:
-        return "nvfp4", {"two_d_weights": self.two_d}
+        return "nvfp4", {"weight_block_dims": self.block_dims}
 
     def needs_random(self) -> bool:
         return self.stochastic_rounding
 
     def _using(self, rowwise: bool, columnwise: bool) -> NVFP4Quantizer:
-        return NVFP4Quantizer(rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.two_d, self.swizzled)
+        return NVFP4Quantizer(
+            rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.block_dims, self.swizzled
+        )
 
     def for_block_scales(self) -> NVFP4Quantizer:
         rounding = self.hadamard, self.stochastic_rounding
-        return NVFP4Quantizer(self.rowwise, self.columnwise, *rounding, self.two_d, True)
+        return NVFP4Quantizer(self.rowwise, self.columnwise, *rounding, self.block_dims, True)
 
     def form(self) -> NVFP4Form:
         rounding = self.hadamard, self.stochastic_rounding
-        return NVFP4Form(self.rowwise, self.columnwise, self.two_d, *rounding, self.swizzled)
+        return NVFP4Form(self.rowwise, self.columnwise, self.block_dims == 2, *rounding, self.swizzled)
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "NVFP4TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
@@ -76,7 +82,7 @@ class NVFP4Quantizer(Quantizer):
 
     def _settings(self) -> Iterable[str]:
         settings = (
-            ("16x16", self.two_d),
+            ("16x16", self.block_dims == 2),
             ("hadamard", self.hadamard),
             ("stochastic", self.stochastic_rounding),
             ("swizzled", self.swizzled),

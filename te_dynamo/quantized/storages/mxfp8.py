@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class MXFP8TensorStorage(QuantizedTensorStorage):
-    """FP8 with an E8M0 scale for each 32 values: data [M, K], columnwise_data [M, K] or [K, M^16], and their scales."""
+    """FP8 with an E8M0 scale for each 32 values: data [M, K], columnwise_data [M, K] or [K, M^16], and their scales. In
+    blocks of 32x32 there is no columnwise_data: `data` is that of both usages."""
 
     _FLATTEN_TENSOR_BUFFERS = MXFP8Form.NAMES
 
@@ -32,7 +33,8 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     def _columns(self) -> torch.Tensor:
         scales = plain_scales(self.columnwise_scale_inv)
         if self.quantizer.scale_block == BLOCK:
-            return _values(self.columnwise_data, scales.t() if self.quantizer.swizzled else scales, (BLOCK, 1))
+            data = self.data if self.quantizer.block_dims == 2 else self.columnwise_data
+            return _values(data, scales.t() if self.quantizer.swizzled else scales, (BLOCK, 1))
         return _values(self.columnwise_data, scales, (1, BLOCK)).t()
 
 

@@ -58,7 +58,7 @@ class Kind:
     def quantizer(self, dims: int, powers_of_two: bool) -> Quantizer:
         """Of a weight with so many dimensions. powers_of_two: how activations beside it are scaled."""
         cls = Float8GroupedQuantizer if self.name == "tensor" and dims > 2 else self.held_as
-        fields = {"power_of_two_scale": powers_of_two, "block_dims": 2}
+        fields = {"power_of_two_scale": powers_of_two, "block_dims": 1 + (self.block[0] > 1)}
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(columnwise=False, **{name: value for name, value in fields.items() if name in known})  # type: ignore[arg-type]
 
@@ -171,8 +171,10 @@ _KIND_OF: dict[type[Quantizer], str] = {
 
 def kind_of(quantizer: Quantizer) -> str:
     """The kind in which a file has what is held so, "" where none has."""
-    unusual = {"fp8_format": "e5m2", "block_dims": 1, "swizzled": True, "rowwise": False}
+    unusual = {"fp8_format": "e5m2", "swizzled": True, "rowwise": False}
     if any(getattr(quantizer, name, None) == value for name, value in unusual.items()):
+        return ""
+    if isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_dims == 1:
         return ""
     return _KIND_OF.get(type(quantizer), "")
 

@@ -23,6 +23,7 @@ from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS
 from te_dynamo.errors import TeError
 from te_dynamo.passes.dialect.live_memory import peak_bytes
+from te_dynamo.recipe import Recipe, as_recipe
 from te_dynamo.testing import count_wire
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "in_any_order",
     "inference",
     "load",
+    "reasons",
     "refused",
     "save",
     "stale",
@@ -84,7 +86,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def wire(rank: int, recipe: str, width: int, count: int = 3) -> dict[str, dict[str, Any]]:
+def wire(rank: int, recipe: str | Recipe, width: int, count: int = 3) -> dict[str, dict[str, Any]]:
     """Of steps with FP8 on the wire and in bf16: bytes of all-gathers, collectives, what graphs keep alive, compilations."""
     torch.manual_seed(rank)
     x, told = torch.randn(128, width, dtype=torch.bfloat16, device=device()), {}
@@ -115,7 +117,7 @@ def wire(rank: int, recipe: str, width: int, count: int = 3) -> dict[str, dict[s
     return told
 
 
-def inference(rank: int, recipe: str, width: int) -> dict[str, Any]:
+def inference(rank: int, recipe: str | Recipe, width: int) -> dict[str, Any]:
     """Of a model that does not train: whether its output is that of unsharded weights, and the bytes that it gathers."""
     x, told = torch.randn(128, width, generator=torch.Generator().manual_seed(0)).to(device(), torch.bfloat16), {}
     for name in ("whole", "bf16", "fp8"):
@@ -150,7 +152,7 @@ class Wide(nn.Module):
 
 
 def bits(
-    rank: int, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, trains: bool = True
+    rank: int, recipe: str | Recipe, dtype: torch.dtype, param_dtype: torch.dtype | None, trains: bool = True
 ) -> dict[str, str]:
     """Each gathered weight is what its quantizer makes of the whole weight, cast to param_dtype first; a reason where it is plain."""
     torch.manual_seed(0)
@@ -167,7 +169,7 @@ def bits(
         mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype),
         shard_placement_fn=lambda p: Shard(1) if p is wide.parts[5].weight else None,
     )
-    quantizer = te_dynamo.recipe.by_name(recipe).weight_quantizer().with_usage(True, False)
+    quantizer = as_recipe(recipe).weight_quantizer().with_usage(True, False)
     found = {}
     for _ in range(2):  # the second gather writes to the tensors of the first
         wide.unshard()
@@ -184,6 +186,15 @@ def bits(
                 found[name] = "as it is"
         wide.reshard()
     return found
+
+
+def reasons(rank: int, recipe: Recipe, rows: tuple[int, ...]) -> dict[int, str]:
+    """Why a weight of so many rows travels as it is, "" where it does not."""
+    linears = nn.Sequential(*(nn.Linear(64, n, bias=False) for n in rows)).to(device())
+    fp8_all_gather(linears, options={"recipe": recipe})
+    fully_shard(linears, mesh=mesh())
+    linears.unshard()
+    return {n: WEIGHTS[linear].reason for n, linear in zip(rows, linears, strict=True)}
 
 
 PLACEMENTS = {
@@ -241,7 +252,7 @@ def tensor_graphs(rank: int) -> dict[str, str]:
     return {phase: graphs.all(phase)[-1] for phase in ("match", "forward", "backward")}
 
 
-def work(rank: int, recipe: str) -> list[dict[str, Any]]:
+def work(rank: int, recipe: str | Recipe) -> list[dict[str, Any]]:
     """Of forward's gather, backward's and the next step's forward's: how many weights each cast is of, and calls of the subclasses' Python
     dispatch."""
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(3))).to(device())

@@ -39,9 +39,11 @@ RECIPES: dict[str, Recipe] = {
         MXFP8BlockScaling(),
         MXFP8BlockScaling(backward_format="e5m2"),
         MXFP8BlockScaling(scale_block=128),
+        MXFP8BlockScaling(weight_block_dims=2),
+        MXFP8BlockScaling(scale_block=128, weight_block_dims=2),
         MXFP8BlockScaling(backward="high_precision"),
         NVFP4BlockScaling(stochastic_rounding=False),
-        NVFP4BlockScaling(stochastic_rounding=False, hadamard=False, two_d_weights=False),
+        NVFP4BlockScaling(stochastic_rounding=False, hadamard=False, weight_block_dims=1),
     )
 }
 """Deterministic ones: stochastic rounding has tests of its own."""

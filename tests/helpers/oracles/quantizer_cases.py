@@ -26,11 +26,14 @@ CONFIGURATIONS: list[Quantizer] = [
     MXFP8Quantizer(),
     MXFP8Quantizer(fp8_format="e5m2"),
     MXFP8Quantizer(scale_block=128),
+    MXFP8Quantizer(block_dims=2),
+    MXFP8Quantizer(scale_block=128, block_dims=2),
     NVFP4Quantizer(),
-    NVFP4Quantizer(two_d=True),
+    NVFP4Quantizer(block_dims=2),
     NVFP4Quantizer(hadamard=True, stochastic_rounding=True),
     MXFP8Quantizer(swizzled=True),
     MXFP8Quantizer(scale_block=128, swizzled=True),
+    MXFP8Quantizer(block_dims=2, swizzled=True),
     NVFP4Quantizer(hadamard=True, swizzled=True),
 ]
 

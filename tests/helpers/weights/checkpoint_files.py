@@ -172,7 +172,7 @@ FILES = {
     "ct nvfp4": File(
         _group(4, "tensor_group", group_size=16),
         nvfp4("weight_packed", "weight_global_scale", True),
-        "nvfp4(two_d_weights=False)",
+        "nvfp4(weight_block_dims=1)",
         ("input_global_scale",),
     ),
     "modelopt": File(
@@ -188,7 +188,7 @@ FILES = {
     "modelopt nvfp4": File(
         {**_MODELOPT, "quant_algo": "NVFP4"},
         nvfp4("weight", "weight_scale_2", False),
-        "nvfp4(two_d_weights=False)",
+        "nvfp4(weight_block_dims=1)",
         ("input_scale",),
     ),
 }

@@ -50,9 +50,10 @@ def quantize_case(
     whole: bool = True,
     swizzled: bool = False,
     groups: int = 0,
+    two_d: bool = False,
 ) -> Case:
     packed = x == "*bf16" and aligned_k
-    turned = scale_block == 128 and usage[1]
+    turned = scale_block == 128 and (usage[1] or two_d)
     order, constant_order = padded_order_arguments(groups)
     columnwise_data = "transpose" if turned else "columnwise_data"
     pointers = {"x": x, "data": fp8, "scale_inv": "*u8", columnwise_data: fp8, "columnwise_scale_inv": "*u8"}
@@ -61,25 +62,36 @@ def quantize_case(
     constants |= constant_order
     if turned:
         _, group, warps = mxfp8.tile_128(packed)
-        constants |= {"SCALING": f"e8m0{' swizzled' * swizzled}", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
+        constants |= {
+            "SCALING": f"e8m0{' 128x128' * two_d}{' swizzled' * swizzled}",
+            "EPS": 0.0,
+            "POWER_OF_TWO": True,
+            "LARGEST": 0.0,
+        }
         constants |= {"ROWS": 128, "GROUP_M": group, "num_warps": warps}
     else:
         columns = 4096 if aligned_k else 4095
-        block_m, block_k, warps = mxfp8.tile_32(columns) if usage[1] else mxfp8.row_tile(columns, packed, swizzled)
+        block_m, block_k, warps = (
+            mxfp8.tile_32(columns) if usage[1] or two_d else mxfp8.row_tile(columns, packed, swizzled)
+        )
         constants |= {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
-        constants["SWIZZLED"] = swizzled
+        constants |= {"SWIZZLED": swizzled, "TWO_D": two_d}
     kind = "e4m3x2" if fp8 == "*fp8e4nv" else "e5m2x2"
-    rowwise = ("data", "scale_inv") if usage[0] else ()
-    columnwise = (columnwise_data, "columnwise_scale_inv") if usage[1] else ()
+    form = MXFP8Form(torch.float8_e4m3fn, *usage, scale_block, two_d=two_d)
+    writes = (columnwise_data if name == "columnwise_data" else name for name in form.buffers((1, 1)))
     return Case(
-        name=f"quantize {scale_block} {usage} {x} {fp8} {aligned_k=} {whole=} {swizzled=} {groups=} sm_{capability}",
+        name=f"quantize {scale_block} {usage} {x} {fp8} {aligned_k=} {whole=} {swizzled=} {groups=} {two_d=} sm_{capability}",
         kernel=mxfp8.quantize_block_kernel if turned else mxfp8.quantize_mxfp8_kernel,
         args={**pointers, "M": "i32", "K": "i32", **order},
         constants=constants,
         aligned=(*pointers, "K") if aligned_k else tuple(pointers),
         has=(
             f"cvt.rn.satfinite.{kind}.f32",
-            *(("ld.global.v4", "st.global.v4" if turned or not packed else "st.global.v2") if aligned_k else ()),
+            *(
+                ("ld.global.v4", "st.global.v4" if (turned and usage[1]) or not packed else "st.global.v2")
+                if aligned_k
+                else ()
+            ),
             # Two values an instruction.
             *(("mul.rn.bf16x2", "max.u16x2") if packed else ()),
             # Words of codes wait in the cache for those beside them.
@@ -87,7 +99,7 @@ def quantize_case(
         ),
         # A scale of 2^-127 and values near it are denormals.
         lacks=(".ftz", "div.full", "div.rn"),
-        writes=tuple(sorted((*rowwise, *columnwise))),
+        writes=tuple(sorted(writes)),
         capability=capability,
     )
 
@@ -105,6 +117,11 @@ def cases() -> Iterator[Case]:
         yield quantize_case(scale_block, (False, True), whole=False, groups=8)
         for usage in ((True, True), (True, False)):
             yield quantize_case(scale_block, usage, capability=100, swizzled=True)
+            for x in INPUTS if scale_block == 32 or not all(usage) else ("*bf16", "*fp16"):
+                yield quantize_case(scale_block, usage, x, two_d=True)
+            yield quantize_case(scale_block, usage, whole=False, two_d=True)
+            yield quantize_case(scale_block, usage, capability=100, swizzled=True, two_d=True)
+        yield quantize_case(scale_block, (False, True), two_d=True)
     for columnwise in (False, True):
         for values in ("*bf16", "*fp32"):
             yield Case(

@@ -35,6 +35,8 @@ FORMS = (
     lambda usage: MXFP8Form(E4M3, *usage, scale_block=32),
     lambda usage: MXFP8Form(E4M3, *usage, scale_block=32, swizzled=True),
     lambda usage: MXFP8Form(E5M2, *usage, scale_block=128),
+    lambda usage: MXFP8Form(E4M3, *usage, scale_block=32, two_d=True),
+    lambda usage: MXFP8Form(E4M3, *usage, scale_block=128, two_d=True),
 )
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -37,6 +37,8 @@ E4M3 = torch.float8_e4m3fn
 SHAPES = ((1, 32), (128, 128), (128, 256), (303, 300), (256, 272), (2000, 2000))
 KINDS = (*INPUT_KINDS, "zero_row")
 USAGES = ((True, True), (True, False), (False, True))
+BLOCKS = tuple(itertools.product(SCALE_BLOCKS, (False, True)))
+"""(scale_block, two_d)."""
 
 
 def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -52,11 +54,12 @@ def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = "c
 # --- exact formulation --------------------------------------------------------------------------------------
 
 
-def expected_rows(x: np.ndarray, fp8_dtype: torch.dtype, scale_block: int) -> tuple[np.ndarray, np.ndarray]:
+def expected_rows(x: np.ndarray, form: MXFP8Form) -> tuple[np.ndarray, np.ndarray]:
     """(data codes [R, C], scale codes (R^128, ceil(C/32)^4)) of float64 x, in blocks along its rows, by exact arithmetic.
 
     A scale code is the smallest e with amax <= fmax * 2^(e - 127); an element is the nearest value, ties to the even code.
     """
+    fp8_dtype, scale_block = form.dtype, form.scale_block
     _, _, fmax, nan_code = FORMATS[fp8_dtype]
     rows, columns = x.shape
     blocks = -(-columns // scale_block)
@@ -64,6 +67,9 @@ def expected_rows(x: np.ndarray, fp8_dtype: torch.dtype, scale_block: int) -> tu
     padded[:, :columns] = x
     padded = padded.reshape(rows, blocks, scale_block)
     amax = np.abs(padded).max(axis=2)
+    if form.two_d:
+        of_tiles = [amax[row : row + scale_block].max(axis=0) for row in range(0, rows, scale_block)]
+        amax = np.repeat(of_tiles, scale_block, axis=0)[:rows]
     mantissa, exponent = np.frexp(np.nan_to_num(amax, posinf=0.0) / fmax)
     scale = np.clip(exponent - (mantissa == 0.5) + 127, 0, 254) * (mantissa > 0)
     scale = np.where(np.isinf(amax), 254, np.where(np.isnan(amax), 255, scale)).astype(np.int64)
@@ -84,28 +90,29 @@ def expected_rows(x: np.ndarray, fp8_dtype: torch.dtype, scale_block: int) -> tu
 
 
 def expected_buffers(x, form: MXFP8Form):
-    fp8_dtype, scale_block = form.dtype, form.scale_block
     matrix = x.double().reshape(-1, x.shape[-1]).numpy()
     buffers: list[np.ndarray] = []
     if form.rowwise:
-        buffers += expected_rows(matrix, fp8_dtype, scale_block)
+        buffers += expected_rows(matrix, form)
     if form.columnwise:
-        data, codes = expected_rows(matrix.T, fp8_dtype, scale_block)
-        if scale_block == 32:
+        data, codes = expected_rows(matrix.T, form)
+        if form.scale_block == 32:
             buffers += [data.T, codes.T]
         else:
             buffers += [np.pad(data, ((0, 0), (0, -data.shape[1] % 16))), codes]
     tensors = [torch.from_numpy(np.ascontiguousarray(buffer)) for buffer in buffers]
-    tensors[::2] = [data.view(fp8_dtype) for data in tensors[::2]]
+    tensors[::2] = [data.view(form.dtype) for data in tensors[::2]]
+    if len(tensors) > len(form.buffers(x.shape)):  # one buffer of codes for both usages
+        assert_same_bits(tensors[:1], [tensors.pop(2)])
     return tensors
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", slow_but(2, [(shape,) for shape in SHAPES[:-1]]))
 def test_reference_is_exact(shape, kind):
-    for dtype, fp8_dtype, scale_block in itertools.product(DTYPES, FP8_DTYPES, SCALE_BLOCKS):
+    for dtype, fp8_dtype, (scale_block, two_d) in itertools.product(DTYPES, FP8_DTYPES, BLOCKS):
         x = make(kind, shape, dtype)
-        options = MXFP8Form(fp8_dtype, True, True, scale_block)
+        options = MXFP8Form(fp8_dtype, True, True, scale_block, two_d=two_d)
         assert_same_bits(quantize_mxfp8_reference(x, options), expected_buffers(x, options))
 
 
@@ -124,12 +131,12 @@ def test_reference_is_exact_at_a_large_size(scale_block):
     exponent=st.integers(-140, 120),
     fp8_dtype=st.sampled_from(FP8_DTYPES),
     dtype=st.sampled_from(DTYPES),
-    scale_block=st.sampled_from(SCALE_BLOCKS),
+    block=st.sampled_from(BLOCKS),
     usage=st.sampled_from(USAGES),
 )
-def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, fp8_dtype, dtype, scale_block, usage):
+def test_reference_on_any_shape_and_magnitude(rows, columns, exponent, fp8_dtype, dtype, block, usage):
     x = torch.ldexp(make_input("normal", (rows, columns), torch.float32, seed=rows), torch.tensor(exponent)).to(dtype)
-    options = MXFP8Form(fp8_dtype, *usage, scale_block)
+    options = MXFP8Form(fp8_dtype, *usage, block[0], two_d=block[1])
     assert_same_bits(quantize_mxfp8_reference(x, options), expected_buffers(x, options))
 
 
@@ -271,14 +278,14 @@ def test_gemm_refuses_what_it_cannot_multiply(gemm):
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
+@pytest.mark.parametrize("scale_block, two_d", BLOCKS)
 @pytest.mark.parametrize("shape", [*SHAPES, (640, 1280), (17, 4096), (131, 136), (4096, 30), (1, 1), (33, 1)])
-def test_kernel_equals_reference(shape, scale_block):
+def test_kernel_equals_reference(shape, scale_block, two_d):
     """All kinds of input in one test: as many processes would compile the same kernels at once."""
     for kind, dtype in itertools.product(KINDS, DTYPES):
         x = make(kind, shape, dtype, "cuda")
         for fp8_dtype, usage in itertools.product(FP8_DTYPES, USAGES):
-            options = MXFP8Form(fp8_dtype, *usage, scale_block)
+            options = MXFP8Form(fp8_dtype, *usage, scale_block, two_d=two_d)
             expected = quantize_mxfp8_reference(x, options)
             assert_same_bits(quantize_mxfp8(x, options), expected, (kind, dtype, fp8_dtype, usage))
 
@@ -301,12 +308,12 @@ def test_every_bfloat16_as_amax_on_the_gpu(scale_block):
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
+@pytest.mark.parametrize("scale_block, two_d", BLOCKS)
 @pytest.mark.parametrize("shape", [(303, 300), (2000, 2000), (8192, 4096)])
-def test_kernel_writes_every_byte(shape, scale_block):
+def test_kernel_writes_every_byte(shape, scale_block, two_d):
     for dtype in DTYPES:
         x = make_input("normal", shape, dtype, "cuda")
-        options = MXFP8Form(E4M3, True, True, scale_block)
+        options = MXFP8Form(E4M3, True, True, scale_block, two_d=two_d)
         result = run_poisoned(lambda: quantize_mxfp8(x, options))  # noqa: B023
         assert_same_bits(result, quantize_mxfp8_reference(x, options))
 
@@ -314,10 +321,10 @@ def test_kernel_writes_every_byte(shape, scale_block):
 @gpu
 @needs_cuda
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(0, 300), columns=st.integers(1, 300), scale_block=st.sampled_from(SCALE_BLOCKS))
-def test_kernel_on_any_shape(rows, columns, scale_block):
+@given(rows=st.integers(0, 300), columns=st.integers(1, 300), block=st.sampled_from(BLOCKS))
+def test_kernel_on_any_shape(rows, columns, block):
     x = make_input("normal", (rows, columns), torch.bfloat16, "cuda")
-    options = MXFP8Form(E4M3, True, True, scale_block)
+    options = MXFP8Form(E4M3, True, True, block[0], two_d=block[1])
     assert_same_bits(quantize_mxfp8(x, options), quantize_mxfp8_reference(x, options))
 
 

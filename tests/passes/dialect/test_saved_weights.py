@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.options import Options
+from te_dynamo.recipe import MXFP8BlockScaling
 from te_dynamo.testing import capture_on_fake_cuda
 
 
@@ -119,7 +120,9 @@ def columns_remade(tokens: int, **options: Any) -> int:
         lambda device: (torch.empty(tokens, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True),),
         options={"codegen": "eager", "rules": [("", "float8_current_scaling")], **options},
     )
-    return sum("= te.quantize" in line and "e4m3[column]" in line for line in graphs["backward"].splitlines())
+    return sum(
+        "= te.quantize" in line and "weight" in line and "[column" in line for line in graphs["backward"].splitlines()
+    )
 
 
 @pytest.mark.slow
@@ -133,6 +136,15 @@ def test_the_bytes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert columns_remade(2 * INNER + 128) == 0
     assert columns_remade(WIDTH, save_weights="quantized") == 0
     assert columns_remade(TOKENS, save_weights="original") == 2
+
+
+@pytest.mark.slow
+def test_codes_of_both_usages_are_kept_for_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks of 32x32 forward reads what backward does, and that is bytes all the same. No linears of one input are stacked."""
+    squares = {"rules": [("", MXFP8BlockScaling(weight_block_dims=2))]}
+    monkeypatch.setattr("te_dynamo.passes.dialect.saved_weights.FEWEST_BYTES", 0)
+    assert columns_remade(WIDTH // 2, **squares) == 3
+    assert columns_remade(4 * TOKENS, **squares) == 0
 
 
 def test_option() -> None:
