@@ -136,6 +136,10 @@ def test_no_amax_is_found_of_rows_or_for_them(recipes: tuple[Any, Any]) -> None:
     rules = {"rules": [("gate_up", recipes[0]), ("down", recipes[1])]}
     graphs = capture_training(mlp("silu"), (256, HIDDEN), "cuda", **rules)
     assert "te.gated_quantize(" in graphs["forward"] and "te.gemm_gated(" not in graphs["forward"]
+    if recipes[0] is ROWS:
+        backward = operations(graphs.graph("backward"))
+        assert "te.gated_backward_quantize.default" in backward and "te.quantize_stacked.default" not in backward
+        assert "along='N'" in graphs["forward"] and "keep_output=True" not in graphs["backward"]
     x = torch.randn(24, HIDDEN, dtype=torch.bfloat16)
     fused, apart = (compiled_run(mlp("silu"), {"codegen": "eager", "fusions": on, **rules})(x) for on in (True, False))
     assert all(map(torch.equal, fused.outputs, apart.outputs))
