@@ -407,12 +407,13 @@ def _others() -> Iterator[tuple[str, Launch]]:
 
 
 def _produced(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str, Launch]]:
-    """What writes the scales of blocks of its own result."""
+    """What writes the scales of blocks, or of rows, of its own result."""
     forms = {
         "1x128": BlockForm(E4M3, *usage, two_d=False),
         "128x128": BlockForm(E4M3, *usage, two_d=True),
         "MXFP8 32": MXFP8Form(E4M3, *usage, scale_block=32),
         "MXFP8 128": MXFP8Form(E4M3, *usage, scale_block=128),
+        "rows": RowForm(E4M3, *usage),
     }
     inputs = {"": BF16, ", fp32": torch.float32}
     for (what, dtype), (blocks, form) in itertools.product(inputs.items(), forms.items()):

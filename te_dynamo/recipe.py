@@ -154,6 +154,7 @@ class Float8RowwiseScaling(_OneQuantizer):
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a row's amax before the scale is computed.
+    fused_producers: norms, activations and their gradients write the rows. Off, as its time has not been measured.
     """
 
     name: ClassVar[str] = "float8_rowwise"
@@ -162,10 +163,14 @@ class Float8RowwiseScaling(_OneQuantizer):
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
+    fused_producers: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return Float8RowwiseQuantizer(
-            fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
+            fp8_format=fp8_format,
+            power_of_two_scale=self.power_of_two_scales,
+            amax_epsilon=self.amax_epsilon,
+            fused_producers=self.fused_producers,
         )
 
     def quantizes(self) -> tuple[bool, bool, bool]:

@@ -17,24 +17,26 @@ Launch 2 takes weight and bias of one row of tiles where all rows have them, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.layouts.tensor import TensorForm
-from te_dynamo.kernels.produce.produce import NAMES, Source, produce
-from te_dynamo.kernels.quantize.current import Tile, cast_tile
-from te_dynamo.kernels.quantize.formats import FORMATS
+from te_dynamo.kernels.produce.produce import NAMES
+from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
 from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.tiles.blocks import fp32_bits
 from te_dynamo.kernels.tiles.fp8 import (
+    FLOAT32_MAX,
     load_scale,
     load_tile,
-    program_count,
     rounded,
+    saturating_cast,
+    scale_from_amax,
     store_quantized_tile,
     store_tile,
     tile_from_the_end,
@@ -85,7 +87,7 @@ def _store_sum(x, residual, h, start, K, BLOCK: tl.constexpr):
     return total
 
 
-@writes("rstd", h="ADDS", y="STORES", mean="LAYER", partials="QUANTIZE")
+@writes("rstd", h="ADDS", y="STORES", mean="LAYER", partials="QUANTIZE", data="ROWWISE", scale_inv="ROWWISE")
 @triton.jit
 def norm_rows_kernel(
     x,
@@ -102,6 +104,8 @@ def norm_rows_kernel(
     rows_of_sample,
     weight_stride,
     bias_stride,
+    data,  # what by rows takes beside the others' arguments
+    scale_inv,
     EPS_NORM: tl.constexpr,  # not a float argument: Inductor would pass it as fp64
     ADDS: tl.constexpr,
     LAYER: tl.constexpr,
@@ -113,12 +117,19 @@ def norm_rows_kernel(
     ROUNDED_TO: tl.constexpr,  # "bf16", "fp16" or "fp32"; a dtype itself no graph takes
     STORES: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    FMAX: tl.constexpr,
+    EPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """h where a residual is added, statistics of every num_programs-th row, then y (STORES), the partial amax of y (QUANTIZE) or both."""
+    """h where a residual is added, statistics of every num_programs-th row, then what is asked for: y (STORES), the partial amax of y
+    (QUANTIZE; BY_COLUMNS a row of them), y with one scale a row (ROWWISE, of rows of ONE_BLOCK)."""
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
+    KEPT: tl.constexpr = y.dtype.element_ty if STORES else DTYPE
     bits = no_magnitudes(BLOCK, DTYPE)
     if ONE_BLOCK and not MODULATED:
         w, b = load_affine(weight, bias, 0, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
@@ -165,13 +176,27 @@ def norm_rows_kernel(
                 CAST_BEFORE_WEIGHT,
                 ZERO_CENTERED,
                 values.dtype,
-                DTYPE,
+                KEPT,
             )
-            if QUANTIZE:
-                bits = tl.maximum(bits, row_magnitudes(result, columns, K, LAYER))
             if STORES:
                 tl.store(as_wide(y + row_start, x.dtype, start, BLOCK), result, mask=columns < K)
-    if QUANTIZE:
+            if KEPT != DTYPE:
+                result = rounded(result.to(tl.float32), DTYPE)
+            if QUANTIZE or ROWWISE:
+                magnitudes = row_magnitudes(result, columns, K, LAYER)
+            if QUANTIZE:
+                bits = tl.maximum(bits, magnitudes)
+            if ROWWISE:
+                amax = fp32_bits(tl.max(magnitudes, axis=0), DTYPE).to(tl.float32, bitcast=True)
+                scale = scale_from_amax(amax, FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
+                tl.store(scale_inv + row, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+                codes = saturating_cast(result, scale, data.dtype.element_ty)
+                tl.store(as_wide(data + row_start, x.dtype, start, BLOCK), codes, mask=columns < K)
+    if BY_COLUMNS:
+        columns = tl.arange(0, BLOCK)
+        own = partials + tl.cast(tl.program_id(0), tl.int64) * K
+        tl.store(as_wide(own, x.dtype, 0, BLOCK), bits.to(DTYPE, bitcast=True), mask=columns < K)
+    elif QUANTIZE:
         store_row_amax(partials, bits, PARTIALS, DTYPE)
 
 
@@ -289,9 +314,14 @@ def launch_rows(
     y: torch.Tensor | None = None,
     rounded_to: torch.dtype | None = None,
     quantizes: bool = False,
+    by_rows: RowForm | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes of y in the dtype `rounded_to` if it quantizes.
-    h is x without a residual; a tensor stands in for what is not written."""
+    h is x without a residual; a tensor stands in for what is not written.
+
+    by_rows: with one scale a row, into `buffers`; the partials are then those of each column, and of each program.
+    """
     rows, columns = rows_and_columns(x.shape)
     h = x
     if residual is not None:
@@ -302,7 +332,10 @@ def launch_rows(
     block, warps = row_block(columns, h.element_size(), norm["LAYER"])
     programs = row_programs(warps, x.device)
     count = triton.next_power_of_2(programs)
-    partials = torch.empty(count, dtype=torch.float32, device=x.device) if quantizes else rstd
+    shape, dtype = ((programs, columns), rounded_to or h.dtype) if by_rows else ((count,), torch.float32)
+    partials = torch.empty(shape, dtype=dtype, device=x.device) if quantizes else rstd
+    of_rows = by_rows.constants() if by_rows else {"FMAX": 1.0, "EPS": 0.0, "POWER_OF_TWO": False}
+    held = buffers or {}
     launch(
         norm_rows_kernel,
         (programs,),
@@ -316,84 +349,22 @@ def launch_rows(
         partials=partials,
         M=rows,
         K=columns,
+        data=held.get("data", x),
+        scale_inv=held.get("scale_inv", rstd),
         EPS_NORM=eps,
         ADDS=residual is not None,
-        ROUNDED_TO=NAMES[y.dtype if y is not None else rounded_to or h.dtype],
+        ROUNDED_TO=NAMES[rounded_to or (h if y is None else y).dtype],
         STORES=y is not None,
         QUANTIZE=quantizes,
+        BY_COLUMNS=quantizes and by_rows is not None,
+        ROWWISE=by_rows is not None and by_rows.rowwise,
+        **of_rows,
         ONE_BLOCK=columns <= block,
         BLOCK=block,
         PARTIALS=count,
         num_warps=warps,
     )
     return h, mean, rstd, partials
-
-
-def norm_quantize(
-    x: torch.Tensor,
-    norm: dict[str, Any],
-    eps: float,
-    form: Form,
-    keep_output: bool,
-    tile: Tile | None = None,
-    dtype: torch.dtype | None = None,
-    quantized_dtype: torch.dtype | None = None,
-    *,
-    residual: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """[h?, y?, mean?, rstd, data?, transpose?, scale_inv]: h where a residual is given, a mean where the norm has one.
-
-    x and residual are contiguous, of one shape; h has the wider of their dtypes.
-    dtype: of y, by default that of what is normed. quantized_dtype: what y is rounded to before it is quantized, by default dtype.
-    """
-    rounded_to = quantized_dtype or dtype
-    halves = dtype in (torch.bfloat16, torch.float16) and quantized_dtype in (None, dtype)
-    wide = max(t.element_size() for t in (x, residual) if t is not None) == 4
-    narrow = torch.empty_like(x, dtype=dtype) if halves and wide else None
-    tensorwise = isinstance(form, TensorForm)
-    given: dict[str, Any] = {"residual": residual, "y": narrow, "rounded_to": rounded_to, "quantizes": tensorwise}
-    h, mean, rstd, partials = launch_rows(x, norm, eps, **given)
-    statistics = [mean, rstd] if norm["LAYER"] else [rstd]
-    if narrow is not None:
-        quantized = FORMATS[type(form)].kernel(narrow, form, *([partials] if tensorwise else []))
-        return [*([] if residual is None else [h]), *([narrow] if keep_output else []), *statistics, *quantized]
-    rows, columns = rows_and_columns(x.shape)
-    if not tensorwise:
-        dtypes = {"dtype": rounded_to or h.dtype, "kept": dtype or h.dtype if keep_output else None}
-        strides = (columns, norm["weight_stride"], norm["bias_stride"])
-        inputs = (h, norm["weight"], norm["bias"])
-        kept, _, quantized = produce(
-            Source("norm", inputs, strides, norm=norm, statistics=(mean, rstd), **dtypes), form, keep_output
-        )
-        return [*([] if residual is None else [h]), *kept, *statistics, *quantized]
-    buffers = form.allocate((rows, columns), x.device)
-    y = [torch.empty_like(h, dtype=dtype)] if keep_output else []
-    default = SMALL_CAST_TILE if norm["MODULATED"] or (keep_output and quantized_dtype is not None) else CAST_TILE
-    block_m, block_k, warps = tile or cast_tile(rows, columns, form.columnwise, default)
-    widest = max(each.itemsize for each in (h.dtype, dtype, rounded_to) if each is not None)
-    for number, usage in enumerate(form.launches(widest)):
-        launch(
-            norm_cast_kernel,
-            (program_count(rows, columns, block_m, block_k, x.device),),
-            x=h,
-            **norm,
-            mean=mean,
-            rstd=rstd,
-            partials=partials,
-            y=y[0] if y else h,
-            M=rows,
-            K=columns,
-            ROUNDED_TO=NAMES[rounded_to or h.dtype],
-            KEEP_OUTPUT=keep_output and number == 0,
-            **form.pointers(buffers, unused=h),
-            **form.constants(),
-            **usage,
-            PARTIALS=partials.shape[0],
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
-        )
-    return [*([] if residual is None else [h]), *y, *statistics, *buffers.values()]
 
 
 def row_block(columns: int, itemsize: int, layer: bool) -> tuple[int, int]:

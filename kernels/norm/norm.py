@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.layouts.form import Form
-from te_dynamo.kernels.norm.kernels import launch_rows, norm_arguments, norm_quantize
+from te_dynamo.kernels.norm.kernels import launch_rows, norm_arguments
+from te_dynamo.kernels.norm.quantized import norm_quantize
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
 

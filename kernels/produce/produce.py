@@ -1,9 +1,9 @@
-"""The result of an activation, a gated unit, a norm or a gradient quantized where each block has a scale of its own: in one launch.
+"""The result of an activation, a gated unit, a norm or a gradient quantized where each block, or each row, has a scale of its own.
 
 A block's scale needs no value of another block. So the tile that computes the result quantizes it, and the result itself goes to memory only
 if it is asked for. Equal to the unfused kernel and then te.quantize's, bit for bit (kernels/produce/sources.py). With one scale a tensor
-its amax has to be known first, which takes two launches: kernels/activation and kernels/norm have them. With one scale a row, rows and columns
-of all values would have to be known.
+its amax has to be known first, which takes two launches: kernels/activation and kernels/norm have them. With one scale a row, rows take one
+launch and columns another (kernels/produce/rows.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns
 from te_dynamo.kernels.produce.kernels import produce_kernel
+from te_dynamo.kernels.produce.rows import produce_rows
 from te_dynamo.kernels.quantize.float8_block import block_launches
 from te_dynamo.kernels.quantize.mxfp8 import mxfp8_launches
 from te_dynamo.kernels.runtime.launch import launch
@@ -26,7 +28,7 @@ from te_dynamo.kernels.tiles.block_words import packs
 
 __all__ = ["FORMS", "Source", "produce"]
 
-FORMS = (BlockForm, MXFP8Form)
+FORMS = (BlockForm, MXFP8Form, RowForm)
 """The forms that are written so."""
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -61,6 +63,11 @@ class Source:
     def like(self) -> torch.Tensor:
         """The input that the result is like: of a gradient not dy."""
         return self.inputs["backward" in self.name]
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two results: both gradients of a gated unit."""
+        return self.name == "gated_backward"
 
     def packed(self) -> bool:
         """Whether it is read, and made, as words of two."""
@@ -103,9 +110,11 @@ def produce(
 
     half: 0 or 1 makes them halves of one tensor [.., 2K], dgate this one; -1 does not. K is then a multiple of 128.
     """
+    if isinstance(form, RowForm):
+        return produce_rows(source, form, keep_output, sums, half)
     x = source.like
     rows, columns = rows_and_columns(x.shape)
-    width, count = (columns, 1 + (source.name == "gated_backward")) if half == -1 else (2 * columns, 1)
+    width, count = (columns, 1 + source.is_pair) if half == -1 else (2 * columns, 1)
     shape = (*x.shape[:-1], width)
     kept = [torch.empty(shape, dtype=source.kept or x.dtype, device=x.device) for _ in range(count * keep_output)]
     held = [form.allocate((rows, width), x.device) for _ in range(count)]

@@ -303,19 +303,23 @@ def test_rules_mix_recipes_in_one_model() -> None:
 
 def test_norms_and_activations_stay_inductors_where_no_fused_kernel_writes_the_format() -> None:
     model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(8, 32)
-    found = te_dynamo.explain(model, x, options={**EAGER, "recipe": "float8_rowwise"})
+    found = te_dynamo.explain(model, x, options={**EAGER, "recipe": "nvfp4"})
     assert [(row.kind, row.matched, row.reason) for row in found.norms_activations] == [
-        ("layer_norm", False, "no fused kernel writes FP8 (e4m3) with a scale per row; left to Inductor"),
-        ("gelu", False, "no fused kernel writes FP8 (e4m3) with a scale per row; left to Inductor"),
+        (kind, False, "no fused kernel writes NVFP4 with a scale per block of 1x16, hadamard; left to Inductor")
+        for kind in ("layer_norm", "gelu")
     ]
-    blocks = te_dynamo.recipe.Float8BlockScaling()
-    off, on = (
-        te_dynamo.explain(model, x, options={**EAGER, "recipe": recipe}).norms_activations
-        for recipe in (blocks, dataclasses.replace(blocks, fused_producers=True))
-    )
-    assert [row.reason for row in off] == 2 * [
-        "fused kernels that write FP8 (e4m3) with a scale per block of 1x128 are off: fused_producers=True of its recipe has them; left to Inductor"
-    ]
-    assert all(row.matched for row in on)
+    for recipe, scaled in (
+        (te_dynamo.recipe.Float8BlockScaling(), "block of 1x128"),
+        (te_dynamo.recipe.Float8RowwiseScaling(), "row"),
+    ):
+        off, on = (
+            te_dynamo.explain(model, x, options={**EAGER, "recipe": one}).norms_activations
+            for one in (recipe, dataclasses.replace(recipe, fused_producers=True))
+        )
+        assert [row.reason for row in off] == 2 * [
+            f"fused kernels that write FP8 (e4m3) with a scale per {scaled} are off: fused_producers=True of its recipe has them; "
+            "left to Inductor"
+        ]
+        assert all(row.matched for row in on)
     mixed = te_dynamo.explain(model, x, options={**EAGER, "rules": [("3", "float8_rowwise")]})
     assert [(row.kind, row.matched) for row in mixed.norms_activations] == [("layer_norm", True), ("gelu", True)]

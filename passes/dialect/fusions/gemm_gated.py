@@ -38,6 +38,8 @@ def fuse_gemm_gated(graph: Graph) -> int:
         if gate is None or up is None or gate[0] is not up[0] or gate[1] == up[1]:
             continue
         product = gate[0]
+        if not (node.args[3].one_scale and Gemm.of(product).a_quantizer.one_scale):  # type: ignore[union-attr]
+            continue
         operands, fast_accum = product.args[:4], product.args[5]
         fused = call_like(graph, gemm_gated, (*operands, fast_accum, gate[1], node.args[2]), product)
         read_item(fused, 0, [product])

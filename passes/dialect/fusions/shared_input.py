@@ -23,6 +23,8 @@ With a scale a row, dgrads stay apart: along K, segments with scales of rows eac
               p: (f8e5m2[2N, M], f32[2N]) = te.quantize_stacked([dgate, dup], e5m2 by rows[column], True)
               dw: bf16[2N, K] = te.gemm([p.transpose, ..], .., [x.transpose, ..], .., along='M', segments=[N, N])
 
+Wgrads stay apart too where a gated unit's backward writes dgate and dup with such scales itself (activation_backward_quantize.py).
+
 Each tensor keeps its own scales, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.
 
@@ -202,6 +204,14 @@ def _views_of_slices(linears: list[Linear]) -> dict[Node, Any] | None:
     return values
 
 
+def _quantized_where_made(linears: list[Linear]) -> bool:
+    """Whether a gated unit's backward writes each gradient with scales of its own: to stack them, it would have to write 16 bits too."""
+    grads: list[Any] = [linear.grad for linear in linears if linear.grad is not None]
+    made = {node for grad in grads for node in source_of(grad).all_input_nodes}
+    apart = all(grad.args[1].fused_producers and not grad.args[1].one_scale for grad in grads)
+    return apart and len(made) == 1 and made.pop().target is gated_backward
+
+
 # --- rewriting ----------------------------------------------------------------------------------------------
 
 
@@ -222,7 +232,7 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     for linear in linears:
         if linear.biased is not None:
             graph.erase_node(linear.product)
-    wgrads = [x.wgrad for x in linears if x.wgrad is not None]
+    wgrads = [] if _quantized_where_made(linears) else [x.wgrad for x in linears if x.wgrad is not None]
     if total is not None or wgrads:
         grads = _quantize_all(graph, [x.grad for x in linears if x.grad is not None], by_columns=True)
         if total is not None and first.dgrad is not None:

@@ -35,6 +35,8 @@ BLOCKS, BLOCKS_2D = (Float8BlockQuantizer(columnwise=False, block_dims=dims) for
 
 BY_ROWS = Float8RowwiseQuantizer(columnwise=False)
 
+PRODUCED_BY_ROWS = Float8RowwiseQuantizer(fused_producers=True)
+
 MXFP8_128 = MXFP8Quantizer(columnwise=False, scale_block=128)
 
 LINEAR = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)
@@ -157,6 +159,22 @@ CASES: dict[str, Case] = {
         te.rms_norm_quantize,
         lambda: (bf16(19, 64), bf16(64), 1e-5, False, False, ROWS, True),
         "norm_rows_kernel -> rstd, partials\nnorm_cast_kernel -> y, data, scale_inv",
+    ),
+    "rms_norm_quantize by rows": (
+        te.rms_norm_quantize,
+        lambda: (bf16(19, 64), bf16(64), 1e-5, False, False, PRODUCED_BY_ROWS, False),
+        "norm_rows_kernel -> rstd, partials, data, scale_inv\nproduce_columns_kernel -> transpose, columnwise_scale_inv",
+    ),
+    "gated_backward_quantize by rows": (
+        te.gated_backward_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "silu", PRODUCED_BY_ROWS, False),
+        "produce_rows_kernel -> data, scale_inv, second_data, second_scale_inv, maxima\n"
+        "produce_columns_kernel -> transpose, columnwise_scale_inv, second_transpose, second_columnwise_scale_inv",
+    ),
+    "activation_backward_quantize by rows alone": (
+        te.activation_backward_quantize,
+        lambda: (bf16(19, 64), bf16(19, 64), "gelu", PRODUCED_BY_ROWS.with_usage(columnwise=False), True, True),
+        "produce_rows_kernel -> y, data, scale_inv\nproduce_columns_kernel -> sums",
     ),
     "layer_norm_quantize": (
         te.layer_norm_quantize,

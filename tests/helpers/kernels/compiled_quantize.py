@@ -23,6 +23,10 @@ SIZES = {"G", "M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bi
 SIZES |= {f"SIZE_{i}" for i in range(MOST_TENSORS)}
 
 
+NOT_BY_ROWS = {"BY_COLUMNS": False, "ROWWISE": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
+"""Of the kernel of a norm's rows, where it quantizes with one scale a tensor, or not at all."""
+
+
 def compile_kernel(
     kernel, constants: dict[str, Any], warps: int, dtype: str = "bf16", weight: str = "bf16", **others: str
 ):

@@ -1,4 +1,4 @@
-"""What quantizes its own result by blocks, compiled for each kind of GPU by benchmarks/targets.py: no register is spilled."""
+"""What quantizes its own result by blocks or rows, compiled for each kind of GPU by benchmarks/targets.py: no register is spilled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from helpers.slow import slow_but
 
 CASES = {
-    "fast": r"^gated silu in (1x128|MXFP8 32), rows and columns$",
-    "rows and columns": r" in (1x128|128x128|MXFP8 32|MXFP8 128), rows and columns",
-    "rows": r" in (1x128|128x128|MXFP8 32|MXFP8 128), rows(,|$)",
+    "fast": r"^gated silu in (1x128|MXFP8 32|rows), rows and columns$",
+    "rows and columns": r" in (1x128|128x128|MXFP8 32|MXFP8 128|rows), rows and columns",
+    "rows": r" in (1x128|128x128|MXFP8 32|MXFP8 128|rows), rows(,|$)",
 }
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import triton
-from helpers.kernels.compiled_quantize import POINTERS, TARGET, assert_no_spills, compile_kernel, reduction_layouts
+from helpers.kernels.compiled_quantize import (
+    NOT_BY_ROWS,
+    POINTERS,
+    TARGET,
+    assert_no_spills,
+    compile_kernel,
+    reduction_layouts,
+)
 from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -169,17 +176,17 @@ def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight,
     block, warps = norm_kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
-    flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False}
-    forms = [
-        (to, True, False),
-        (to, dtype != to, True),
-    ]  # the result's dtype, whether it is stored, whether it is quantized
+    flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False, **NOT_BY_ROWS}
+    # The result's dtype, whether it is stored, whether it is quantized, and whether by rows.
+    forms: list[tuple] = [(to, True, False), (to, dtype != to, True)]
+    forms += [(to, False, True, columns <= block)]
     if dtype != to:  # what reads the norm in its own dtype too has the statistics of the norm that gives nothing else
         forms += [(dtype, True, False), (to, False, True)]
     forms += [(to, False, False)]  # its statistics alone, of which blocks are made
     layouts, contractions = [], []
-    for rounded_to, stores, quantizes in forms:
+    for rounded_to, stores, quantizes, *by_rows in forms:
         launched = {**flags, "ROUNDED_TO": rounded_to, "STORES": stores, "QUANTIZE": quantizes}
+        launched |= dict.fromkeys(("BY_COLUMNS", "ROWWISE"), any(by_rows))
         compiled = compile_kernel(norm_kernels.norm_rows_kernel, launched, warps, dtype, weight, y=rounded_to)
         layouts.append(reduction_layouts(compiled))
         contractions.append(compiled.asm["ptx"].count("fma.rn.f32"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.kernels.compiled_quantize import assert_no_spills, compile_kernel, reduction_layouts
+from helpers.kernels.compiled_quantize import NOT_BY_ROWS, assert_no_spills, compile_kernel, reduction_layouts
 from helpers.kernels.kernel_cases import (
     DTYPES,
     RAGGED_SHAPES,
@@ -61,7 +61,7 @@ def test_statistics_add_up_as_those_of_the_norm_alone(columns, dtype, residual, 
     block, warps = kernels.row_block(columns, 4 if dtype == "fp32" else 2, layer)
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
-    flags |= {"PARTIALS": 1024, "MODULATED": False, "ROUNDED_TO": to}
+    flags |= {"PARTIALS": 1024, "MODULATED": False, "ROUNDED_TO": to, **NOT_BY_ROWS}
     alone, fused = (
         compile_kernel(
             kernels.norm_rows_kernel,

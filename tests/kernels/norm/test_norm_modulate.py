@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from helpers.kernels.compiled_cases import SPILLS_UNDER_TRITON_3_9
-from helpers.kernels.compiled_quantize import assert_no_spills, compile_kernel
+from helpers.kernels.compiled_quantize import NOT_BY_ROWS, assert_no_spills, compile_kernel
 from helpers.kernels.interpreted import install
 from helpers.kernels.interpreter_process import run_in_interpreter
 from helpers.kernels.kernel_cases import (
@@ -73,6 +73,7 @@ def test_nothing_spills(dtype, to, tmp_path):
     block, warps = kernels.row_block(4096, 4 if dtype == "fp32" else 2, True)
     flags = {
         **norm,
+        **NOT_BY_ROWS,
         "EPS_NORM": 1e-5,
         "ADDS": False,
         "QUANTIZE": True,

@@ -21,8 +21,10 @@ from te_dynamo.kernels.activation import activation, gated, gated_halves
 from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
+from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.norm import kernels as norm_kernels
+from te_dynamo.kernels.produce import rows
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.tiles import fp8
 
@@ -37,6 +39,8 @@ FORMS = (
     lambda usage: MXFP8Form(E5M2, *usage, scale_block=128),
     lambda usage: MXFP8Form(E4M3, *usage, scale_block=32, two_d=True),
     lambda usage: MXFP8Form(E4M3, *usage, scale_block=128, two_d=True),
+    lambda usage: RowForm(E4M3, *usage),
+    lambda usage: RowForm(E5M2, *usage, power_of_two=True, eps=1e-3),
 )
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -142,6 +146,7 @@ def main(part: str) -> None:
     np.seterr(all="ignore")
     fp8.multiprocessor_count = norm_kernels.multiprocessor_count = lambda device: 1
     activation.program_count = gated.program_count = lambda *size: 1
+    rows.multiprocessor_count = lambda device: 1
     PARTS[part]()
 
 

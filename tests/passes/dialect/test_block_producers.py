@@ -1,4 +1,4 @@
-"""Gradients that are written in blocks at once: what is done for one scale a tensor alone leaves them as they are."""
+"""Gradients that are written in blocks, or in rows, at once: what is done for one scale a tensor alone leaves them as they are."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.passes.dialect.low_memory import make_columns_late
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer, MXFP8Quantizer, Quantizer
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8RowwiseQuantizer, MXFP8Quantizer, Quantizer
 from te_dynamo.testing import fake_cuda
 
 BLOCKS = (
     Float8BlockQuantizer(fused_producers=True),
     MXFP8Quantizer(fused_producers=True),
     MXFP8Quantizer(scale_block=128, fused_producers=True),
+    Float8RowwiseQuantizer(fused_producers=True),
 )
 
 
 @pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda quantizer: quantizer.describe())
 def test_columns_are_made_with_the_rows(quantizer: Quantizer) -> None:
-    """Those of blocks are no transposition of the rows."""
+    """Those of blocks and rows are no transposition of the rows."""
     with fake_cuda():
         moved = []
         for each in (quantizer, E5M2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
+import te_dynamo
 from te_dynamo.dialect import is_te
 from te_dynamo.inspect.graphs.capture import Captured
 
@@ -121,6 +123,27 @@ def test_the_product_that_finds_the_amax_is_of_bf16() -> None:
     for dtype, fused in ((torch.bfloat16, True), (torch.float16, False)):
         graphs = capture_training(mlp("silu"), (32, HIDDEN), "cuda", dtype)
         assert ("te.gemm_gated(" in graphs["forward"], "along='N'" in graphs["forward"]) == (fused, not fused)
+
+
+ROWS = te_dynamo.recipe.Float8RowwiseScaling(fused_producers=True)
+
+
+@pytest.mark.parametrize(
+    "recipes", [(ROWS, ROWS), ("float8_rowwise", "float8_current_scaling"), ("float8_current_scaling", ROWS)]
+)
+def test_no_amax_is_found_of_rows_or_for_them(recipes: tuple[Any, Any]) -> None:
+    """Of gate and up, and of down: a product in rows finds no amax, and who quantizes by rows asks for none."""
+    rules = {"rules": [("gate_up", recipes[0]), ("down", recipes[1])]}
+    graphs = capture_training(mlp("silu"), (256, HIDDEN), "cuda", **rules)
+    assert "te.gated_quantize(" in graphs["forward"] and "te.gemm_gated(" not in graphs["forward"]
+    if recipes[0] is ROWS:
+        backward = operations(graphs.graph("backward"))
+        assert "te.gated_backward_quantize.default" in backward and "te.quantize_stacked.default" not in backward
+        assert "along='N'" in graphs["forward"] and "keep_output=True" not in graphs["backward"]
+    x = torch.randn(24, HIDDEN, dtype=torch.bfloat16)
+    fused, apart = (compiled_run(mlp("silu"), {"codegen": "eager", "fusions": on, **rules})(x) for on in (True, False))
+    assert all(map(torch.equal, fused.outputs, apart.outputs))
+    assert all(torch.equal(fused.gradients[name], apart.gradients[name]) for name in fused.gradients if name != "x")
 
 
 def test_geglu_snapshot() -> None:
