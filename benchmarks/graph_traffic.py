@@ -27,7 +27,7 @@ from coverage import ARCHITECTURES, build
 from environment import collect
 from models import DiTBlock
 from torch import fx, nn
-from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperMutation, kernel_side_table
+from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperFunctional, TritonKernelWrapperMutation
 
 PRODUCTS = ("te.gemm", "te.grouped_gemm", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 ALONE = ("scaled_dot_product", "convolution", "embedding", "index_put")
@@ -137,7 +137,7 @@ def count(graph: fx.Graph) -> tuple[int, int, int, int]:
             continue
         name = str(node.target)
         ours, product = name.startswith("te."), name.startswith(PRODUCTS)
-        if isinstance(node.target, TritonKernelWrapperMutation):
+        if is_launch(node):
             te, nbytes = te + 1, nbytes + bytes_of(launched(node))
             continue
         if ours or product or any(word in name for word in ALONE):
@@ -157,12 +157,15 @@ def count(graph: fx.Graph) -> tuple[int, int, int, int]:
     return gemms, te, others, nbytes
 
 
+def is_launch(node: fx.Node) -> bool:
+    return isinstance(node.target, (TritonKernelWrapperMutation, TritonKernelWrapperFunctional))
+
+
 def launched(node: fx.Node) -> set[fx.Node]:
     """The tensors that a launch of a lowered graph reads and writes; one that mends, where nothing is to be mended."""
-    tensors = node.kwargs["kwargs"]
-    constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
-    names = [name for name in tensors if constants.get("PASS") != "mend" or "partials" in name]
-    return {tensors[name] for name in names if isinstance(tensors[name], fx.Node)}
+    given = node.kwargs["kwargs"]
+    names = [name for name in given if given.get("PASS") != "mend" or "partials" in name]
+    return {given[name] for name in names if isinstance(given[name], fx.Node)}
 
 
 def is_free(node: fx.Node) -> bool:

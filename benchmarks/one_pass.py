@@ -14,14 +14,16 @@ import pathlib
 import sys
 import warnings
 from argparse import Namespace
+from unittest import mock
 
 import report
 import torch
-from graph_traffic import PRODUCTS, bytes_of, count, source
+from graph_traffic import PRODUCTS, bytes_of, count, is_launch, launched, source
 from models import BLOCKS
 from torch import nn
 
 from te_dynamo.kernels.quantize.current import scale_reference
+from te_dynamo.kernels.runtime import availability
 from te_dynamo.recipe import Float8CurrentScaling
 
 RECIPES = {
@@ -41,33 +43,38 @@ def main() -> None:
         return
     for name in args.blocks.split(","):
         counted = {how: traffic(name, how) for how in RECIPES}
-        for how, (launches, nbytes) in counted.items():
+        for how, (launches, nbytes, others) in counted.items():
             ratio = nbytes / counted["two passes"][1]
-            print(f"{name:8} {how:10} {launches:3} launches {nbytes / 1e6:6.0f} MB {ratio:.3f}")
+            print(
+                f"{name:8} {how:10} {launches:3} launches {nbytes / 1e6:6.0f} MB {ratio:.3f}, beside {others / 1e6:.0f} MB"
+            )
 
 
-def traffic(name: str, how: str) -> tuple[int, int]:
-    """(launches, bytes) of a step beside the products."""
+def traffic(name: str, how: str) -> tuple[int, int, int]:
+    """Of a step beside the products: (our launches, their bytes, those of Inductor's kernels, attention among them)."""
     from te_dynamo.testing import capture_on_fake_cuda
 
     warnings.simplefilter("ignore")
     torch._dynamo.reset()
     with torch.device("meta"):
         module = BLOCKS[name].make().bfloat16()
-    graphs = capture_on_fake_cuda(
-        lambda: module,
-        lambda device: (torch.empty(BLOCKS[name].shape, dtype=torch.bfloat16, device=device, requires_grad=True),),
-        options={"recipe": RECIPES[how]},
-    )
-    launches = nbytes = 0
+    available = mock.patch.object(availability, "kernels_available", lambda device: availability.Availability(True))
+    with available:
+        graphs = capture_on_fake_cuda(
+            lambda: module,
+            lambda device: (torch.empty(BLOCKS[name].shape, dtype=torch.bfloat16, device=device, requires_grad=True),),
+            options={"recipe": RECIPES[how]},
+        )
+    launches = nbytes = total = 0
     for phase in ("lower.forward", "lower.backward"):
         for i in range(len(graphs.all(phase))):
             graph = graphs.graph(phase, i)
-            _, ours, others, all_bytes = count(graph)
+            _, ours, _, all_bytes = count(graph)
             products = [node for node in graph.nodes if str(node.target).startswith(PRODUCTS)]
-            of_products = sum(bytes_of([node, *{source(x) for x in node.all_input_nodes}]) for node in products)
-            launches, nbytes = launches + ours + others, nbytes + all_bytes - of_products
-    return launches, nbytes
+            total += all_bytes - sum(bytes_of([node, *{source(x) for x in node.all_input_nodes}]) for node in products)
+            nbytes += sum(bytes_of(launched(node)) for node in graph.nodes if is_launch(node))
+            launches += ours
+    return launches, nbytes, total - nbytes
 
 
 # --- how often an exponent changes ------------------------------------------------------------------------------

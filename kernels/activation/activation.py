@@ -229,7 +229,7 @@ def _quantize(
         source = Source("activation_backward" if backward else "activation", inputs, (columns, columns), kind)
         return [*itertools.chain(*produce(source, form, keep_output, sums=bias_grad))]
     function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
-    large = write_tile(backward, x.element_size())
+    large = write_tile(backward, x.element_size(), keep_output and hint is not None)
     block_m, block_k, warps = tile or cast_tile(rows, columns, form.columnwise, large)
     programs = program_count(rows, columns, block_m, block_k, x.device)
     sums = x
@@ -265,10 +265,12 @@ def _quantize(
     return [*([y] if keep_output else []), *dbias, *buffers.values()]
 
 
-def write_tile(backward: bool, itemsize: int) -> Tile:
-    """The large tile of the second launch; of backward with 4-byte elements half of it fits in registers."""
-    rows, columns, warps = BACKWARD_TILE
-    return (rows * 2 // itemsize, columns, warps) if backward else FORWARD_TILE
+def write_tile(backward: bool, itemsize: int, keeps_and_guesses: bool = False) -> Tile:
+    """The large tile of the launch that casts. Half of it fits in registers in backward with 4-byte elements, and in forward where the
+    output is kept and the amax found beside."""
+    rows, columns, warps = BACKWARD_TILE if backward else FORWARD_TILE
+    halved = itemsize == 4 if backward else keeps_and_guesses
+    return rows // (1 + halved), columns, warps
 
 
 def _amaxes(function: dict[str, Any]) -> torch.Tensor:

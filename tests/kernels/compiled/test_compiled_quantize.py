@@ -144,6 +144,8 @@ def one_pass_cases():
             kept = {"KEEP_OUTPUT": False} if "KEEP_OUTPUT" in constants else {}
             sums = {"PARTS": 0} if "PARTS" in constants else {}
             guess = {**constants, **sums, "PASS": "guess", "POWER_OF_TWO": True, "PARTIALS": 2048}
+            if constants.get("BACKWARD") is False:
+                guess["BLOCK_M"] = activation.write_tile(False, 2, keeps_and_guesses=True)[0]
             yield kernel, guess, warps
             yield kernel, {**guess, **kept, "PASS": "mend"}, warps
 
