@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.activation import activation_backward_quantize, activation_quantize
+from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves, gated_quantize
 from te_dynamo.dialect.hints import hints
 from te_dynamo.dialect.memory import written_by_inductor
@@ -24,8 +26,7 @@ from te_dynamo.dialect.quantize import finds_amax, quantize
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.lowering.in_place import launches_in_place
-from te_dynamo.passes.dialect.graph import call_like, calls
-from te_dynamo.passes.dialect.usage import quantizer_of
+from te_dynamo.quantized.quantizers import Quantizer
 
 _SITES = (
     quantize,
@@ -40,17 +41,26 @@ _SITES = (
 
 def give_hints(graph: Graph) -> dict[Node, Node]:
     """The hints of each node that guesses its scales, int64 [its scales, 2]: slices of a copy, which is put before the first of them."""
-    counts = {node: _scales(node) for node in calls(graph, *_SITES) if _guesses(node)}
+    counts = {node: _scales(node) for node in graph.nodes if node.target in _SITES and _guesses(node)}
     if not counts:
         return {}
     first = next(iter(counts))
     name = hashlib.sha256(str(graph).encode()).hexdigest()[:16]
-    copy = call_like(graph, hints, (first.all_input_nodes[0], name, sum(counts.values())), first)
+    copy = _call_before(first, hints, first.all_input_nodes[0], name, sum(counts.values()))
     given, begin = {}, 0
     for node, count in counts.items():
-        given[node] = call_like(graph, torch.ops.aten.slice.Tensor, (copy, 0, begin, begin + count), node)
+        given[node] = _call_before(node, torch.ops.aten.slice.Tensor, copy, 0, begin, begin + count)
         begin += count
     return given
+
+
+def _call_before(node: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(target, args)
+    values = torch.fx.map_arg(args, lambda given: given.meta["val"])
+    with fake_mode_of(values), disable_proxy_modes_tracing():
+        call.meta["val"] = target(*values)
+    return call
 
 
 def _scales(node: Node) -> int:
@@ -60,7 +70,7 @@ def _scales(node: Node) -> int:
 
 
 def _guesses(node: Node) -> bool:
-    _, quantizer = quantizer_of(node)
+    quantizer = next(argument for argument in node.args if isinstance(argument, Quantizer))
     read: list[Any] = [x.meta["val"] for x in node.all_input_nodes]
     if not (quantizer.one_pass and availability.kernels_available(read[0].device).ok):
         return False
