@@ -63,7 +63,8 @@ def _gated_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | 
     dy, _, _, _, quantizer, keep_output = node.args[:6]
     assert isinstance(dy, Node) and isinstance(quantizer, Quantizer)
     value = dy.meta["val"]
-    rows_alone = quantizer.one_scale and not quantizer.columnwise and not keep_output
+    # One pass is mended from dy.
+    rows_alone = quantizer.one_scale and not quantizer.columnwise and not keep_output and not quantizer.one_pass
     fits = (
         value.element_size() == 2
         and value.is_contiguous()

@@ -23,6 +23,7 @@ from te_dynamo.kernels.runtime import availability
 from te_dynamo.lowering.extern.gemm import is_extern
 from te_dynamo.lowering.inductor.fake_values import values_are_right
 from te_dynamo.lowering.inductor.install import install
+from te_dynamo.lowering.one_pass import give_hints
 from te_dynamo.lowering.trace import Traces, where
 from te_dynamo.torch_private.private import compiling_ours
 
@@ -32,8 +33,9 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
     """Rewrites in place; returns (operation, what runs it) of each te node. Raises LoweringError for one it cannot lower."""
     install()
     done = []
-    inliner = _Inliner(graph)
     waiting = deque(_te_nodes(graph.nodes))
+    hints = give_hints(graph)
+    inliner = _Inliner(graph)
     while waiting:
         node = waiting.popleft()
         name = str(node.target).removesuffix(".default")
@@ -46,7 +48,7 @@ def lower(graph: Graph) -> list[tuple[str, str]]:
         elif availability.kernels_available(device).ok and is_extern(node):
             done.append((name, "Gluon"))
         elif availability.kernels_available(device).ok:
-            traced = inliner.inline(node)
+            traced = inliner.inline(node, hints.get(node))
             waiting.extendleft(reversed(_te_nodes(traced)))  # an opaque operation calls others
             by_cublaslt = any(n.target is SCALED_MM for n in traced)
             done.append((name, "cuBLASLt" if by_cublaslt else "Triton"))
@@ -77,9 +79,9 @@ class _Inliner:
             self._stand_ins = {node: graph.call_function(_returned, (node,)) for node in output.all_input_nodes}
         output.args = torch.fx.map_arg(output.args, self._stand_ins.__getitem__)
 
-    def inline(self, node: Node) -> list[Node]:
-        """Replaces `node` by the traced nodes of its implementation, and returns them in order."""
-        results, traced = self._traces.copy_before(node)
+    def inline(self, node: Node, hint: Node | None = None) -> list[Node]:
+        """Replaces `node` by the traced nodes of its implementation, which is given the hint of its scales, and returns them in order."""
+        results, traced = self._traces.copy_before(node, hint)
         values_are_right(traced)
         if isinstance(node.meta["val"], torch.Tensor):
             node.replace_all_uses_with(results[0])

@@ -33,26 +33,28 @@ class Traces:
     def __init__(self) -> None:
         self._traces: dict[Any, GraphModule] = {}
 
-    def copy_before(self, node: Node) -> tuple[list[Node], list[Node]]:
+    def copy_before(self, node: Node, hint: Node | None = None) -> tuple[list[Node], list[Node]]:
         """Copies the trace of `node`'s implementation in front of it: (the nodes that are its results, all call nodes).
 
+        hint: of its scales, where it guesses them (one_pass.py).
         Raises LoweringError for an implementation that cannot be traced.
         """
         leaves, spec = tree_flatten((node.args, node.kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
-        key = _key(node, leaves, spec)
+        key = _key(node, leaves, spec, hint)
         traced, known = self._traces.get(key), key in self._traces
         if traced is None:
-            traced = _trace(node, leaves, spec)
+            traced = _trace(node, leaves, spec, hint)
             if key is not None:
                 self._traces[key] = traced
-        copies = _copy_into(node.graph, traced, node, inputs, again=known)
+        given = inputs if hint is None else [*inputs, hint]
+        copies = _copy_into(node.graph, traced, node, given, again=known)
         output = next(n for n in traced.graph.nodes if n.op == "output")
         calls = [copies[n] for n in traced.graph.nodes if n.op == "call_function"]
         return [copies[result] for result in output.args[0]], calls
 
 
-def _key(node: Node, leaves: list[Any], spec: Any) -> Any:
+def _key(node: Node, leaves: list[Any], spec: Any, hint: Node | None) -> Any:
     """What the trace depends on; None for something that cannot be compared, whose trace nobody shares."""
     inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
     # 1, 1.0 and True are equal, and no kernel takes one for the other.
@@ -60,7 +62,8 @@ def _key(node: Node, leaves: list[Any], spec: Any) -> Any:
     tensors = tuple(
         (inputs.index(leaf), _described(leaf.meta["val"])) if isinstance(leaf, Node) else None for leaf in leaves
     )
-    key = (node.target, _known_amaxes(node), launches_in_place(node) is not None, spec, constants, tensors)
+    how = _known_amaxes(node), launches_in_place(node) is not None, hint is not None
+    key = (node.target, how, spec, constants, tensors)
     try:
         hash(key)
     except TypeError:
@@ -80,7 +83,7 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
 
 
-def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
+def _trace(node: Node, leaves: list[Any], spec: Any, hint: Node | None) -> GraphModule:
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
     launches = _launches(node)
@@ -88,10 +91,10 @@ def _trace(node: Node, leaves: list[Any], spec: Any) -> GraphModule:
     def implementation(*values: Any) -> list[Any]:
         given = iter(values)
         args, kwargs = spec.unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves])
-        results = launches(*args, **kwargs)
+        results = launches(*args, **kwargs) if hint is None else launches(*args, **kwargs, hint=next(given))
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
-    values = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node)]
+    values = [leaf.meta["val"] for leaf in (*leaves, hint) if isinstance(leaf, Node)]
     try:
         with fake_mode_of(values):
             # Launches that write their buffers, which nothing else knows yet, stay what they are: made functional, Inductor would

@@ -126,6 +126,8 @@ class Float8CurrentScaling(_OneQuantizer):
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3: FP8 tensor cores do not multiply e5m2 by e5m2.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of amax before the scale is computed.
+    one_pass: read a tensor once: guess its scale, cast with it while its amax is found, and cast again where the guess was wrong. The bits
+        of power_of_two_scales=True, which it needs. Off, as its time has not been measured.
     """
 
     name: ClassVar[str] = "float8_current_scaling"
@@ -136,10 +138,14 @@ class Float8CurrentScaling(_OneQuantizer):
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
+    one_pass: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return Float8CurrentScalingQuantizer(
-            fp8_format=fp8_format, power_of_two_scale=self.power_of_two_scales, amax_epsilon=self.amax_epsilon
+            fp8_format=fp8_format,
+            power_of_two_scale=self.power_of_two_scales,
+            amax_epsilon=self.amax_epsilon,
+            one_pass=self.one_pass,
         )
 
     def fast_accum(self) -> tuple[bool, bool, bool]:

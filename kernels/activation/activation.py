@@ -31,6 +31,7 @@ from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_t
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import program_count
+from te_dynamo.kernels.tiles.one_pass import partials_to_find, passes
 
 __all__ = [
     "KINDS",
@@ -142,10 +143,15 @@ def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.T
 
 
 def activation_quantize(
-    x: torch.Tensor, kind: str, form: Form, keep_output: bool, tile: Tile | None = None
+    x: torch.Tensor,
+    kind: str,
+    form: Form,
+    keep_output: bool,
+    tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[f(x)?, data?, transpose?, scale_inv], equal to `activation` then `quantize`."""
-    return _quantize(x, x, kind, False, form, keep_output, False, tile)
+    """[f(x)?, data?, transpose?, scale_inv], equal to `activation` then `quantize`. hint: as `quantize`'s."""
+    return _quantize(x, x, kind, False, form, keep_output, False, tile, hint)
 
 
 def activation_backward_quantize(
@@ -156,12 +162,13 @@ def activation_backward_quantize(
     keep_output: bool,
     bias_grad: bool,
     tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[dx?, dbias?, data?, transpose?, scale_inv], equal to `activation_backward` then `quantize`.
 
-    dbias (fp32 [K]) is the sum of the rounded dx over its rows.
+    dbias (fp32 [K]) is the sum of the rounded dx over its rows. hint: as `quantize`'s, without dbias.
     """
-    return _quantize(dy, x, kind, True, form, keep_output, bias_grad, tile)
+    return _quantize(dy, x, kind, True, form, keep_output, bias_grad, tile, hint)
 
 
 def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torch.Tensor:
@@ -176,6 +183,7 @@ def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torc
         dy=dy,
         x=x,
         partials=x,
+        hint=x,
         sums=x,
         y=y,
         dbias=x,
@@ -187,6 +195,7 @@ def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torc
         KIND=kind,
         BACKWARD=backward,
         KEEP_OUTPUT=True,
+        PASS="known",
         PARTS=0,
         FMAX=1.0,
         EPS=0.0,
@@ -210,6 +219,7 @@ def _quantize(
     keep_output: bool,
     bias_grad: bool,
     tile: Tile | None,
+    hint: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     check_kind(kind)
     dy, x = dy.contiguous(), x.contiguous()
@@ -219,18 +229,24 @@ def _quantize(
         source = Source("activation_backward" if backward else "activation", inputs, (columns, columns), kind)
         return [*itertools.chain(*produce(source, form, keep_output, sums=bias_grad))]
     function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
-    partials, sums = _amaxes_and_sums(dy, x, kind) if bias_grad else (_amaxes(function), x)
-    dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
-    large = write_tile(backward, x.element_size())
+    large = write_tile(backward, x.element_size(), keep_output and hint is not None)
     block_m, block_k, warps = tile or cast_tile(rows, columns, form.columnwise, large)
+    programs = program_count(rows, columns, block_m, block_k, x.device)
+    sums = x
+    if bias_grad:
+        partials, sums = _amaxes_and_sums(dy, x, kind)
+    else:
+        partials = _amaxes(function) if hint is None else partials_to_find(programs, x.device)
+    dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
     y = torch.empty_like(x) if keep_output else x
     buffers = form.allocate((rows, columns), x.device)
-    for number, usage in enumerate(form.launches(x.element_size())):
+    for number, usage in enumerate(passes(form, x.element_size(), hint)):
         launch(
             activation_write_kernel,
-            (program_count(rows, columns, block_m, block_k, x.device),),
+            (programs,),
             **function,
             partials=partials,
+            hint=x if hint is None else hint,
             sums=sums,
             y=y,
             dbias=dbias[0] if dbias else x,
@@ -241,7 +257,7 @@ def _quantize(
             **form.pointers(buffers, unused=x),
             **form.constants(),
             **usage,
-            PARTIALS=PARTIALS,
+            PARTIALS=partials.shape[0],
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,
@@ -249,10 +265,12 @@ def _quantize(
     return [*([y] if keep_output else []), *dbias, *buffers.values()]
 
 
-def write_tile(backward: bool, itemsize: int) -> Tile:
-    """The large tile of the second launch; of backward with 4-byte elements half of it fits in registers."""
-    rows, columns, warps = BACKWARD_TILE
-    return (rows * 2 // itemsize, columns, warps) if backward else FORWARD_TILE
+def write_tile(backward: bool, itemsize: int, keeps_and_guesses: bool = False) -> Tile:
+    """The large tile of the launch that casts. Half of it fits in registers in backward with 4-byte elements, and in forward where the
+    output is kept and the amax found beside."""
+    rows, columns, warps = BACKWARD_TILE if backward else FORWARD_TILE
+    halved = itemsize == 4 if backward else keeps_and_guesses
+    return rows // (1 + halved), columns, warps
 
 
 def _amaxes(function: dict[str, Any]) -> torch.Tensor:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from te_dynamo.kernels.quantize.current_kernels import stripe
 from te_dynamo.kernels.runtime._triton import tl, triton
-from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.runtime.writes import updates, writes
 from te_dynamo.kernels.tiles.activations import activate, activate_backward
 from te_dynamo.kernels.tiles.fp8 import (
     amaxes_of_four,
     larger_or_nan,
-    load_scale,
     load_tile,
     load_values,
     rounded,
@@ -21,6 +20,7 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_total,
     widened,
 )
+from te_dynamo.kernels.tiles.one_pass import begin_pass, end_pass, guessed, mended, no_amaxes, with_amaxes
 from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
 
@@ -109,42 +109,42 @@ def _add_parts(sums, dbias, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _backward_quarter(
-    dy,
-    x,
-    y,
+    given,
     scale,
-    row,
-    column,
-    M,
-    K,
+    bits,
     KIND: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
+    PASS: tl.constexpr,
     DTYPE: tl.constexpr,
     J: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Codes of quarter J of dx; writes it in x's dtype if it is kept."""
+    """(codes of quarter J of dx, amaxes of it and of `bits`); writes it in x's dtype if it is kept."""
+    dy, x, y, row, column, M, K = given
     value = load_quarter(x, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
     grad = load_quarter(dy, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
     result = rounded(activate_backward(grad, value, KIND), x.dtype.element_ty)
     if KEEP_OUTPUT:
         store_quarter(y, result, row, column, K, M, K, J, BLOCK_M, BLOCK_K)
-    return quarter_codes(result, scale, DTYPE)
+    return quarter_codes(result, scale, DTYPE), with_amaxes(bits, result, PASS, BLOCK_M // 4, BLOCK_K)
 
 
+@updates(**mended("data", "transpose"))
 @writes(
+    **guessed("partials"),
     y="KEEP_OUTPUT",
     dbias="PARTS",
     data="ROWWISE",
     transpose="COLUMNWISE",
-    scale_inv=lambda k: k.ROWWISE or k.COLUMNWISE,
+    scale_inv=lambda k: (k.ROWWISE or k.COLUMNWISE) and k.PASS != "guess",
 )
 @triton.jit
 def activation_write_kernel(
     dy,
     x,
     partials,
+    hint,
     sums,
     y,
     dbias,
@@ -156,6 +156,7 @@ def activation_write_kernel(
     KIND: tl.constexpr,
     BACKWARD: tl.constexpr,
     KEEP_OUTPUT: tl.constexpr,
+    PASS: tl.constexpr,
     PARTS: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
@@ -169,24 +170,31 @@ def activation_write_kernel(
     """Every tile of the result to every output that is asked for; dbias from sums [PARTS, K], unless PARTS is 0."""
     if PARTS > 0:
         _add_parts(sums, dbias, K, PARTS, BLOCK_K)
-    if ROWWISE or COLUMNWISE:
-        scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
+    QUARTERS: tl.constexpr = COLUMNWISE and BACKWARD
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+    left = tiles
+    if ROWWISE or COLUMNWISE:
+        scale, left = begin_pass(partials, hint, scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+    bits = no_amaxes(BLOCK_M // 4 if QUARTERS else BLOCK_M, BLOCK_K)
+    for index in tl.range(tl.program_id(0), left, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
-        if COLUMNWISE and BACKWARD:
+        if QUARTERS:
             DTYPE: tl.constexpr = transpose.dtype.element_ty
-            c0 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 0, BLOCK_M, BLOCK_K)
-            c1 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 1, BLOCK_M, BLOCK_K)
-            c2 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 2, BLOCK_M, BLOCK_K)
-            c3 = _backward_quarter(dy, x, y, scale, row, column, M, K, KIND, KEEP_OUTPUT, DTYPE, 3, BLOCK_M, BLOCK_K)
+            given = (dy, x, y, row, column, M, K)
+            c0, bits = _backward_quarter(given, scale, bits, KIND, KEEP_OUTPUT, PASS, DTYPE, 0, BLOCK_M, BLOCK_K)
+            c1, bits = _backward_quarter(given, scale, bits, KIND, KEEP_OUTPUT, PASS, DTYPE, 1, BLOCK_M, BLOCK_K)
+            c2, bits = _backward_quarter(given, scale, bits, KIND, KEEP_OUTPUT, PASS, DTYPE, 2, BLOCK_M, BLOCK_K)
+            c3, bits = _backward_quarter(given, scale, bits, KIND, KEEP_OUTPUT, PASS, DTYPE, 3, BLOCK_M, BLOCK_K)
             store_codes((c0, c1, c2, c3), (row, column, K, M, K), data, transpose, ROWWISE, BLOCK_M, BLOCK_K)
         else:
             result = _result_tile(dy, x, row, column, M, K, KIND, BACKWARD, BLOCK_M, BLOCK_K)
             result = rounded(result, x.dtype.element_ty)
+            bits = with_amaxes(bits, result, PASS, BLOCK_M, BLOCK_K)
             if KEEP_OUTPUT:
                 store_tile(y, result, row, column, M, K, BLOCK_M, BLOCK_K)
             if ROWWISE or COLUMNWISE:
                 store_quantized_tile(
                     result, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K
                 )
+    if ROWWISE or COLUMNWISE:
+        end_pass(partials, bits, PARTIALS, PASS)

@@ -13,6 +13,7 @@ four times. Both as halves of one tensor, with one scale: kernels/activation/gat
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import program_count
+from te_dynamo.kernels.tiles.one_pass import partials_to_find, passes
 
 __all__ = [
     "BOUNDED_KINDS",
@@ -127,6 +129,7 @@ def gated_backward_quantize_reference(
 # --- launchers ----------------------------------------------------------------------------------------------
 
 _NO_QUANTIZATION = {
+    "PASS": "known",
     "FMAX": 1.0,
     "EPS": 0.0,
     "POWER_OF_TWO": False,
@@ -153,6 +156,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         gate=gate,
         up=up,
         partials=gate,
+        hint=gate,
         y=y,
         data=gate,
         transpose=gate,
@@ -177,11 +181,12 @@ def gated_quantize(
     keep_output: bool,
     amax: torch.Tensor | None = None,
     tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[gated(gate, up)?, data?, transpose?, scale_inv], equal to `gated` then `quantize`.
 
     amax (fp32, a power of two of partial ones), where the caller knows it, saves a launch and a read of both. `tile`
-    overrides the cast's.
+    overrides the cast's. hint: as `quantize`'s.
     """
     check_kind(kind)
     gate, up = in_rows(gate), in_rows(up)
@@ -190,17 +195,22 @@ def gated_quantize(
         source = Source("gated", (gate, up), (sizes["gate_stride"], sizes["up_stride"]), kind)
         return [*itertools.chain(*produce(source, form, keep_output))]
     rows, columns = sizes["M"], sizes["K"]
-    partials = gated_partial_amaxes(gate, up, kind) if amax is None else amax
+    block_m, block_k, warps = tile or write_tile(rows, columns, form.columnwise, keep_output, FORWARD_TILE)
+    programs = program_count(rows, columns, block_m, block_k, gate.device)
+    if hint is not None:
+        partials = partials_to_find(programs, gate.device)
+    else:
+        partials = gated_partial_amaxes(gate, up, kind) if amax is None else amax
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = form.allocate((rows, columns), gate.device)
-    block_m, block_k, warps = tile or write_tile(rows, columns, form.columnwise, keep_output, FORWARD_TILE)
-    for number, usage in enumerate(form.launches(gate.element_size())):
+    for number, usage in enumerate(passes(form, gate.element_size(), hint)):
         launch(
             gated_write_kernel,
-            (program_count(rows, columns, block_m, block_k, gate.device),),
+            (programs,),
             gate=gate,
             up=up,
             partials=partials,
+            hint=gate if hint is None else hint,
             y=y,
             **sizes,
             KIND=kind,
@@ -256,6 +266,7 @@ def gated_backward(
         up=up,
         gate_partials=gate,
         up_partials=gate,
+        hint=gate,
         dgate=dgate,
         dup=dup,
         **unused,
@@ -281,29 +292,30 @@ def gated_backward_quantize(
     keep_output: bool,
     stacked: bool = False,
     tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[dgate?, dup?, *buffers of dgate, *buffers of dup]: `gated_backward`, then `quantize` of each.
 
-    stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`.
+    stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`. hint: as there, of two scales.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
     if isinstance(form, FORMS) and not stacked:
         return [*itertools.chain(*produce(source_of_gradients(dy, gate, up, kind), form, keep_output))]
     assert isinstance(form, TensorForm)
     rows, columns = rows_and_columns(gate.shape)
-    partials = partial_amaxes_of_gradients(dy, gate, up, kind)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]
     dgate, dup = grads or (gate, gate)
     sizes = [(2 * columns, 2)] if stacked else [(columns, 1), (columns, 1)]
     buffers = [allocate(form.buffers((rows, width), scales), gate.device) for width, scales in sizes]
     pointers = {} if stacked else form.pointers(buffers[1], unused=gate, prefix="up_")
     launch_gradients(
-        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": dgate, "dup": dup, **pointers},
+        {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup, **pointers},
         form,
         buffers[0],
         {"KIND": kind, "STACKED": stacked, "GATE_HALF": -1},
         keep_output,
         tile,
+        hint,
     )
     return [*grads, *itertools.chain.from_iterable(each.values() for each in buffers)]
 
@@ -339,30 +351,40 @@ def partial_amaxes_of_gradients(
 
 def launch_gradients(
     tensors: dict[str, torch.Tensor],
-    form: Form,
+    form: TensorForm,
     buffers: dict[str, torch.Tensor],
-    constants: dict[str, object],
+    constants: dict[str, Any],
     keep_output: bool,
     tile: Tile | None,
+    hint: torch.Tensor | None,
 ) -> None:
-    """The launches of `gated_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name, gate for those not used."""
-    gate = tensors["gate"]
+    """The amaxes, and the launches of `gated_backward_write_kernel` that write `buffers`, gate's. tensors: its other ones by name, gate for
+    those not used."""
+    gate, kind, together = tensors["gate"], constants["KIND"], constants["GATE_HALF"] != -1
     sizes = sizes_of(gate, tensors["up"])
     rows, columns = sizes["M"], sizes["K"]
     block_m, block_k, warps = tile or write_tile(rows, columns, form.columnwise, keep_output, BACKWARD_TILE)
+    programs = program_count(rows, columns, block_m, block_k, gate.device)
+    if hint is None:
+        partials = partial_amaxes_of_gradients(tensors["dy"], gate, tensors["up"], kind, together)
+    else:
+        gate_partials = partials_to_find(programs, gate.device)
+        up_partials = gate if together else torch.empty_like(gate_partials)
+        partials = {"gate_partials": gate_partials, "up_partials": up_partials}
     unused = {**form.pointers({}, unused=gate, prefix="up_"), "dup": gate}
-    for number, usage in enumerate(form.launches(gate.element_size())):
+    for number, usage in enumerate(passes(form, gate.element_size(), hint)):
         launch(
             gated_backward_write_kernel,
-            (program_count(rows, columns, block_m, block_k, gate.device),),
-            **unused | tensors,
+            (programs,),
+            **unused | tensors | partials,
+            hint=gate if hint is None else hint,
             **sizes,
             KEEP_OUTPUT=keep_output and number == 0,
             **form.pointers(buffers, unused=gate, prefix="gate_"),
             **form.constants(),
             **constants,
             **usage,
-            PARTIALS=PARTIALS,
+            PARTIALS=partials["gate_partials"].shape[0],
             BLOCK_M=block_m,
             BLOCK_K=block_k,
             num_warps=warps,

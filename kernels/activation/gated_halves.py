@@ -16,7 +16,6 @@ from te_dynamo.kernels.activation.gated import (
     gated_backward_reference,
     in_rows,
     launch_gradients,
-    partial_amaxes_of_gradients,
     source_of_gradients,
 )
 from te_dynamo.kernels.layouts.form import Form
@@ -53,10 +52,11 @@ def gated_backward_quantize_halves(
     keep_output: bool,
     gate_first: bool,
     tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[grad?, data?, transpose?, scale_inv]: `gated_backward`, its results side by side, then `quantize`.
 
-    grad [..., 2K] = [dgate, dup] with gate_first, else [dup, dgate].
+    grad [..., 2K] = [dgate, dup] with gate_first, else [dup, dgate]. hint: as `quantize`'s.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
     rows, columns = rows_and_columns(gate.shape)
@@ -67,16 +67,16 @@ def gated_backward_quantize_halves(
         dgate, dup = gated_backward(dy, gate, up, kind)
         grad = torch.cat([dgate, dup] if gate_first else [dup, dgate], -1)
         return [*([grad] if keep_output else []), *FORMATS[type(form)].kernel(grad, form)]
-    partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=True)
     shape = (*gate.shape[:-1], 2 * columns)
     grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
     buffers = form.allocate((rows, 2 * columns), gate.device)
     launch_gradients(
-        {"dy": dy, "gate": gate, "up": up, **partials, "dgate": grad},
+        {"dy": dy, "gate": gate, "up": up, "dgate": grad},
         form,
         buffers,
         {"KIND": kind, "STACKED": False, "GATE_HALF": int(not gate_first)},
         keep_output,
         tile,
+        hint,
     )
     return [*([grad] if keep_output else []), *buffers.values()]

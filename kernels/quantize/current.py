@@ -30,6 +30,7 @@ from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch, size_hint
 from te_dynamo.kernels.tiles.fp8 import program_count, zero_padded
+from te_dynamo.kernels.tiles.one_pass import partials_to_find, passes
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, check_segments
 
 PARTIALS = 512
@@ -167,14 +168,20 @@ def stacked_size(xs: Sequence[torch.Tensor], by_columns: bool) -> tuple[Size, Si
 
 
 def quantize(
-    x: torch.Tensor, form: TensorForm, amax: torch.Tensor | None = None, tile: Tile | None = None
+    x: torch.Tensor,
+    form: TensorForm,
+    amax: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of x, of any rank >= 1, read as [M, K].
 
     Past M the transpose is zero. amax (fp32 [1], or a power of two of partial ones), where the caller knows it, saves a launch and a read of x. `tile`
-    overrides the cast's.
+    overrides the cast's. hint: of the scale, to read x once (one_pass.py).
     """
     x = x.contiguous()
+    if hint is not None:
+        return _cast(x, None, rows_and_columns(x.shape), form, tile, hint)
     if amax is None and in_one_launch(x, form.columnwise):
         return _quantize_few(x, form)
     return _cast(x, partial_amaxes(x) if amax is None else amax, rows_and_columns(x.shape), form, tile)
@@ -210,28 +217,36 @@ def quantize_stacked(
     form: TensorForm,
     by_columns: bool,
     amaxes: Sequence[torch.Tensor | None] | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[data?, transpose?, scale_inv] of the stack of xs, each of any rank >= 1 and read as a matrix.
 
     The buffers are those of the stack's M and K, and scale_inv has one scale a tensor. The stacked sides are two or three multiples of 128. amaxes: of each x whose amax is known already, fp32 [1] or PARTIALS partial ones.
+    hint: int64 [len(xs), 2], of each scale, to read xs once.
     Raises ValueError for tensors that do not stack.
     """
     shape = stacked_size(xs, by_columns)
     xs = [x.contiguous() for x in xs]
     sizes = [rows_and_columns(x.shape) for x in xs]
-    partials = _with_all_amaxes(xs, amaxes or [None] * len(xs))
     tile = cast_tile(*shape, form.columnwise)
+    programs = max(program_count(*size, *tile[:2], xs[0].device) for size in sizes)
+    if hint is None:
+        partials, most = _with_all_amaxes(xs, amaxes or [None] * len(xs)), PARTIALS
+    else:
+        found = partials_to_find(programs, xs[0].device, len(xs))
+        partials, most = [found] * len(xs), found.shape[1]
     arguments = {
         **_numbered("x", xs, xs[0]),
         **_numbered("partials", partials, partials[0]),
-        **_numbered("COUNT_", [p.shape[0] for p in partials], 1),
+        **_numbered("COUNT_", [p.shape[-1] for p in partials], 1),
         **_numbered("SIDE_", [size[by_columns] for size in sizes], 0),
         "other": sizes[0][not by_columns],
         "BY_COLUMNS": by_columns,
-        "PARTIALS": PARTIALS,
+        "PARTIALS": most,
     }
-    grid = (max(program_count(*size, *tile[:2], xs[0].device) for size in sizes), len(xs))
-    return _launch_cast(quantize_stacked_kernel, grid, xs[0], shape, len(xs), form, tile, arguments)
+    return _launch_cast(
+        quantize_stacked_kernel, (programs, len(xs)), xs[0], shape, len(xs), form, tile, arguments, hint
+    )
 
 
 def _with_all_amaxes(xs: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -293,13 +308,20 @@ def _amaxes(x: torch.Tensor, shape: Sequence[Size], tile: Tile, sums: torch.Tens
 
 
 def _cast(
-    x: torch.Tensor, partials: torch.Tensor, shape: Sequence[Size], form: TensorForm, tile: Tile | None = None
+    x: torch.Tensor,
+    partials: torch.Tensor | None,
+    shape: Sequence[Size],
+    form: TensorForm,
+    tile: Tile | None = None,
+    hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The buffers of x of the shape [M, K] or [G, M, K], whose partial amaxes are known."""
+    """The buffers of x of the shape [M, K] or [G, M, K], whose partial amaxes are known, or are found by a guess."""
     *groups, rows, columns = shape
     count = groups[0] if groups else 1
     block_m, block_k, warps = tile or cast_tile(count * rows, columns, form.columnwise)
     programs = program_count(count * round_up(rows, block_m) if groups else rows, columns, block_m, block_k, x.device)
+    if partials is None:
+        partials = partials_to_find(programs, x.device)
     arguments = {
         "x": x,
         "partials": partials,
@@ -311,7 +333,7 @@ def _cast(
         "EARLY": not groups and starts_early(rows, x.device),
     }
     return _launch_cast(
-        quantize_cast_kernel, (programs,), x, tuple(shape), count, form, (block_m, block_k, warps), arguments
+        quantize_cast_kernel, (programs,), x, tuple(shape), count, form, (block_m, block_k, warps), arguments, hint
     )
 
 
@@ -324,14 +346,16 @@ def _launch_cast(
     form: TensorForm,
     tile: Tile,
     arguments: dict[str, Any],
+    hint: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """The buffers of that shape and number of scales that a cast kernel fills from x, or from what is like x."""
     buffers = allocate(form.buffers(shape, scales), x.device)
-    for usage in form.launches(x.element_size()):
+    for usage in passes(form, x.element_size(), hint):
         launch(
             kernel,
             grid,
             **arguments,
+            hint=x if hint is None else hint,
             **form.pointers(buffers, unused=x),
             **form.constants(),
             **usage,

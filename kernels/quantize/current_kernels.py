@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import wait_for_predecessor
-from te_dynamo.kernels.runtime.writes import writes
+from te_dynamo.kernels.runtime.writes import updates, writes
 from te_dynamo.kernels.tiles.fp8 import (
     FLOAT32_MAX,
     abs_bits,
     load_amax,
-    load_scale,
     load_tile,
     saturating_cast,
     scale_from_amax,
@@ -20,6 +19,7 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_origin,
     tile_total,
 )
+from te_dynamo.kernels.tiles.one_pass import begin_pass, end_pass, guessed, mended, no_amaxes, scaled, with_amaxes
 
 
 @triton.jit
@@ -97,10 +97,12 @@ def select_tensor(which, FIRST: tl.constexpr, x0, x1, x2, x3, size_0, size_1, si
 def cast_tiles(
     x,
     scale,
+    tiles,
     data,
     transpose,
     M,
     K,
+    PASS: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -108,22 +110,26 @@ def cast_tiles(
     data_stride=None,
     transpose_stride=None,
 ):
-    """This program's tiles of x [M, K], cast and stored; strides as `store_quantized_tile` takes them."""
-    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    """This program's tiles of x [M, K], of so many, cast and stored; strides as `store_quantized_tile` takes them. Returns their amaxes."""
+    bits = no_amaxes(BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
         value = load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        bits = with_amaxes(bits, value, PASS, BLOCK_M, BLOCK_K)
         store_quantized_tile(
             *(value, scale, row, column, M, K, data, transpose, ROWWISE, COLUMNWISE),
             *(BLOCK_M, BLOCK_K, data_stride, transpose_stride),
         )
+    return bits
 
 
-@writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
+@updates(**mended("data", "transpose"))
+@writes(**guessed("partials"), **scaled("scale_inv"), data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def quantize_cast_kernel(
     x,
     partials,
+    hint,
     data,
     transpose,
     scale_inv,
@@ -131,6 +137,7 @@ def quantize_cast_kernel(
     M,
     K,
     GROUPED: tl.constexpr,
+    PASS: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -157,11 +164,14 @@ def quantize_cast_kernel(
             rows, columns = data + before * M, transpose + before * ((M + 15) // 16 * 16)
             store_quantized_tile(value, scale, row, column, M, K, rows, columns, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
     else:
-        scale = load_scale(partials, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO)
-        cast_tiles(x, scale, data, transpose, M, K, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+        tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+        scale, tiles = begin_pass(partials, hint, scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        bits = cast_tiles(x, scale, tiles, data, transpose, M, K, PASS, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
+        end_pass(partials, bits, PARTIALS, PASS)
 
 
-@writes("scale_inv", data="ROWWISE", transpose="COLUMNWISE")
+@updates(**mended("data", "transpose"))
+@writes(**guessed("partials0"), **scaled("scale_inv"), data="ROWWISE", transpose="COLUMNWISE")
 @triton.jit
 def quantize_stacked_kernel(
     x0,
@@ -173,6 +183,7 @@ def quantize_stacked_kernel(
     COUNT_0,
     COUNT_1,
     COUNT_2,
+    hint,
     data,
     transpose,
     scale_inv,
@@ -181,6 +192,7 @@ def quantize_stacked_kernel(
     SIDE_2,
     other,
     BY_COLUMNS: tl.constexpr,
+    PASS: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -192,7 +204,8 @@ def quantize_stacked_kernel(
 ):
     """`quantize_cast_kernel` of each x_i, to its place in the stack: SIDE_i is what is stacked, `other` what all have in common.
 
-    The last tensor comes first, as its amaxes were found last. COUNT_i of PARTIALS partial amaxes are there. (A kernel of its own:
+    The last tensor comes first, as its amaxes were found last. COUNT_i of PARTIALS partial amaxes are there; those that a guess finds lie one
+    after the other in partials0. (A kernel of its own:
     with all of its arguments a launch of one tensor would take the CPU longer.)
     """
     slot = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -202,7 +215,6 @@ def quantize_stacked_kernel(
     side = tl.where(slot == 0, SIDE_0, tl.where(slot == 1, SIDE_1, SIDE_2))
     first = tl.where(slot == 0, 0, tl.where(slot == 1, SIDE_0, SIDE_0 + SIDE_1))
     length = SIDE_0 + SIDE_1 + SIDE_2
-    scale = load_scale(partials, scale_inv + slot, PARTIALS, FMAX, EPS, POWER_OF_TWO, count)
     if BY_COLUMNS:
         padded = (other + 15) // 16 * 16
         rows, columns = data + first, transpose + tl.cast(first, tl.int64) * padded
@@ -210,10 +222,17 @@ def quantize_stacked_kernel(
     else:
         rows, columns = data + tl.cast(first, tl.int64) * other, transpose + first
         M, K, data_stride, transpose_stride = side, other, other, length
-    cast_tiles(
-        *(x, scale, rows, columns, M, K, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K),
+    if PASS != "known":
+        partials = partials0 + slot * PARTIALS
+    tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
+    scale, tiles = begin_pass(
+        *(partials, hint + 2 * slot, scale_inv + slot, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS, count)
+    )
+    bits = cast_tiles(
+        *(x, scale, tiles, rows, columns, M, K, PASS, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K),
         *(data_stride, transpose_stride),
     )
+    end_pass(partials, bits, PARTIALS, PASS)
 
 
 @writes("data", "scale_inv")

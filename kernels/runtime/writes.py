@@ -28,19 +28,20 @@ def writes(*always: str, **sometimes: str | Callable[[Any], bool]) -> Callable[[
     return mark
 
 
-def updates(*tensors: str) -> Callable[[T], T]:
+def updates(*always: str, **sometimes: str | Callable[[Any], bool]) -> Callable[[T], T]:
     """Marks a kernel: of the tensors that it writes, those that it reads, and those of which it writes a part and leaves the rest."""
 
     def mark(kernel: T) -> T:
-        kernel.te_updates = tensors  # type: ignore[attr-defined]
+        kernel.te_updates = {**dict.fromkeys(always, ""), **sometimes}  # type: ignore[attr-defined]
         return kernel
 
     return mark
 
 
-def updated(kernel: Any) -> tuple[str, ...]:
+def updated(kernel: Any, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The tensors that a launch of a marked kernel reads and writes."""
-    return getattr(kernel, "te_updates", ())
+    declared = getattr(kernel, "te_updates", {})
+    return tuple(name for name in declared if _holds(declared[name], arguments))
 
 
 def written(kernel: Any, arguments: Mapping[str, Any]) -> list[str] | None:

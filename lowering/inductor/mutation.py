@@ -29,9 +29,10 @@ def analyse(own: Callable[..., Any], kernel: Any, kwargs: dict[str, Any], tma_de
     function, chosen = (kernel.fn, kernel.configs[0].kwargs) if hasattr(kernel, "configs") else (kernel, {})
     if not function.fn.__module__.startswith(_OURS) or tma_descriptor_metadata:
         return own(kernel, kwargs, tma_descriptor_metadata)
-    declared = written(function, {**kwargs, **chosen})
+    launched = {**kwargs, **chosen}
+    declared = written(function, launched)
     if declared is not None:
-        return as_analysed(declared, updated(function), kwargs)
+        return as_analysed(declared, updated(function, launched), kwargs)
     key = (function, _description(function, {**kwargs, **chosen}))
     if key not in _answers:
         _answers[key] = own(kernel, kwargs, tma_descriptor_metadata)

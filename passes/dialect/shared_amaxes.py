@@ -15,6 +15,7 @@ MOST_BYTES. Every bit is the same.
 These are left as they are:
 
 - tensors that Inductor's code writes, which finds the amax too (lowering/trace.py), and of few values, which one launch quantizes;
+- those whose scale is guessed: the launch that casts finds their amax (lowering/one_pass.py);
 - graphs with collectives: a launch that reads several gathered tensors would wait for the last of them.
 """
 
@@ -59,7 +60,8 @@ def _finds_amaxes(node: Node) -> bool:
     _, quantizer = quantizer_of(node)
     values = [tensor.meta["val"] for tensor in node.all_input_nodes]
     alone = all(value.is_contiguous() and finds_amax(value, quantizer) for value in values)
-    return alone and not any(map(written_by_inductor, node.all_input_nodes))
+    written = any(map(written_by_inductor, node.all_input_nodes))
+    return alone and not written and not quantizer.one_pass
 
 
 def _fit(tensors: list[Node]) -> bool:

@@ -28,14 +28,14 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def takes_quantizer(implementation: Callable[..., Any], one_scale: bool = False) -> Callable[..., Any]:
-    """A fused kernel's launcher or reference as an operation calls it: a quantizer in the place of its form.
+    """A fused kernel's launcher or reference as an operation calls it: a quantizer in the place of its form. Lowering may give a hint.
 
     one_scale: it is for formats with one scale a tensor, and else for all with fused producers; QuantizationError for another.
     """
 
     @functools.wraps(implementation)
-    def run(*args: Any) -> Any:
-        return implementation(*(_form_of(a, one_scale) if isinstance(a, Quantizer) else a for a in args))
+    def run(*args: Any, **hint: torch.Tensor) -> Any:
+        return implementation(*(_form_of(a, one_scale) if isinstance(a, Quantizer) else a for a in args), **hint)
 
     return run
 
@@ -50,7 +50,9 @@ def _form_of(quantizer: Quantizer, one_scale: bool) -> Form:
 def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]]) -> Callable[..., list[torch.Tensor]]:
     """`te.quantize` by the kernels or by the references of the quantizers' formats."""
 
-    def run(x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None) -> list[torch.Tensor]:
+    def run(
+        x: torch.Tensor, quantizer: Quantizer, random: Optional[torch.Tensor] = None, **hint: torch.Tensor
+    ) -> list[torch.Tensor]:
         quantizer.value()
         quantizer.check_shape(tuple(x.shape))
         if x.dtype not in INPUT_DTYPES:
@@ -61,7 +63,7 @@ def _runs(implementation: Callable[[Format], Callable[..., list[torch.Tensor]]])
                 "quantizer.quantize(x, generator) draws them"
             )
         form = quantizer.form()
-        return implementation(FORMATS[type(form)])(x, form, *([random] if quantizer.needs_random() else []))
+        return implementation(FORMATS[type(form)])(x, form, *([random] if quantizer.needs_random() else []), **hint)
 
     return run
 

@@ -29,11 +29,11 @@ __all__ = [
 
 
 def _stacks(of_tensors: Callable[..., Any], of_rows: Callable[..., Any]) -> Callable[..., Any]:
-    def run(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
+    def run(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool, **hint: torch.Tensor) -> list[torch.Tensor]:
         if not quantizer.stacks:
             raise QuantizationError(f"te.quantize_stacked: {quantizer.describe()}: no GEMM multiplies a stack of it")
         run = of_tensors if quantizer.one_scale else of_rows
-        return run(xs, quantizer.form(), by_columns)
+        return run(xs, quantizer.form(), by_columns, **hint)
 
     return run
 

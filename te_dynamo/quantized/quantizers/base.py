@@ -53,6 +53,9 @@ class Quantizer(metaclass=OpaqueMeta):
     fused_producers = False  # not annotated: some formats have it as a field
     """Whether norms, activations and their gradients write the buffers themselves (te.rms_norm_quantize and its like)."""
 
+    one_pass = False  # as this
+    """Whether a compiled graph guesses the scale of what it quantizes, and casts again where the guess was wrong (lowering/one_pass.py)."""
+
     fused_sums: ClassVar[bool] = False
     """Whether its GEMM adds another tensor to its result (the addend of te.gemm)."""
 

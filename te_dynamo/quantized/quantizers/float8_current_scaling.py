@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
+from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
 from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
@@ -19,16 +21,30 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
     power_of_two_scale: clear the scale's mantissa bits.
     amax_epsilon: amax is at least this.
+    one_pass: a compiled graph guesses the scale and reads x once, where the guess holds. The same bits.
     """
+
+    one_pass: bool = False
 
     one_scale: ClassVar[bool] = True
     fused_producers = True
     fused_sums: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.one_pass and not self.power_of_two_scale:
+            raise QuantizationError(
+                "one_pass: only a power of two can be guessed: it stays the same for many steps, while other scales change with every "
+                "amax. Ask for power_of_two_scales=True too"
+            )
+
+    def _settings(self) -> Iterable[str]:
+        return *super()._settings(), *("one pass",) * self.one_pass
+
     def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
         return Float8CurrentScalingQuantizer(
-            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon, self.one_pass
         )
 
     def columns_are_rows(self) -> bool:

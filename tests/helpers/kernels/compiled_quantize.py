@@ -12,6 +12,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from te_dynamo.kernels.quantize.current import MOST_TENSORS
+from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -20,7 +21,9 @@ POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "dbia
 FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
 
 SIZES = {"G", "M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_stride", "rows_of_sample"}
-SIZES |= {f"SIZE_{i}" for i in range(MOST_TENSORS)}
+SIZES |= {"other", *(f"SIZE_{i}" for i in range(MOST_TENSORS))}
+SIZES |= {f"{name}_{i}" for name in ("SIDE", "COUNT") for i in range(MOST_SEGMENTS)}
+POINTERS |= {f"partials{i}" for i in range(MOST_SEGMENTS)}
 
 
 NOT_BY_ROWS = {"BY_COLUMNS": False, "ROWWISE": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
@@ -40,6 +43,7 @@ def compile_kernel(
             "i32" if name in SIZES
             else "*fp32" if name in POINTERS
             else "*fp8e4nv" if name in FP8
+            else "*i64" if name == "hint"
             else f"*{others.get(name, weight if name in ('weight', 'bias') else dtype)}"
         )  # fmt: skip
         attributes[(index,)] = [["tt.divisibility", 16]]

@@ -27,13 +27,8 @@ def tiled(kernel: Any, tile: Tile, **constants: Any) -> Case:
 
 def cases(columnwise: bool) -> Iterator[Case]:
     """Each kernel as training launches it, and with what it may write besides."""
-    usage = {"KEEP_OUTPUT": True, "ROWWISE": True, "COLUMNWISE": columnwise, **CAST}
-    tiles = gated.FORWARD_TILE, gated.BACKWARD_TILE
-    forward, backward = (gated.write_tile(8192, COLUMNS, columnwise, True, tile) for tile in tiles)
-    yield tiled(gated_kernels.gated_write_kernel, forward, EARLY=False, **usage)
-    for stacked, half in ((False, -1), (True, -1), (False, 1)):
-        flags = {"STACKED": stacked, "GATE_HALF": half}
-        yield tiled(gated_kernels.gated_backward_write_kernel, backward, **flags, **usage)
+    yield from casts(columnwise, "known")
+    yield from casts(columnwise, "guess")
     if columnwise:
         return
     yield tiled(gated_kernels.gated_amax_kernel, amax_tile(COLUMNS))
@@ -45,9 +40,22 @@ def cases(columnwise: bool) -> Iterator[Case]:
         yield gated_in_place.gated_backward_rows_kernel, {**row, "GATE_HALF": half}, warps
 
 
+def casts(columnwise: bool, which: str) -> Iterator[Case]:
+    """Those that write codes, in that pass."""
+    usage = {"KEEP_OUTPUT": True, "ROWWISE": True, "COLUMNWISE": columnwise, "PASS": which, **CAST}
+    tiles = gated.FORWARD_TILE, gated.BACKWARD_TILE
+    forward, backward = (gated.write_tile(8192, COLUMNS, columnwise, True, tile) for tile in tiles)
+    yield tiled(gated_kernels.gated_write_kernel, forward, EARLY=False, **usage)
+    for stacked, half in ((False, -1), (True, -1), (False, 1)):
+        flags = {"STACKED": stacked, "GATE_HALF": half}
+        yield tiled(gated_kernels.gated_backward_write_kernel, backward, **flags, **usage)
+
+
 def type_of(argument: str) -> str:
     if argument in INTEGERS:
         return "i32"
+    if argument == "hint":
+        return "*i64"
     return "*fp32" if argument in FP32 else "*fp8e4nv" if argument in CODES else "*bf16"
 
 

@@ -71,7 +71,8 @@ def amax_cases():
 
 
 def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
-    partials = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": quantize.PARTIALS}
+    norms = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": 1024}
+    partials = {**norms, "PARTIALS": quantize.PARTIALS, "PASS": "known"}
     one = quantize.cast_tile(rows, 4096, columnwise)
     of_activation = [
         quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, 4 if dtype == "fp32" else 2))
@@ -93,7 +94,7 @@ def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
     # Under autocast fp32 is rounded to bf16, and the residual stream may read it in fp32.
     for layer, to in itertools.product((False, True), ("fp32", "bf16") if dtype == "fp32" else (dtype,)):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
-        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, "ROUNDED_TO": to, **partials, "PARTIALS": 1024}
+        flags |= {"ZERO_CENTERED": False, "KEEP_OUTPUT": True, "ROUNDED_TO": to, **norms}
         default = norm_kernels.CAST_TILE if to == dtype else norm_kernels.SMALL_CAST_TILE
         tile = quantize.cast_tile(rows, 4096, columnwise, default)
         yield norm_kernels.norm_cast_kernel, *tiled(tile, MODULATED=False, **flags)
@@ -140,6 +141,28 @@ def test_the_kernel_of_few_values_compiles(block, dtype, tmp_path):
         assert_no_spills(
             compile_kernel(current_kernels.quantize_few_kernel, constants, max(block // 1024, 1), dtype), tmp_path
         )
+
+
+def one_pass_cases():
+    stacked = {"BY_COLUMNS": True, **BOTH, "PARTIALS": quantize.PARTIALS, "PASS": "known"}
+    cases = [*cast_cases(8192), (current_kernels.quantize_stacked_kernel, *tiled(quantize.CAST_TILE, **stacked))]
+    for kernel, constants, warps in cases:
+        if "PASS" in kernel.arg_names and not constants.get("GROUPED"):
+            kept = {"KEEP_OUTPUT": False} if "KEEP_OUTPUT" in constants else {}
+            sums = {"PARTS": 0} if "PARTS" in constants else {}
+            guess = {**constants, **sums, "PASS": "guess", "POWER_OF_TWO": True, "PARTIALS": 2048}
+            if constants.get("BACKWARD") is False:
+                guess["BLOCK_M"] = activation.write_tile(False, 2, keeps_and_guesses=True)[0]
+            yield kernel, guess, warps
+            yield kernel, {**guess, **kept, "PASS": "mend"}, warps
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("kernel, constants, warps", slow_but(1, one_pass_cases()), ids=name_of)
+def test_one_pass_has_no_spills(kernel, constants, warps, tmp_path):
+    compiled = compile_kernel(kernel, constants, warps)
+    assert "st.global.v4" in compiled.asm["ptx"] and "ld.global.v4" in compiled.asm["ptx"]
+    assert_no_spills(compiled, tmp_path)
 
 
 CASTS = (8192, True, "fp32"), (64, False, "fp16")

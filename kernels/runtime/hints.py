@@ -1,0 +1,40 @@
+"""Hints of one-pass scaling (kernels/tiles/one_pass.py): the scales that a graph's sites had in its last run.
+
+They lie in a small tensor a graph and device, as long as the process lives: each row has the bits of a scale, and its own address. A run
+begins with a copy. Kernels guess from the copy, which nothing writes, and write what they find by the address: so no value of a graph,
+and nothing that it saves, holds them. Runs on several streams may read and write the rows in any order, which costs recasts alone.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import torch
+
+_kept: dict[tuple[torch.device, str], torch.Tensor] = {}
+"""By device and graph."""
+
+
+def copy_of_hints(like: torch.Tensor, graph: str, count: int) -> torch.Tensor:
+    """int64 [count, 2] on like's device: the hints that the last run of `graph` left, with their addresses. Zero before the first."""
+    device = like.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and (device, graph) not in _kept:
+        return _zero_hints(device, count)  # in the memory of the CUDA graph: each replay begins with zeros
+    if (device, graph) not in _kept:
+        with concurrent.futures.ThreadPoolExecutor(1) as other_thread:  # as in scratch.py
+            _kept[device, graph] = other_thread.submit(_lasting, device, count).result()
+    return _kept[device, graph].clone()
+
+
+def _zero_hints(device: torch.device, count: int) -> torch.Tensor:
+    hints = torch.zeros(count, 2, dtype=torch.int64, device=device)
+    hints[:, 1] = torch.arange(count, device=device) * hints.stride(0) * hints.element_size() + hints.data_ptr()
+    return hints
+
+
+def _lasting(device: torch.device, count: int) -> torch.Tensor:
+    """Zero hints, whose memory no earlier owner's work on any stream uses any more."""
+    hints = _zero_hints(device, count)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return hints
