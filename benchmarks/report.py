@@ -106,6 +106,8 @@ TABLES = {
     "coverage_rows": Table("coverage"),
     "targets": Table("targets", ("kernel", "case"), "target", ("shared_kib", "registers", "spills")),
     "wire": Table("wire", ("layout", "ranks", "collective"), "recipe", ("kib", "ratio", "dtypes")),
+    "encoder": Table("encoder"),
+    "demo_losses": Table("demo_losses"),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
 """Of all runs, in the order of the page."""
