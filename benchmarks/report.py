@@ -106,7 +106,8 @@ TABLES = {
     "coverage_rows": Table("coverage"),
     "targets": Table("targets", ("kernel", "case"), "target", ("shared_kib", "registers", "spills")),
     "wire": Table("wire", ("layout", "ranks", "collective"), "recipe", ("kib", "ratio", "dtypes")),
-    "encoder": Table("encoder"),
+    "encoder": Table("encoder", ("recipe", "output_db", "worst_linear_db", "embeddings_db", "top_1", "top_5")),
+    "encoder_rows": Table("encoder"),
     "demo_losses": Table("demo_losses"),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
