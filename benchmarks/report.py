@@ -35,6 +35,7 @@ device. A number has three digits here and all of its digits in the JSON. A row 
 """
 
 UNITS = {
+    "db": "dB",
     "gpu": "GPU",
     "gb": "GB",
     "gib": "GiB",
