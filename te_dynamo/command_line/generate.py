@@ -181,7 +181,8 @@ class Generator:
                     self._run(tokens, mask, 2, None)
                     self.compiled |= {1, tokens.shape[1]}
             bar.set_description("generating")
-            begin, found = time.perf_counter(), {}
+            begin = time.perf_counter()
+            found: dict[int, list[int]] = {}
             for tokens, mask, indices in batches:
                 rows = self._run(tokens, mask, count, _Steps(bar)).tolist()
                 found |= {
@@ -211,6 +212,8 @@ class Generator:
             attention_mask=mask,
             past_key_values=self._cache,
             max_new_tokens=count,
+            # Compiling, a text that ends at once would leave single tokens without a graph.
+            min_new_tokens=0 if streamer else count,
             do_sample=False,
             disable_compile=True,  # generate's own: the forward is compiled already
             pad_token_id=0,
