@@ -35,6 +35,7 @@ device. A number has three digits here and all of its digits in the JSON. A row 
 """
 
 UNITS = {
+    "db": "dB",
     "gpu": "GPU",
     "gb": "GB",
     "gib": "GiB",
@@ -106,6 +107,9 @@ TABLES = {
     "coverage_rows": Table("coverage"),
     "targets": Table("targets", ("kernel", "case"), "target", ("shared_kib", "registers", "spills")),
     "wire": Table("wire", ("layout", "ranks", "collective"), "recipe", ("kib", "ratio", "dtypes")),
+    "encoder": Table("encoder", ("recipe", "output_db", "worst_linear_db", "embeddings_db", "top_1", "top_5")),
+    "encoder_rows": Table("encoder"),
+    "demo_losses": Table("demo_losses"),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
 """Of all runs, in the order of the page."""

@@ -26,7 +26,7 @@ from te_dynamo.errors import InvalidOptionError
 
 __all__ = ["main"]
 
-_COMMANDS = ("explain", "compare", "bench", "calibrate", "doctor")
+_COMMANDS = ("explain", "compare", "bench", "generate", "calibrate", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

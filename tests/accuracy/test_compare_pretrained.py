@@ -1,37 +1,18 @@
-"""compare() of trained weights: AntiBERTy, a BERT of antibodies' amino acids (Ruffolo et al., MIT licence), whose wheel holds its weights."""
-
-import importlib.util
-import json
-import pathlib
+"""compare() of trained weights."""
 
 import pytest
 import torch
+from helpers.models.antiberty import CHAIN, antiberty, tokens_of
 
 import te_dynamo
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-CHAIN = "EVQLVQSGPEVKKPGTSVKVSCKASGFTFMSSAVQWVRQARGQRLEWIGWIVIGSGNTNYAQKFQERVTITRDMSTSTAYMELSSLRSEDTAVYYCAAPYCSSISCNDGFDIWGQGTMVTVS"
-
 
 @pytest.fixture(scope="module")
 def encoder():
     """(the model in bf16, the tokens of a chain)"""
-    transformers = pytest.importorskip("transformers")
-    found = importlib.util.find_spec("antiberty")
-    if found is None:
-        pytest.skip("antiberty is not installed")
-    folder = pathlib.Path(found.origin).parent / "trained_models"
-    weights = folder / "AntiBERTy_md_smooth"
-    fields = json.loads((weights / "config.json").read_text())
-    config = transformers.BertConfig(**{name: fields[name] for name in fields.keys() - {"architectures", "model_type"}})
-    model = transformers.BertForMaskedLM(config).eval()
-    missing = model.load_state_dict(
-        torch.load(weights / "pytorch_model.bin", map_location="cpu", weights_only=True), strict=False
-    )
-    assert not missing.missing_keys
-    letters = {letter: i for i, letter in enumerate((folder / "vocab.txt").read_text().split())}
-    return model.bfloat16(), torch.tensor([[letters["[CLS]"], *map(letters.__getitem__, CHAIN), letters["[SEP]"]]])
+    return antiberty(), tokens_of(CHAIN)
 
 
 def test_a_trained_encoder(encoder):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from te_dynamo import remembered as files
-from te_dynamo.command_line import calibrate
-from te_dynamo.command_line import diagnosis as doctor
+from te_dynamo.command_line import calibrate, doctor
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.main import main
 from te_dynamo.kernels.runtime import availability

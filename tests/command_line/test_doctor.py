@@ -10,7 +10,7 @@ import te_dynamo.__main__ as command_line
 import te_dynamo.remembered as remembered_module
 from te_dynamo import recipe
 from te_dynamo._compat import torch_version
-from te_dynamo.command_line import diagnosis as doctor
+from te_dynamo.command_line import doctor
 from te_dynamo.kernels.runtime.target import described
 from te_dynamo.lowering import device
 from te_dynamo.lowering.tune import PRODUCTS

@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import nn
 
 import te_dynamo
-from te_dynamo.command_line.diagnosis import Diagnosis, diagnose
+from te_dynamo.command_line.doctor import Diagnosis, diagnose
 from te_dynamo.inspect.explain import Explanation
 from te_dynamo.inspect.tables import FittedTable, text_of
 

@@ -149,3 +149,28 @@ def test_bytes_of_a_recipe_are_beside_bf16s(import_benchmark: Callable[[str], Mo
         ("all_reduce", "te", 0.5, 1.0, ["float32"]),
         ("reduce_scatter", "te", 2.0, 1.0, ["bfloat16"]),
     ]
+
+
+def test_losses_of_the_demo_are_beside_one_bf16_run(import_benchmark: Callable[[str], ModuleType]) -> None:
+    losses = import_benchmark("demo_losses")
+
+    def summary(recipe: str, loss: float, bf16: float = 2.0) -> dict[str, object]:
+        runs = [
+            {"name": name, "losses": [3.0] * 9 + [x], "validation_loss": 2 * x}
+            for name, x in (("bf16", bf16), (recipe, loss))
+        ]
+        return {"arguments": {"recipe": [recipe], "out": recipe, "steps": 10}, "runs": runs}
+
+    rows = losses.rows_of([summary("mxfp8", 2.02), summary("nvfp4", 1.9)])
+    assert [(row.recipe, row.training_loss, row.training_change, row.validation_change) for row in rows] == [
+        ("bf16", 2.0, 0.0, 0.0), ("mxfp8", 2.02, 1.0, 1.0), ("nvfp4", 1.9, -5.0, -5.0),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"\['nvfp4'\] was trained beside another bf16 run"):
+        losses.rows_of([summary("mxfp8", 2.02), summary("nvfp4", 1.9, bf16=2.1)])
+
+
+@pytest.mark.slow
+def test_an_encoder_beside_its_stored_weights(import_benchmark: Callable[[str], ModuleType]) -> None:
+    encoder = import_benchmark("encoder")
+    (row,) = encoder.rows_of(["float8_rowwise"], encoder.lineage(6))
+    assert row.output_db > row.worst_linear_db > 15 and row.top_1 > 0.5 and row.top_5 == 1.0

@@ -38,7 +38,7 @@ def test_it_runs(
 
 
 def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("explain", "compare", "bench", "calibrate", "doctor"):
+    for command in ("explain", "compare", "bench", "generate", "calibrate", "doctor"):
         with pytest.raises(SystemExit):
             command_line.main([command, "--help"])
         for option in re.findall(r"--\w+", capsys.readouterr().out):

@@ -20,7 +20,18 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-SLOW = {"README", "distributed", "frameworks", "inspect", "left-alone", "quickstart", "recipes", "training", "weights"}
+SLOW = {
+    "README",
+    "distributed",
+    "frameworks",
+    "inspect",
+    "left-alone",
+    "quickstart",
+    "recipes",
+    "serve",
+    "training",
+    "weights",
+}
 """Pages that compile with Inductor: its C++ takes some seconds a model."""
 
 ELSEWHERE = {"writing-a-fusion"}

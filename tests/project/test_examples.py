@@ -11,9 +11,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-
-import te_dynamo
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -190,29 +187,3 @@ def test_the_demo_compares_the_means_of_several_seeds(monkeypatch: pytest.Monkey
     assert compare(bf16, [fp8], console)
     assert "1.5200 +1.33% (+5.00%, -6.00%)" in console.export_text()
     assert not compare(bf16, [fp8, other], Console(quiet=True))
-
-
-@pytest.mark.slow
-def test_generating_with_a_checkpoint(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the dequantized model does, but for roundings; prompts of one bucket are compiled twice, and no more by others in it."""
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    example = pytest.importorskip("generate")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    te_dynamo.save_checkpoint(model, tmp_path, "fp8", rules=[("lm_head", None)])
-    loaded = example.load(str(tmp_path), "cpu")
-    prompts, _ = example.tokens_of(str(tmp_path), ["one", "another prompt"], 64)
-    given = example.batches(prompts, "cpu")
-    assert [(size, indices) for size, (indices, *_) in given.items()] == [(32, [0, 1])]
-    forward = loaded.forward
-    loaded.forward = torch.compile(forward, backend="te", dynamic=False, options={"codegen": "eager"})
-    with te_dynamo.capture() as graphs:
-        results, speed = example.generate(loaded, given, 6, "")
-        assert len(graphs.reports) == 2
-        again, _ = example.generate(loaded, example.batches([[1, 2], *prompts[1:]], "cpu"), 6, "")
-        assert len(graphs.reports) == 2
-    assert all(match.matched for report in graphs.reports for match in report.matches if "proj" in match.module)
-    assert speed > 0 and [len(results[index]) for index in (0, 1)] == [6, 6] and results[1] == again[1]

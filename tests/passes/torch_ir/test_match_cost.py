@@ -18,7 +18,7 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo import recipe as recipes
-from te_dynamo.command_line.diagnosis import _recipe_support
+from te_dynamo.command_line.doctor import _recipe_support
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason, linear_cost_reason, linear_times
 from te_dynamo.rates import H200 as FOUND_ON_AN_H200

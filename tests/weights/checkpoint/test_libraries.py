@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +167,27 @@ def test_transformers_reads_ours(form: str, recipe: str, tmp_path: Path) -> None
     for path, module in linears(ours).items():
         torch.testing.assert_close(theirs.get_submodule(path).weight, module.weight.dequantize(), rtol=2**-6, atol=1e-6)
     assert (logits - expected).norm() <= (0.3 if recipe == "nvfp4" else 0.06) * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", te_dynamo.recipe.names())
+def test_compressed_tensors_reads_ours(recipe: str, tmp_path: Path) -> None:
+    """By itself: its modules have exactly our tensors, and decompress to our values, whose scales have its dtype."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    te_dynamo.save_checkpoint(llama(), tmp_path, "compressed-tensors", recipe=recipe, rules=[("lm_head", None)])
+    ours, theirs = te_dynamo.load_checkpoint(llama(), tmp_path), llama()
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(written)
+    apply_quantization_config(theirs, config)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(theirs)
+    theirs.load_state_dict(dict(Files(tmp_path)))
+    compressor.decompress_model(theirs)
+    for path, module in linears(ours).items():
+        values = theirs.get_submodule(path).weight
+        torch.testing.assert_close(values, module.weight.dequantize(), rtol=2**-6, atol=1e-6)
 
 
 # ---- torchao
