@@ -38,7 +38,7 @@ Parts = dict[str, Tensor]
 NVFP4_RANGE = 448 * 6
 """The amax of a tensor whose factor is 1."""
 
-_E2M1 = torch.tensor([0, 48, 56, 60, 64, 68, 72, 76], dtype=torch.uint8)
+_E2M1 = (0, 48, 56, 60, 64, 68, 72, 76)
 """The magnitudes of e2m1, 0 0.5 1 1.5 2 3 4 6, as e4m3."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -222,14 +222,18 @@ def _padded(buffer: Tensor, shape: tuple[int, ...], lines: int) -> Tensor:
     return whole
 
 
+def _e2m1(like: Tensor) -> Tensor:
+    return torch.tensor(_E2M1, dtype=torch.uint8, device=like.device)
+
+
 def _from_e2m1(codes: Tensor) -> Tensor:
     """Packed e2m1 as e4m3."""
     codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    return (_E2M1.to(codes.device)[(codes & 7).int()] | (codes & 8) << 4).view(torch.float8_e4m3fn)
+    return (_e2m1(codes)[(codes & 7).int()] | (codes & 8) << 4).view(torch.float8_e4m3fn)
 
 
 def _to_e2m1(codes: Tensor) -> Tensor:
     """Its inverse."""
     bits = codes.view(torch.uint8)
-    nibbles = torch.searchsorted(_E2M1.to(codes.device), bits & 0x7F).to(torch.uint8) | (bits & 0x80) >> 4
+    nibbles = torch.searchsorted(_e2m1(codes), bits & 0x7F).to(torch.uint8) | (bits & 0x80) >> 4
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
