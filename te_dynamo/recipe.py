@@ -17,6 +17,7 @@ from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
     Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -281,7 +282,7 @@ def of_weight(quantizer: Quantizer) -> Recipe:
     """The recipe whose GEMMs multiply by a weight that is held so: activations are scaled as the weight is."""
     if isinstance(quantizer, (Float8CurrentScalingQuantizer, Float8GroupedQuantizer)):
         return Float8CurrentScaling(power_of_two_scales=quantizer.power_of_two_scale)
-    if isinstance(quantizer, Float8RowwiseQuantizer):
+    if isinstance(quantizer, (Float8RowwiseQuantizer, Float8GroupedRowwiseQuantizer)):
         return Float8RowwiseScaling(power_of_two_scales=quantizer.power_of_two_scale)
     if isinstance(quantizer, Float8BlockQuantizer):
         return Float8BlockScaling(

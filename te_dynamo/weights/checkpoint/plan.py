@@ -132,10 +132,13 @@ def _entry(
                 there = {
                     role: metas[of] for role, of in names.items() if of in metas and role in KINDS[kind].like(shape)
                 }
-                KINDS[kind].check(there, names, shape)
+                turned = (*shape[:-2], shape[-1], shape[-2])
+                transposed = form.transposes and list(there["scale"].shape) == list(KINDS[kind].scale_shape(turned))
+                KINDS[kind].check(there, names, turned if transposed else shape)
                 powers = there["scale"].dtype.itemsize == 1
-                kept = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
-                return Stored(form.method, kind, {role: names[role] for role in there}, there, powers, kept)  # type: ignore[arg-type]
+                kept: Any = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
+                spelt = {role: names[role] for role in there}
+                return Stored(form.method, kind, spelt, there, powers, kept, transposed)
         codes = next((names for names in ways if names["codes"] in metas and names["codes"] != full), None)
         if codes or (full in metas and metas[full].dtype.itemsize == 1 and place.tensor.is_floating_point()):
             scales = (

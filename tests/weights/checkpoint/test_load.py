@@ -160,16 +160,31 @@ def test_experts() -> None:
         model = te_dynamo.load_quantized(Experts((3, 256, 128)), tensors, config)
         meant = data.float() * (scale.reshape(3, -1, 1).repeat_interleave(256 if scale.dim() == 1 else 128, 1))
         assert torch.equal(model.gate_up_proj.dequantize(), meant.bfloat16())
-    bytes_, exponents = (
-        torch.randint(256, (3, 64, 4, 16), dtype=torch.uint8),
-        torch.randint(115, 125, (3, 64, 4), dtype=torch.uint8),
-    )
-    tensors = {"gate_up_proj_blocks": bytes_, "gate_up_proj_scales": exponents}
-    model = te_dynamo.load_quantized(Experts((3, 64, 128)), tensors, {"quant_method": "mxfp4"})
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def gpt_oss(experts: int, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(its tensors, the values that they mean)"""
+    bytes_ = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8)
+    scale = torch.randint(115, 125, (experts, n, k // 32), dtype=torch.uint8)
     nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
-    meant = values[(nibbles & 7).long()] * torch.where(nibbles > 7, -1, 1) * power(exponents)[..., None]
-    assert torch.equal(model.gate_up_proj.dequantize(), meant.reshape(3, 64, 128).bfloat16())
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(nibbles & 7).long()] * torch.where(nibbles > 7, -1, 1)
+    meant = (values * power(scale)[..., None]).reshape(experts, n, k).bfloat16()
+    return {"gate_up_proj_blocks": bytes_, "gate_up_proj_scales": scale}, meant
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (128, 128), (32, 96)])
+def test_experts_of_gpt_oss(n: int, k: int, tmp_path: Path) -> None:
+    """The model has [E, K, N] of what its file has as [E, N, K], square ones too. Written again, byte for byte."""
+    tensors, meant = gpt_oss(3, n, k)
+    config = {"quant_method": "mxfp4"}
+    model = te_dynamo.load_quantized(Experts((3, k, n)), tensors, config)
+    assert torch.equal(model.gate_up_proj.dequantize(), meant.mT)
+    te_dynamo.save_checkpoint(model, tmp_path)
+    again = Files(tmp_path)
+    assert set(again) == set(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
+    if n != k:  # a model that has it as the file does
+        model = te_dynamo.load_quantized(Experts((3, n, k)), tensors, config)
+        assert torch.equal(model.gate_up_proj.dequantize(), meant)
 
 
 def test_files_are_read_one_tensor_at_a_time(tmp_path: Path) -> None:
