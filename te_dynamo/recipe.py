@@ -128,6 +128,7 @@ class Float8CurrentScaling(_OneQuantizer):
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3: FP8 tensor cores do not multiply e5m2 by e5m2.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of amax before the scale is computed.
+    static_inputs: where a weight's file has a scale of its input, that one is taken in place of the present amax's. For inference.
     """
 
     name: ClassVar[str] = "float8_current_scaling"
@@ -138,6 +139,7 @@ class Float8CurrentScaling(_OneQuantizer):
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
+    static_inputs: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return Float8CurrentScalingQuantizer(

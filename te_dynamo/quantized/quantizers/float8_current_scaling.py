@@ -19,7 +19,11 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
     power_of_two_scale: clear the scale's mantissa bits.
     amax_epsilon: amax is at least this.
+    input_amax: of a weight from a file, the amax for which the file scales what it is multiplied with, 0 where it says none. Only a recipe
+        with static_inputs reads it.
     """
+
+    input_amax: float = 0.0
 
     one_scale: ClassVar[bool] = True
     fused_producers = True
@@ -28,7 +32,7 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
         return Float8CurrentScalingQuantizer(
-            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
+            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon, self.input_amax
         )
 
     def columns_are_rows(self) -> bool:

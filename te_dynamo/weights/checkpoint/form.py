@@ -36,9 +36,14 @@ class Stored:
     kept: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     transposed: bool = False
 
-    def describe(self) -> str:
-        beside = set(self.kept) - set(self.names.values())
-        return f"{self.form} ({self.kind}{', static scales of activations not used' if beside else ''})"
+    def describe(self, recipe: str = "") -> str:
+        """recipe: of the linear, in its own words."""
+        used = " " if self.kind == "tensor" and "static_inputs=True" in recipe else " not "
+        return f"{self.form} ({self.kind}{f', static scales of activations{used}used' if self.beside() else ''})"
+
+    def beside(self) -> list[str]:
+        """The names of static scales of activations."""
+        return [name for name in self.kept if name not in self.names.values()]
 
     def read(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedTensor:
         """The tensor over the parts' codes and scales."""

@@ -28,8 +28,8 @@ def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dt
 
     A quantized weight becomes a parameter that is a `QuantizedTensor` of the file's codes and scales: never dequantized, multiplied as it is, and
     without a gradient. `torch.compile(model, backend="te")` then takes its recipe from it, unless a rule chooses one. Scales of static
-    activations are not used: activations are scaled by what they are. One weight is in memory twice at a time; a model on meta gets its
-    tensors on torch's default device.
+    activations are used by `Float8CurrentScaling(static_inputs=True)` alone; else activations are scaled by what they are. One weight is in
+    memory twice at a time; a model on meta gets its tensors on torch's default device.
 
     Raises CheckpointError, which names the tensor, for a file that is cut short, is not known, or does not fit the model, and for scales that
     are missing, left over, zero or no numbers. The model is as it was then.

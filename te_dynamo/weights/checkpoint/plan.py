@@ -96,6 +96,8 @@ def plan(
         for role in set(stored.names) - {"codes"}:
             are_powers = check_scale(tensors[stored.names[role]], stored.names[role])
             powers |= {are_powers} if role == "scale" else set()
+        for name in stored.beside() if stored.kind == "tensor" else ():
+            check_scale(tensors[name], name)
     if powers == {True}:  # scale_fmt says so where a configuration has it
         made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]
     return made
@@ -188,6 +190,10 @@ def fill_stored(place: Place, stored: Stored, form: Form, tensors: Mapping[str, 
     if "tensor_scale" in parts:
         parts["tensor_scale"] = form.factor(parts["tensor_scale"])
     held = stored.read(parts, tuple(place.tensor.shape), dtype)
+    if stored.kind == "tensor" and (beside := stored.beside()) and held.dim() == 2:
+        amax = tensors[beside[0]].float().item() * torch.finfo(torch.float8_e4m3fn).max
+        quantizer: Any = dataclasses.replace(held.quantizer, input_amax=amax)  # type: ignore[call-arg]
+        held = QuantizedTensor(held.named_buffers(), tuple(held.shape), dtype, quantizer)
     ((module, name, _),) = place.owners
     module._parameters[name] = nn.Parameter(held, requires_grad=False)
     kept = {*stored.kept} | {stored.names[role] for role in ("tensor_scale",) if role in stored.names}

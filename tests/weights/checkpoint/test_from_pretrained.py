@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.weights.checkpoint_files import blocks
+from helpers.weights.checkpoint_files import blocks, gpt_oss
 from torch import Tensor, nn
 
 import te_dynamo
@@ -115,6 +115,40 @@ def test_experts_that_transformers_merges(tmp_path: Path) -> None:
     gate_up = torch.cat([torch.stack(meant["gate_proj"]), torch.stack(meant["up_proj"])], 1)
     assert torch.equal(experts.gate_up_proj.dequantize(), gate_up.bfloat16())
     assert torch.equal(experts.down_proj.dequantize(), torch.stack(meant["down_proj"]).bfloat16())
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """The experts of a gpt-oss file are what transformers dequantizes them to, and are multiplied as they are."""
+    from safetensors.torch import save_file
+
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "intermediate_size": 128}
+    config = transformers.GptOssConfig(**{**SIZES, **sizes}, num_hidden_layers=1, vocab_size=64)
+    tensors = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+    experts = "model.layers.0.mlp.experts"
+    for name, n in (("gate_up_proj", 256), ("down_proj", 128)):
+        del tensors[f"{experts}.{name}"]
+        tensors |= {f"{experts}.{part}": tensor for part, tensor in gpt_oss(4, n, 128, name)[0].items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.save_pretrained(tmp_path)
+
+    def loaded(**more: Any) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **more).eval()
+
+    theirs = loaded(experts_implementation="grouped_mm")
+    te_dynamo.register_in_transformers("mxfp4")
+    ours = loaded(experts_implementation="grouped_mm")
+    for name in ("gate_up_proj", "down_proj"):
+        held = ours.get_submodule(experts)._parameters[name]
+        assert isinstance(held, te_dynamo.QuantizedTensor)
+        assert torch.equal(held.dequantize(), theirs.get_submodule(experts)._parameters[name])
+    with torch.no_grad():
+        explained = te_dynamo.explain(ours, IDS)
+        rows = [row for row in explained.linears if row.groups]
+        assert [(row.matched, row.recipe, row.stored) for row in rows] == [(True, "mxfp8", "mxfp4 (mxfp4)")] * 2
+        y = torch.compile(ours, backend="te", options={"codegen": "eager"})(IDS).logits
+        expected = theirs(IDS).logits
+    assert (y - expected).norm() <= 0.06 * expected.norm()
 
 
 def test_bad_files(tmp_path: Path) -> None:

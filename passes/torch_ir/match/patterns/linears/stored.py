@@ -12,7 +12,7 @@ from torch import fx
 from te_dynamo import recipe as recipes
 from te_dynamo.errors import CheckpointError, InputError
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_casts
-from te_dynamo.passes.torch_ir.match.values import dtype_name, emit, tensor_of
+from te_dynamo.passes.torch_ir.match.values import dtype_name, emit, quantized_of, tensor_of
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
@@ -34,6 +34,23 @@ def check_scaled(weight: Any, record: MatchRecord) -> None:
         "(weight_scale, weight_scale_inv, ...) was not loaded. te_dynamo.load_checkpoint(model, path) loads both. If the codes are the values, "
         f"a rule leaves the linear as it is: rules=[({record.module!r}, None)]"
     )
+
+
+def static_amax(weight: Any, recipe: Recipe) -> float:
+    """The amax for which a linear's input is scaled: that of its weight's file where the recipe wants it, else 0."""
+    held = quantized_of(weight)
+    wanted = held is not None and getattr(recipe, "static_inputs", False)
+    return getattr(held.quantizer, "input_amax", 0.0) if wanted else 0.0  # type: ignore[union-attr]
+
+
+def check_inference(node: fx.Node, weight: Any, recipe: Recipe, record: MatchRecord) -> None:
+    """Raises InputError for a linear that scales its input by a static scale and has a backward."""
+    if static_amax(weight, recipe) and tensor_of(node).requires_grad:  # type: ignore[union-attr]
+        at = f" ({record.source})" if record.source else ""
+        raise InputError(
+            f"te_dynamo: the linear {record.module!r}{at} learns, or what is before it, and its input has a static scale, which is for inference: "
+            "call the model under torch.no_grad(), or leave out static_inputs=True"
+        )
 
 
 def read_torchao(node: fx.Node, weight: Any) -> tuple[Any, str, str]:
