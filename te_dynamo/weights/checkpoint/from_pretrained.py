@@ -75,10 +75,14 @@ class StoredQuantizer(HfQuantizer):
             for full in (*stored.names.values(), *stored.kept):
                 part = nn.Parameter(tensors.metas[full], requires_grad=False)
                 module.register_parameter(full.removeprefix(f"{path}."), part)
+            if name not in module._parameters:  # `_init_weights` asks whether it is there, and has values
+                module.__dict__[name] = torch.empty(0, device="meta")
+                module.__dict__[name]._is_hf_initialized = True
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for place, stored in self._plan.stored:
             ((module, name, path),) = place.owners
+            module.__dict__.pop(name, None)
             parts = {}
             for full in (*stored.names.values(), *stored.kept):
                 parts[full] = module._parameters.pop(full.removeprefix(f"{path}.")).data  # type: ignore[union-attr]
